@@ -1,0 +1,47 @@
+"""Errors a person can mend: they end in one screen, without a traceback (see ``lit_grpo.cli``)."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input: what is wrong, where, and what to do.
+
+    Args:
+        what: one sentence that names the thing and its value.
+        where: file and line, or the key of the configuration, if known.
+        remedy: what to type instead.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        lines = [what]
+        if where:
+            lines.append(f"  where: {where}")
+        if remedy:
+            lines.append(f"  remedy: {remedy}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions with keyword arguments do not survive pickling (worker processes) on their own.
+        return (_rebuild, (type(self), self.what, self.where, self.remedy))
+
+
+def _rebuild(cls: type[UserError], what: str, where: str | None, remedy: str | None) -> UserError:
+    return cls(what, where=where, remedy=remedy)
+
+
+class StopRun(Exception):  # noqa: N818 - it is a decision, not an error
+    """A monitor or guard ends the run: exit code 3, with a checkpoint."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+def nearest(word: str, known: object) -> str | None:
+    """The known name most like ``word``, or None."""
+    import difflib
+
+    names = [str(name) for name in known]  # type: ignore[attr-defined]
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return found[0] if found else None

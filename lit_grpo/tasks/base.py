@@ -1,0 +1,33 @@
+"""What a prompt source is: an indexed list of rows, before any template or tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question of a source."""
+
+    id: str
+    question: str
+    answer: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+    """File and line, for messages about bad rows."""
+
+
+class PromptSource:
+    """Base class of all prompt sources. Order and shuffling are the data module's business.
+
+    A source is cheap to construct: files are read, and checked whole, in ``rows``. Bad input raises
+    :class:`lit_grpo.errors.UserError` with file, line and remedy.
+    """
+
+    name: str = ""
+
+    def rows(self) -> Sequence[Row]:
+        """All rows, in a fixed order. Ids are unique."""
+        raise NotImplementedError(f"{type(self).__name__} must implement rows()")

@@ -1,0 +1,222 @@
+"""The values that go round one reinforcement-learning step, in the order in which they appear.
+
+``Prompt`` -> ``Request`` -> ``Completion`` -> ``Rollout`` -> ``Experience`` -> ``LossOutput``
+
+Shapes: N completions in a rollout (whole groups, ``N = groups * group_size``), T tokens of the longest completion.
+Times are seconds, entropies and log-probabilities are nats. Everything below imports nothing but torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, already turned into the ids that every engine and the learner use."""
+
+    id: str
+    """Stable and unique in its source; the prompt's history is kept under it."""
+    question: str
+    """The text as the source writes it, without chat template."""
+    token_ids: tuple[int, ...]
+    """What is fed to the model: template applied once, never encoded again."""
+    answer: str | None = None
+    """Gold answer, or None where a reward needs none."""
+    source: str = ""
+    """Name of the data set."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row, for rewards that need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Ask an engine for ``len(seeds)`` samples of one prompt."""
+
+    index: int
+    """Position of the prompt in the rollout; comes back in every completion."""
+    token_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One non-negative seed below 2**63 per sample. Equal seeds, weights and engine give equal tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw. Training needs the full support: ``top_p = 1`` and ``top_k = 0``."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    max_new_tokens: int = 256
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion. The id itself is part of the completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer, as the engine sampled it."""
+
+    request: int
+    sample: int
+    token_ids: tuple[int, ...]
+    """Sampled ids, the end-of-sequence id included if it was drawn. May be empty."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each id under the distribution it was drawn from (temperature applied)."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Number of rollouts the sampling weights had been trained on."""
+
+    @property
+    def truncated(self) -> bool:
+        """True where the length limit cut the completion before an end token."""
+        return self.finish_reason == "length"
+
+
+class Score(NamedTuple):
+    """What a reward says of one completion."""
+
+    value: float
+    timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What a reward sees of one completion."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    """The completion, decoded once, special tokens left out."""
+
+
+@dataclass
+class Rollout:
+    """One Lightning batch: whole groups, in order (completion ``i`` belongs to group ``i // group_size``)."""
+
+    index: int
+    prompts: list[Prompt]
+    completions: list[Completion]
+    texts: list[str]
+    rewards: dict[str, Tensor]
+    """Each reward by name, before its weight, [N]."""
+    reward: Tensor
+    """Weighted sum, [N] float32."""
+    group_size: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Times and counters of the rollout, already under their logged names."""
+
+    def __post_init__(self) -> None:
+        if len(self.completions) != len(self.prompts) * self.group_size:
+            raise ValueError(
+                f"a rollout holds whole groups: {len(self.prompts)} prompts x {self.group_size} samples, "
+                f"but {len(self.completions)} completions"
+            )
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the oldest completion."""
+        return min(c.policy_version for c in self.completions)
+
+    def to(self, device: Any, **_: Any) -> Rollout:
+        """Stay: the ragged ids are Python data, tensors are made on the device in the training step."""
+        return self
+
+
+@dataclass
+class Experience:
+    """What an objective is computed from: [N, T] right-padded tensors or [N] vectors, None where not known.
+
+    Positions at or past ``lengths`` hold junk (they may hold NaN) and are never read.
+    """
+
+    lengths: Tensor
+    """Generated tokens in the loss, end-of-sequence included, [N] int64."""
+    group_ids: Tensor
+    """[N] int64; equal for the samples of one prompt."""
+    rewards: Tensor
+    """[N] float."""
+    truncated: Tensor
+    """[N] bool."""
+    width: int = 0
+    """T. Taken from the first [N, T] tensor if left 0."""
+    token_ids: Tensor | None = None
+    """[N, T] int64."""
+    old_logprobs: Tensor | None = None
+    """Learner, before the first update of this rollout. None: one update, the ratio is pi / stop_gradient(pi)."""
+    sampler_logprobs: Tensor | None = None
+    """Engine, at the moment of drawing. Non-finite where it is not known."""
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    """Of the full next-token distribution, before the first update."""
+    values: Tensor | None = None
+    """Critic's value of the state before each token."""
+    sum_squared_probs: Tensor | None = None
+    """Sum over the vocabulary of pi squared, before the first update."""
+    score_sqnorm: Tensor | None = None
+    """Squared norm of the gradient of log pi(o|q), [N]."""
+    router_logscores_old: Tensor | None = None
+    """Log-scores of the experts that were active, old policy, [N, T, layers, K]."""
+    invalid: Tensor | None = None
+    """[N] bool: completions without a parsable answer (RENT)."""
+    prompt_ids: Sequence[str] | None = None
+    """Prompt identity of each completion, N strings, for methods that keep a history per prompt."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not self.width and isinstance(value, Tensor) and value.ndim == 2:
+                self.width = value.shape[1]
+        if not self.width:
+            self.width = int(self.lengths.max()) if len(self.lengths) else 0
+
+    @property
+    def mask(self) -> Tensor:
+        """[N, T] bool, made from lengths, never from ids."""
+        return torch.arange(self.width, device=self.lengths.device)[None, :] < self.lengths[:, None]
+
+    def select(self, rows: Tensor | Sequence[int]) -> Experience:
+        """The experience of some completions, in the order of ``rows``. Keeps T."""
+        index = torch.as_tensor(rows, device=self.lengths.device)
+        changed: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                changed[item.name] = value[index]
+        if self.prompt_ids is not None:
+            changed["prompt_ids"] = [self.prompt_ids[i] for i in index.tolist()]
+        return replace(self, **changed)
+
+    def to(self, device: Any, **_: Any) -> Experience:
+        """Move every tensor."""
+        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
+
+
+class Sum(NamedTuple):
+    """A mean in the making: over micro-batches and ranks, add totals and counts, then divide once."""
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass
+class LossOutput:
+    """Loss of one micro-batch: its share of the whole optimizer step's loss, so that shares simply add up."""
+
+    loss: Tensor
+    """Scalar with gradient."""
+    token_weights: Tensor
+    """dL/d(log-probability) actually applied to each token, [n, T], detached; 0 outside the mask."""
+    metrics: dict[str, Sum]
+    """Step metrics as sums, by logged name."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Step metrics that combine by maximum."""
