@@ -86,6 +86,8 @@ class Score(NamedTuple):
 
     value: float
     timed_out: bool = False
+    failed: bool = False
+    """The reward raised, crashed or gave no finite number, and ``value`` is 0 because the run was told to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Rollout:
     reward: Tensor
     """Weighted sum, [N] float32."""
     group_size: int
+    temperature: float = 1.0
+    """At which the completions were drawn; the learner's log-probabilities are those of the same temperature."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
 

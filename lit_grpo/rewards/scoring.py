@@ -1,0 +1,147 @@
+"""Run every reward on a batch and hold it to its contract: one finite number for each completion."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards.base import Reward
+from lit_grpo.types import RewardInput, Score
+
+OnError = Literal["raise", "zero"]
+
+_SAMPLE_LENGTH = 400
+
+
+class RewardError(RuntimeError):
+    """A reward raised, or gave something that is no finite number. Stops the run and shows the sample.
+
+    Args:
+        reward: name of the reward.
+        problem: what it did.
+        prompt_id: prompt of the completion at fault, or None where the batch as a whole is.
+        sample: that completion's text, shortened.
+    """
+
+    def __init__(self, reward: str, problem: str, prompt_id: str | None = None, sample: str | None = None) -> None:
+        self.reward, self.problem, self.prompt_id, self.sample = reward, problem, prompt_id, sample
+        lines = [f"reward {reward!r} {problem}"]
+        if prompt_id is not None:
+            lines.append(f"  prompt: {prompt_id}")
+        if sample is not None:
+            lines.append(f"  sample: {sample!r}")
+        lines.append("  remedy: mend the reward, or count such completions and score them 0 with on_error: zero")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.reward, self.problem, self.prompt_id, self.sample))
+
+
+def check_rewards(rewards: Sequence[Reward]) -> None:
+    """Refuse what cannot work before the first rollout.
+
+    Raises:
+        UserError: no reward at all, two of one name, or a weight that is not finite.
+    """
+    if not rewards:
+        raise UserError(
+            "no reward is given",
+            where="rewards",
+            remedy="list at least one, for instance class_path: lit_grpo.rewards.MathReward",
+        )
+    doubles = [name for name, count in Counter(r.name for r in rewards).items() if count > 1]
+    if doubles:
+        raise UserError(
+            f"two rewards are named {doubles[0]!r}; they would be logged as one",
+            where="rewards",
+            remedy="give one of them another init_args.name",
+        )
+    for reward in rewards:
+        if not math.isfinite(reward.weight):
+            raise UserError(f"the weight of reward {reward.name!r} is {reward.weight}", where="rewards")
+
+
+def score_all(
+    rewards: Sequence[Reward], batch: Sequence[RewardInput], on_error: OnError = "raise"
+) -> dict[str, list[Score]]:
+    """Score every completion with every reward. Safe to call from several threads at once.
+
+    Args:
+        rewards: of distinct names.
+        batch: completions, in any order; prompts may repeat.
+        on_error: ``raise`` ends the run at the first bad score; ``zero`` gives it value 0 and ``failed=True``. A batch
+            that raises is scored once more, one by one, so that only the completions at fault are lost.
+
+    Returns:
+        Under each reward's name, ``len(batch)`` scores in the order of ``batch``, all finite.
+
+    Raises:
+        RewardError: see ``on_error``. A wrong number of scores always raises: which is whose cannot be known.
+        UserError: from :func:`check_rewards`.
+    """
+    check_rewards(rewards)
+    return {reward.name: _score(reward, batch, on_error) for reward in rewards}
+
+
+def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> list[Score]:
+    if not batch:
+        return []
+    try:
+        scores = list(reward.score(batch))
+    except Exception as error:
+        return _score_singly(reward, batch, on_error, error)
+    if len(scores) != len(batch):
+        raise RewardError(reward.name, f"gave {len(scores)} scores for {len(batch)} completions")
+    return [_checked(reward, item, score, on_error) for item, score in zip(batch, scores, strict=True)]
+
+
+def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnError, error: Exception) -> list[Score]:
+    checked: list[Score] = []
+    for item in batch:
+        try:
+            scores = list(reward.score([item]))
+        except Exception as single:
+            if on_error == "raise":
+                raise _error_of(reward, item, f"raised {_describe(single)}") from single
+            checked.append(Score(0.0, failed=True))
+            continue
+        if len(scores) != 1:
+            raise RewardError(reward.name, f"gave {len(scores)} scores for 1 completion")
+        checked.append(_checked(reward, item, scores[0], on_error))
+    if on_error == "raise":
+        # No completion is at fault alone, but going on would hide that the batch call does not work.
+        raise RewardError(reward.name, f"raised {_describe(error)} on a batch of {len(batch)}") from error
+    return checked
+
+
+def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
+    try:
+        checked = Score(float(score[0]), *score[1:]) if isinstance(score, tuple) else Score(float(score))
+    except Exception:  # None, text, a tensor of several values, ...
+        problem = f"gave {_shorten(repr(score), 80)}, which is not a number"
+    else:
+        if math.isfinite(checked.value):
+            return checked
+        problem = f"gave {checked.value}"
+    if on_error == "raise":
+        raise _error_of(reward, item, problem)
+    return Score(0.0, failed=True)
+
+
+def _error_of(reward: Reward, item: RewardInput, problem: str) -> RewardError:
+    return RewardError(reward.name, problem, item.prompt.id, _shorten(item.text, _SAMPLE_LENGTH))
+
+
+def _describe(error: Exception) -> str:
+    return _shorten(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
+
+
+def _shorten(text: str, length: int) -> str:
+    """Both ends of a long text: the answer is usually at its end."""
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]} […{len(text) - 2 * half} characters…] {text[-half:]}"
