@@ -1,0 +1,235 @@
+"""RolloutDataModule: prompts in, rollouts out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import lightning.pytorch as pl
+
+from lit_grpo import rng
+from lit_grpo.engines import make_engine
+from lit_grpo.engines.config import EngineConfig
+from lit_grpo.errors import UserError
+from lit_grpo.policy.load import end_token_ids, load_model_config
+from lit_grpo.rewards import Reward, check_rewards
+from lit_grpo.rewards.scoring import OnError
+from lit_grpo.rollouts import EvaluationLoader, RolloutLoader, RolloutProducer
+from lit_grpo.tasks import PromptFormat, PromptSource
+from lit_grpo.types import Prompt, Sampling
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Streams rollouts to :class:`lit_grpo.LitGRPO`: each is sampled with the weights that the previous step left.
+
+    Data, rewards and limits are checked in ``setup``, before any model is loaded.
+
+    Args:
+        prompts: where training questions come from.
+        rewards: what completions are judged by; the total is their weighted sum.
+        group_size: completions of each prompt (G).
+        prompts_per_rollout: prompts of each rollout, over all ranks.
+        rollouts: length of the run.
+        engine: what samples.
+        sampling: how training completions are drawn.
+        format: how a question becomes token ids.
+        val_prompts: held-out questions for ``validate`` and during ``fit``.
+        test_prompts: questions for ``test`` and ``predict``.
+        eval_sampling: how evaluation completions are drawn; None: greedily, with the training length limit.
+        eval_group_size: completions of each evaluation prompt.
+        on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        rewards: list[Reward],
+        group_size: int = 8,
+        prompts_per_rollout: int = 16,
+        rollouts: int = 100,
+        engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
+        sampling: Sampling = Sampling(),  # noqa: B008
+        format: PromptFormat = PromptFormat(),  # noqa: B008
+        val_prompts: PromptSource | None = None,
+        test_prompts: PromptSource | None = None,
+        eval_sampling: Sampling | None = None,
+        eval_group_size: int = 1,
+        on_reward_error: OnError = "raise",
+    ) -> None:
+        super().__init__()
+        self.prompts, self.rewards, self.engine_config, self.format = prompts, rewards, engine, format
+        self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
+        self.sampling = sampling
+        self.val_prompts, self.test_prompts = val_prompts, test_prompts
+        self.eval_sampling = eval_sampling or replace(sampling, temperature=0.0)
+        self.eval_group_size = eval_group_size
+        self.on_reward_error = on_reward_error
+        self.dropped_prompts = 0
+        self._producer: RolloutProducer | None = None
+        self._encoded: dict[str, list[Prompt]] = {}
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
+        if self.sampling.max_new_tokens < 1:
+            raise UserError("max_new_tokens must be at least 1", where="data.sampling.max_new_tokens")
+        if self.sampling.temperature <= 0:
+            raise UserError(
+                f"training at temperature {self.sampling.temperature} explores nothing: "
+                "all completions of a group would be the same",
+                where="data.sampling.temperature",
+                remedy="set a temperature above 0, usually 1.0",
+            )
+        if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
+            raise UserError(
+                "training needs samples of the whole distribution: top_p and top_k change the probabilities "
+                "that the learner compares with",
+                where="data.sampling",
+                remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
+            )
+        check_rewards(self.rewards)
+
+    # ---------------------------------------------------------------------------------------------- set-up
+
+    @property
+    def _module(self) -> Any:
+        if self.trainer is None:
+            raise RuntimeError("RolloutDataModule works inside a Trainer: trainer.fit(module, datamodule=data)")
+        return self.trainer.lightning_module
+
+    def setup(self, stage: str) -> None:
+        trainer, module = self.trainer, self._module
+        if not hasattr(module, "named_weights"):
+            raise UserError(
+                f"{type(module).__name__} has no named_weights(), so the engine cannot follow it",
+                where="model",
+                remedy="use lit_grpo.LitGRPO or a subclass",
+            )
+        if stage == "fit":
+            module.check_rollouts(group_size=self.group_size, prompts_per_rollout=self.prompts_per_rollout)
+            if self.prompts_per_rollout % trainer.world_size:
+                raise UserError(
+                    f"{self.prompts_per_rollout} prompts per rollout cannot be shared out over "
+                    f"{trainer.world_size} processes",
+                    where="data.prompts_per_rollout",
+                    remedy=f"choose a multiple of {trainer.world_size}",
+                )
+            self._encode("train", self.prompts, "data.prompts")
+            self._encode("val", self.val_prompts, "data.val_prompts")
+        elif stage == "validate":
+            self._need(self.val_prompts, "val_prompts", stage)
+            self._encode("val", self.val_prompts, "data.val_prompts")
+        elif stage == "test":
+            self._need(self.test_prompts, "test_prompts", stage)
+            self._encode("test", self.test_prompts, "data.test_prompts")
+        else:
+            source = self.test_prompts or self.prompts
+            self._encode("test", source, "data.test_prompts" if self.test_prompts else "data.prompts")
+
+    def _need(self, source: PromptSource | None, name: str, stage: str) -> None:
+        if source is None:
+            raise UserError(
+                f"`{stage}` needs questions, and {name} is not set",
+                where=f"data.{name}",
+                remedy=f"add `{name}: {{class_path: lit_grpo.tasks.JsonlPrompts, init_args: {{path: ...}}}}`",
+            )
+
+    def _encode(self, key: str, source: PromptSource | None, where: str) -> None:
+        """Read, check and tokenise a source, once."""
+        if source is None or key in self._encoded:
+            return
+        rows = source.rows()
+        needing = next((reward.name for reward in self.rewards if reward.needs_answer), None)
+        if needing is not None:
+            for row in rows:
+                if row.answer is None or not str(row.answer).strip():
+                    raise UserError(
+                        f"row {row.id!r} has no answer, and the reward {needing!r} compares with it",
+                        where=row.where or where,
+                        remedy="fill in the answer, name the right answer_column, or remove the row",
+                    )
+        encoded = self.format.encode_all(rows, self._module.tokenizer, source.name)
+        self.dropped_prompts += encoded.dropped
+        self._check_lengths(encoded.prompts, {row.id: row.where for row in rows}, where)
+        self._encoded[key] = encoded.prompts
+
+    def _check_lengths(self, prompts: list[Prompt], places: dict[str, str], where: str) -> None:
+        limit = getattr(load_model_config(self._module.policy_config), "max_position_embeddings", None)
+        if limit is None or not prompts:
+            return
+        longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        new = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
+        if len(longest.token_ids) + new > limit:
+            raise UserError(
+                f"the prompt of row {longest.id!r} has {len(longest.token_ids)} tokens; with {new} new tokens that is "
+                f"more than the {limit} positions of the model",
+                where=places.get(longest.id) or where,
+                remedy="lower data.sampling.max_new_tokens, or set data.format: "
+                f"{{max_prompt_tokens: {max(1, limit - new)}, on_long: drop}}",
+            )
+
+    @property
+    def producer(self) -> RolloutProducer:
+        """Engine and rewards, made when the first rollout is wanted."""
+        if self._producer is None:
+            module = self._module
+            longest = max(len(p.token_ids) for prompts in self._encoded.values() for p in prompts)
+            engine = make_engine(
+                self.engine_config,
+                policy=module.policy,
+                policy_config=module.policy_config,
+                tokenizer=module.tokenizer,
+                end_token_ids=end_token_ids(module.policy_config, module.tokenizer),
+                max_model_len=longest + max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens),
+                seed=rng.run_seed(),
+            )
+            self._producer = RolloutProducer(
+                engine, module, module.tokenizer, self.rewards, rng.run_seed(), self.on_reward_error
+            )
+        return self._producer
+
+    def teardown(self, stage: str) -> None:
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+
+    # ---------------------------------------------------------------------------------------------- loaders
+
+    def train_dataloader(self) -> RolloutLoader:
+        return RolloutLoader(
+            self.producer,
+            self._encoded["train"],
+            count=self.rollouts,
+            prompts_per_rollout=self.prompts_per_rollout,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            rank=self._trainer.global_rank,
+            world_size=self._trainer.world_size,
+        )
+
+    def val_dataloader(self) -> Any:
+        return self._evaluation("val") if "val" in self._encoded else []
+
+    def test_dataloader(self) -> Any:
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> Any:
+        return self._evaluation("test")
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return cast(pl.Trainer, self.trainer)
+
+    def _evaluation(self, key: str) -> EvaluationLoader:
+        return EvaluationLoader(
+            self.producer,
+            self._encoded[key],
+            batch_prompts=self.prompts_per_rollout,
+            group_size=self.eval_group_size,
+            sampling=self.eval_sampling,
+            rank=self._trainer.global_rank,
+            world_size=self._trainer.world_size,
+            purpose=key,
+        )

@@ -1,0 +1,111 @@
+"""Step metrics: added over micro-batches and ranks, divided once. The keys logged by the library are listed here.
+
+======================  ================================================================================
+``reward``              mean total reward of the rollout's completions
+``reward/std``          standard deviation of the total reward over the rollout
+``reward/<name>``       mean of one reward, before its weight
+``timeouts/<name>``     share of completions whose reward ran into its time limit
+``entropy``             mean over generated tokens of the next-token entropy (nats, temperature 1), before the update
+``length``              mean number of generated tokens
+``length/max``          longest completion
+``length/correct``      mean length of completions with a reward above 0; left out if there is none
+``length/incorrect``    the same for the others
+``truncated``           share of completions cut by the length limit
+``empty``               share of completions without a token
+``groups/zero_gradient``  share of groups whose rewards are all equal
+``groups/all_correct``  share of groups with equal rewards above 0
+``groups/all_wrong``    share of groups with equal rewards of 0 or less
+``loss``                loss of the last optimizer step
+``grad_norm``           largest global gradient norm of the rollout's optimizer steps, before clipping
+``lr``                  learning rate of the last optimizer step
+``optimizer_steps``     optimizer steps taken since the start
+``skipped_steps``       optimizer steps skipped since the start because loss or gradient was not finite
+``empty_steps``         optimizer steps skipped since the start because nothing was left in the loss
+``policy_version``      rollouts trained on, this one included
+``staleness``           rollouts trained on between sampling and training of the oldest completion
+``tokens``              generated tokens of the rollout
+``time/generate``       seconds from the first request to the last completion
+``time/reward``         seconds spent waiting for rewards after the last completion
+``time/sync``           seconds to bring the weights to the engine
+``time/update``         seconds of the training step
+``tokens_per_second``   generated tokens over all of these times
+======================  ================================================================================
+
+The objective adds its own (ratios, clip fractions, KL, sampler mismatch): see :mod:`lit_grpo.objectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lit_grpo.types import Rollout, Sum
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sum (or maximum) of a tensor over ranks."""
+
+
+class StepMetrics:
+    """Gathers :class:`Sum` s and maxima over one rollout and reduces them over ranks in two collectives."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sum] = {}
+        self.maxima: dict[str, Tensor] = {}
+
+    def add(self, key: str, total: Tensor | float, count: Tensor | float = 1.0) -> None:
+        """Add to the sum under ``key``."""
+        total, count = torch.as_tensor(total).detach().double(), torch.as_tensor(count).detach().double()
+        old = self.sums.get(key)
+        self.sums[key] = Sum(total.cpu(), count.cpu()) if old is None else Sum(old[0] + total.cpu(), old[1] + count.cpu())
+
+    def maximum(self, key: str, value: Tensor | float) -> None:
+        """Keep the largest value seen under ``key``; NaN wins."""
+        value = torch.as_tensor(value).detach().double().cpu()
+        self.maxima[key] = torch.maximum(self.maxima[key], value) if key in self.maxima else value
+
+    def update(self, sums: dict[str, Sum], maxima: dict[str, Tensor] | None = None) -> None:
+        """Add everything of a :class:`lit_grpo.types.LossOutput`."""
+        for key, (total, count) in sums.items():
+            self.add(key, total, count)
+        for key, value in (maxima or {}).items():
+            self.maximum(key, value)
+
+    def compute(self, reduce_sum: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
+        """Means and maxima of the whole step. A mean over nothing is left out.
+
+        With more than one rank every rank must hold the same keys; :meth:`fill` makes sure.
+        """
+        keys, peaks = sorted(self.sums), sorted(self.maxima)
+        sums = torch.tensor([[float(self.sums[k].total), float(self.sums[k].count)] for k in keys], dtype=torch.float64)
+        tops = torch.tensor([float(self.maxima[k]) for k in peaks], dtype=torch.float64)
+        if reduce_sum is not None and keys:
+            sums = reduce_sum(sums)
+        if reduce_max is not None and peaks:
+            tops = reduce_max(tops)
+        out = {k: float(t / c) for k, (t, c) in zip(keys, sums, strict=True) if c > 0}
+        return out | {k: float(v) for k, v in zip(peaks, tops, strict=True)}
+
+
+def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
+    """Everything that can be said of a rollout before the learner has seen it."""
+    reward = rollout.reward.double()
+    lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
+    count = len(reward)
+    metrics.add("reward", reward.sum(), count)
+    metrics.add("reward/std", reward.std(correction=0) * count if count else 0.0, count)
+    for name, values in rollout.rewards.items():
+        metrics.add(f"reward/{name}", values.double().sum(), count)
+    metrics.add("length", lengths.sum(), count)
+    metrics.maximum("length/max", lengths.max() if count else 0.0)
+    correct = reward > 0
+    metrics.add("length/correct", lengths[correct].sum(), correct.sum())
+    metrics.add("length/incorrect", lengths[~correct].sum(), (~correct).sum())
+    metrics.add("truncated", sum(c.truncated for c in rollout.completions), count)
+    metrics.add("empty", (lengths == 0).sum(), count)
+    groups = reward.view(-1, rollout.group_size)
+    flat = (groups == groups[:, :1]).all(1)
+    metrics.add("groups/zero_gradient", flat.sum(), len(groups))
+    metrics.add("groups/all_correct", (flat & (groups[:, 0] > 0)).sum(), len(groups))
+    metrics.add("groups/all_wrong", (flat & (groups[:, 0] <= 0)).sum(), len(groups))

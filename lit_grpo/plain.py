@@ -1,0 +1,36 @@
+"""Dataclasses from their plain form (nested dictionaries), as checkpoints and YAML hold them."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def from_plain(cls: type[T], value: Any) -> T:
+    """Rebuild ``cls`` from ``dataclasses.asdict``'s output.
+
+    Raises:
+        TypeError: a key that is no field of ``cls``.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{cls.__name__} is made from a dictionary, not from {type(value).__name__}")
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    if unknown := set(value) - known:
+        raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    return cls(**{key: _convert(hints[key], item) for key, item in value.items()})
+
+
+def _convert(hint: Any, item: Any) -> Any:
+    if isinstance(item, dict):
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
+        for option in options:
+            if isinstance(option, type) and is_dataclass(option):
+                return from_plain(option, item)
+    if isinstance(item, list) and typing.get_origin(hint) is tuple:
+        return tuple(item)
+    return item

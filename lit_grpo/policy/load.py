@@ -1,0 +1,184 @@
+"""Make the model and the tokenizer that a :class:`PolicyConfig` describes. Problems are found before weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.policy.config import PolicyConfig, TinyModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KEY = "model.policy"
+
+
+def check_policy(config: PolicyConfig) -> None:
+    """Everything about the policy that can be known without reading weights.
+
+    Raises:
+        UserError: neither or both of ``path`` and ``tiny``; a folder that is missing or holds no model.
+    """
+    if (config.path is None) == (config.tiny is None):
+        raise UserError(
+            "the policy needs either `path` (a model folder or hub name) or `tiny` (a random model made on the spot)"
+            + (", not both" if config.path else ""),
+            where=KEY,
+            remedy="for example `policy: {path: models/SmolLM2-135M-Instruct}`",
+        )
+    if config.logits_chunk < 1:
+        raise UserError(f"logits_chunk is {config.logits_chunk}, must be at least 1", where=f"{KEY}.logits_chunk")
+    if config.tiny is not None:
+        _check_tiny(config.tiny)
+    elif config.path is not None and _is_folder_name(config.path):
+        _check_folder(Path(config.path))
+
+
+def _check_tiny(tiny: TinyModel) -> None:
+    if tiny.width % tiny.heads or (tiny.width // tiny.heads) % 2:
+        raise UserError(
+            f"width {tiny.width} cannot be split into {tiny.heads} heads of even size",
+            where=f"{KEY}.tiny.width",
+            remedy="choose a width that is a multiple of 2 x heads",
+        )
+
+
+def _is_folder_name(path: str) -> bool:
+    """A hub name is ``name`` or ``owner/name``; anything else, and anything that exists, means a folder."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists() or path.startswith("models/")
+
+
+def _check_folder(path: Path) -> None:
+    path = path.expanduser()
+    if not path.is_dir():
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        near = nearest(path.name, siblings)
+        raise UserError(
+            f"there is no model folder {path}",
+            where=f"{KEY}.path",
+            remedy=f"did you mean {path.parent / near}?"
+            if near
+            else "give a folder written by save_pretrained (scripts/get_smollm2 makes models/SmolLM2-135M-Instruct)",
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"the folder {path} holds no config.json, so it is no Hugging Face model",
+            where=f"{KEY}.path",
+            remedy="give the folder that save_pretrained or `lit-grpo export` wrote",
+        )
+    if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
+        raise UserError(f"the folder {path} holds no weights (*.safetensors)", where=f"{KEY}.path")
+
+
+def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer alone; reads no weights."""
+    check_policy(config)
+    if config.tiny is not None:
+        from lit_grpo.tasks import char_tokenizer
+
+        return char_tokenizer(config.tiny.alphabet)
+    from transformers import AutoTokenizer
+
+    with _named_errors(config):
+        return AutoTokenizer.from_pretrained(_location(config))
+
+
+def load_model_config(config: PolicyConfig) -> Any:
+    """The transformers configuration alone (context length, end tokens); reads no weights."""
+    check_policy(config)
+    if config.tiny is not None:
+        return _tiny_config(config.tiny)
+    from transformers import AutoConfig
+
+    with _named_errors(config):
+        return AutoConfig.from_pretrained(_location(config))
+
+
+def load_model(config: PolicyConfig) -> PreTrainedModel:
+    """The causal language model with its weights, in evaluation mode apart from gradient checkpointing."""
+    check_policy(config)
+    from transformers import AutoModelForCausalLM
+
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    if config.tiny is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.tiny.seed)
+            tiny_config = _tiny_config(config.tiny)
+            model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=config.attention)
+    else:
+        with _named_errors(config):
+            model = AutoModelForCausalLM.from_pretrained(
+                _location(config), dtype=dtype, attn_implementation=config.attention, **config.model_args
+            )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All ids that end a completion: the tokenizer's and those of the generation configuration."""
+    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    if config.path is not None:
+        from transformers import GenerationConfig
+
+        try:
+            eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
+        except OSError:  # a model without generation_config.json
+            eos = None
+        ids |= set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
+    if not ids:
+        raise UserError(
+            "neither the tokenizer nor the generation configuration names an end-of-sequence token",
+            where=f"{KEY}.path",
+            remedy="set eos_token in the model folder's tokenizer_config.json",
+        )
+    return tuple(sorted(int(i) for i in ids))
+
+
+def _location(config: PolicyConfig) -> str:
+    assert config.path is not None
+    return str(Path(config.path).expanduser()) if _is_folder_name(config.path) else config.path
+
+
+class _named_errors:  # noqa: N801 - reads as a statement
+    """Turn transformers' long messages about an unreachable or unknown model into one that names the key."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.path = config.path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, (OSError, ValueError)):
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"the model {self.path} cannot be loaded: {first}",
+                where=f"{KEY}.path",
+                remedy="give a folder on this machine, or a hub name while the hub can be reached",
+            ) from error
+
+
+def _tiny_config(tiny: TinyModel) -> Any:
+    from transformers import Qwen2Config
+
+    from lit_grpo.tasks import char_tokenizer
+
+    tokenizer = char_tokenizer(tiny.alphabet)
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=tiny.width,
+        intermediate_size=4 * tiny.width,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.heads,
+        max_position_embeddings=tiny.max_position,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+    )

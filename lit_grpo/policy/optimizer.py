@@ -1,0 +1,43 @@
+"""AdamW with a warm-up and one of three schedules."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from lit_grpo.errors import UserError
+from lit_grpo.policy.config import OptimizerConfig
+
+
+def make_optimizer(
+    policy: nn.Module, config: OptimizerConfig, total_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Optimizer over every trainable parameter and its schedule, counted in optimizer steps.
+
+    Vectors and scalars (norms, biases) get no weight decay.
+    """
+    if config.lr <= 0:
+        raise UserError(f"the learning rate is {config.lr}, must be above 0", where="model.optimizer.lr")
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, total_steps))
+
+
+def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Share of the peak rate at optimizer step ``step`` (counted from 0).
+
+    The warm-up rises to the peak at step ``warmup_steps``; the first step is never at rate 0.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    fall = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * fall

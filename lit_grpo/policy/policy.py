@@ -1,0 +1,136 @@
+"""The policy: per-token log-probabilities and entropies of a causal language model, full logits never held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_grpo.policy.batching import PolicyInput
+
+EntropyMode = Literal["none", "detached", "grad"]
+
+
+@dataclass
+class TokenStats:
+    """What one forward pass says of each completion token, [n, T], 0 where there is no token."""
+
+    logprobs: Tensor
+    """Of the sampled tokens at the sampling temperature, float32."""
+    entropy: Tensor | None
+    """Of the whole next-token distribution at temperature 1, in nats, float32."""
+
+
+class Policy(nn.Module):
+    """A causal language model from transformers, seen as a policy.
+
+    Dropout is switched off for good: with it the ratio of the first update would not be 1.
+
+    Args:
+        model: a ``*ForCausalLM`` of transformers.
+        logits_chunk: completion tokens whose logits are held at once.
+    """
+
+    def __init__(self, model: nn.Module, logits_chunk: int = 512) -> None:
+        super().__init__()
+        self.model = model
+        self.logits_chunk = logits_chunk
+        _switch_off_dropout(model)
+
+    def forward(self, batch: PolicyInput, temperature: float = 1.0, entropy: EntropyMode = "detached") -> TokenStats:
+        """Log-probability (and entropy) of every completion token of the micro-batch.
+
+        The head is applied to ``logits_chunk`` tokens at a time and recomputed in the backward pass, so memory does not
+        grow with completion tokens times vocabulary.
+
+        Args:
+            batch: see :class:`PolicyInput`.
+            temperature: logits are divided by it for ``logprobs``; the entropy is that of temperature 1.
+            entropy: leave it out, compute it without gradient, or with.
+        """
+        hidden = self.hidden_states(batch).flatten(0, 1)[batch.source]  # [M, D]
+        logprobs, entropies = [], []
+        for start in range(0, len(batch.target), self.logits_chunk):
+            part = slice(start, start + self.logits_chunk)
+            arguments = (hidden[part], batch.target[part], temperature, entropy)
+            if torch.is_grad_enabled():
+                out = checkpoint(self._head, *arguments, use_reentrant=False)
+            else:
+                out = self._head(*arguments)
+            logprobs.append(out[0])
+            entropies.append(out[1])
+        return TokenStats(
+            logprobs=batch.scatter(_cat(logprobs, hidden)),
+            entropy=None if entropy == "none" else batch.scatter(_cat(entropies, hidden)),
+        )
+
+    def hidden_states(self, batch: PolicyInput) -> Tensor:
+        """Last hidden states, [B, S, D], final norm applied."""
+        out = self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _head(self, hidden: Tensor, target: Tensor, temperature: float, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
+        """[m, D], [m] -> log-probability [m] and entropy [m] (zeros if not wanted), float32."""
+        logits = self.model.get_output_embeddings()(hidden).float()
+        scaled = logits if temperature == 1.0 else logits / temperature
+        logprobs = scaled.gather(1, target[:, None])[:, 0] - scaled.logsumexp(1)
+        if entropy == "none":
+            return logprobs, torch.zeros_like(logprobs)
+        with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
+            logp = (logits if entropy == "grad" else logits.detach()).log_softmax(1)
+            # xlogy semantics: a logit of minus infinity contributes nothing.
+            plogp = torch.where(torch.isneginf(logp), torch.zeros_like(logp), logp.exp() * logp)
+            return logprobs, -plogp.sum(1)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes."""
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.detach()
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Refuse a model whose logits are not simply ``head(last hidden state)`` (soft-capping, logit scale).
+
+        Raises:
+            ValueError: the chunked head would compute other log-probabilities than the model itself.
+        """
+        device = next(self.model.parameters()).device
+        ids = torch.arange(4, device=device)[None] % int(self.model.config.get_text_config().vocab_size)
+        expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        every = torch.arange(4, device=device)
+        batch = PolicyInput(ids, every[None], every, ids[0], every, torch.zeros_like(every), (4, 1))
+        actual = self.model.get_output_embeddings()(self.hidden_states(batch)[0]).float()
+        if not torch.allclose(actual, expected, rtol=1e-3, atol=1e-3):
+            gap = (actual - expected).abs().max().item()
+            raise ValueError(
+                f"{type(self.model).__name__} changes its logits after the output layer (largest difference {gap:.3g}); "
+                "this library computes log-probabilities from the output layer alone and would train a wrong policy"
+            )
+
+
+def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
+    # With no completion token at all the result still has to hang on the graph, for a backward pass of exact zeros.
+    return torch.cat(parts) if parts else like.sum(1).float()
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    config: Any = getattr(model, "config", None)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"):
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, 0.0)
