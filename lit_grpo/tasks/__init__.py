@@ -3,14 +3,24 @@
 from lit_grpo.tasks.addition import AdditionPrompts
 from lit_grpo.tasks.base import PromptSource, Row
 from lit_grpo.tasks.char_tokenizer import char_tokenizer
+from lit_grpo.tasks.hub import HubPrompts
+from lit_grpo.tasks.jsonl import JsonlPrompts
+from lit_grpo.tasks.memory import InMemoryPrompts
+from lit_grpo.tasks.parquet import ParquetPrompts
+from lit_grpo.tasks.table import TableSource
 from lit_grpo.tasks.template import EncodedPrompts, PromptFormat, PromptTooLongError
 
 __all__ = [
     "AdditionPrompts",
     "EncodedPrompts",
+    "HubPrompts",
+    "InMemoryPrompts",
+    "JsonlPrompts",
+    "ParquetPrompts",
     "PromptFormat",
     "PromptSource",
     "PromptTooLongError",
     "Row",
+    "TableSource",
     "char_tokenizer",
 ]
