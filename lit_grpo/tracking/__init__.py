@@ -1,0 +1,14 @@
+"""Where a run leaves its traces: the run folder, MLflow, and the summary at the end."""
+
+from lit_grpo.tracking.spool import read_metrics
+
+__all__ = ["RunLogger", "read_metrics"]
+
+
+def __getattr__(name: str) -> object:
+    # Importing Lightning takes seconds; readers of a run folder do not need it.
+    if name == "RunLogger":
+        from lit_grpo.tracking.mlflow_logger import RunLogger
+
+        return RunLogger
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,351 @@
+"""The logger: a run is a folder on disk first, and a run in MLflow as far as MLflow can be reached."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lit_grpo.errors import StopRun, UserError
+from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
+from lit_grpo.tracking.sender import Sender
+from lit_grpo.tracking.spool import FILE_NAME, Spool
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+PARAMS_FILE = "params.json"
+
+
+class RunLogger(Logger):
+    """Keeps a run in a folder and sends it to MLflow from a thread.
+
+    Every record is in ``<run_dir>/metrics.jsonl`` before it is sent. A server that is down, slow or refuses a record
+    never stops, slows or fails a fit: it is said once when it begins and counted at the end.
+
+    The run ends in MLflow as ``FINISHED``; ``KILLED`` if a monitor, SIGTERM or Ctrl-C stopped it; ``FAILED`` after an
+    error. A run folder that already holds a run is continued: the same files, and the same MLflow run if it is there.
+
+    Args:
+        root: folder of all runs; with the default store also of ``mlflow.db`` and ``artifacts/``.
+        experiment: name of the MLflow experiment.
+        run_name: name of the run and its folder; date and time if left out.
+        run_dir: folder of an existing run to continue, or of a new one instead of ``<root>/<run_name>``.
+        tracking_uri: MLflow store or server; else ``MLFLOW_TRACKING_URI``; else ``sqlite:///<root>/mlflow.db``.
+        artifact_location: where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an SQLite
+            store and the server's choice otherwise.
+        tags: tags of the MLflow run.
+        patience: seconds without progress after which the end of a run stops waiting for the server.
+    """
+
+    def __init__(
+        self,
+        root: str = "runs",
+        experiment: str = "lit-grpo",
+        run_name: str | None = None,
+        run_dir: str | None = None,
+        tracking_uri: str | None = None,
+        artifact_location: str | None = None,
+        tags: dict[str, str] | None = None,
+        patience: float = 30.0,
+    ) -> None:
+        super().__init__()
+        self.root = Path(root).absolute()
+        self.experiment_name = experiment
+        self._run_name = run_name
+        self._run_dir = Path(run_dir).absolute() if run_dir else None
+        # Read now, not at import: a program may set the variable after importing us.
+        self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
+        is_address = "://" in self.tracking_uri or self.tracking_uri == "databricks"
+        if self.tracking_uri.startswith("file:") or not is_address:
+            raise UserError(
+                f"MLflow no longer keeps runs in plain files: {self.tracking_uri!r}",
+                where="tracking_uri (trainer.logger.tracking_uri or MLFLOW_TRACKING_URI)",
+                remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
+            )
+        self.artifact_location = artifact_location
+        if artifact_location is None and self.tracking_uri.startswith("sqlite:"):
+            self.artifact_location = (self.root / "artifacts").as_uri()
+        self._tags = dict(tags or {})
+        self._patience = patience
+        # MLflow tries for four minutes by default, and the end of a run waits for the try under way.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+        self._opened: tuple[Spool, Sender, MlflowTarget] | None = None
+        self._params: dict[str, str] = {}
+        self._stop: str | None = None
+        self._reported = 0
+        self._run_id: str | None = None
+        self._spool_failed = False
+        self._note_lock = threading.Lock()
+
+    # The run on disk.
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Folder of the run, made at the first use; None on ranks other than 0."""
+        return self._make_run_dir()
+
+    @rank_zero_only
+    def _make_run_dir(self) -> Path:
+        if self._run_dir is None:
+            self._run_dir = _new_folder(self.root, self._run_name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        return self._run_dir
+
+    @property
+    def started(self) -> bool:
+        """True once anything was recorded."""
+        return self._opened is not None
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the MLflow run; None as long as the server has not made it."""
+        return self._run_id
+
+    @property
+    def spool_path(self) -> Path | None:
+        """The file that holds every record."""
+        run_dir = self.run_dir
+        return run_dir / FILE_NAME if run_dir else None
+
+    # What Lightning asks of a logger.
+
+    @property
+    def name(self) -> str:
+        """Empty, like ``version``: ``save_dir`` already is the folder of this one run."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str | None:
+        """The run folder as a string: ``trainer.log_dir`` and stock callbacks write there."""
+        run_dir = self.run_dir
+        return str(run_dir) if run_dir else None
+
+    @property
+    def experiment(self) -> MlflowClient | None:
+        """MLflow's own client, for what this class does not offer; calls on it wait for the server. None if not rank 0.
+
+        Use it with :attr:`run_id`, and only after :meth:`flush` said that the run is there.
+        """
+        return _LazyClient(self) if rank_zero_only.rank == 0 else None  # type: ignore[return-value]
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Append a line to the spool and queue it; takes well under a millisecond and never raises."""
+        record = {"step": int(step or 0), "wall_time": time.time()}
+        record.update({key: float(value) for key, value in metrics.items()})
+        spool, sender, _ = self._open()
+        try:
+            length = spool.append(record)
+        except OSError as error:
+            if not self._spool_failed:
+                log.warning("Tracking: %s cannot be written (%s). Training goes on.", spool.path, error)
+            self._spool_failed = True
+            sender.put(lambda target: target.metrics([record]))
+        else:
+            sender.wrote(length)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Add parameters. Long values are cut for MLflow, visibly; ``params.json`` holds them whole."""
+        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(_convert_params(params)).items()}
+        # Lightning logs the module's and the data module's arguments, which the configuration already holds.
+        known = self._params
+        flat = {k: v for k, v in flat.items() if all(known.get(f"{part}.{k}") != v for part in ("model", "data"))}
+        flat = {k: v for k, v in flat.items() if known.get(k) != v}
+        if not flat:
+            return
+        known.update(flat)
+        _, sender, _ = self._open()
+        path = self.log_text(json.dumps(known, indent=1, sort_keys=True), PARAMS_FILE, send=False)
+        sender.put(lambda target: target.params(flat))
+        if any(len(value) > PARAM_LENGTH for value in flat.values()):
+            sender.put(lambda target: target.artifact(path, None))
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Nothing to do: every record is on disk when the call that logs it returns."""
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Send what is left, end the MLflow run, and say what could not be sent. Never raises."""
+        if self._opened is None:
+            return
+        spool, sender, _ = self._opened
+        sender.end(self._final_status(status))
+        sender.flush(self._patience)
+        report = self.delivery_report()
+        if report and sender.unsent > self._reported:
+            log.warning("%s", report)
+            self._reported = sender.unsent
+        self._note(sent=sender.sent_bytes)
+        spool.close()
+
+    def _final_status(self, status: str) -> str:
+        # Lightning finalizes inside its except block, so the error that ends the run is the one being handled.
+        error = sys.exc_info()[1]
+        good = status in ("success", "finished")
+        if self._stop or (not good and isinstance(error, StopRun | KeyboardInterrupt | SystemExit)):
+            return "KILLED"
+        return "FINISHED" if good else "FAILED"
+
+    # What callbacks use.
+
+    @rank_zero_only
+    def log_text(self, text: str, name: str, send: bool = True) -> Path:
+        """Write ``<run_dir>/<name>``, whole or not at all, and send it as an artifact."""
+        path = self._make_run_dir() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text)
+        temporary.replace(path)
+        if send:
+            self.log_artifact(path)
+        return path
+
+    @rank_zero_only
+    def log_artifact(self, path: str | os.PathLike[str], folder: str | None = None) -> None:
+        """Queue a file or folder as an artifact; it must stay where it is until the run has ended."""
+        self._open()[1].put(lambda target: target.artifact(Path(path), folder))
+
+    @rank_zero_only
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        """Queue tags of the MLflow run; also kept in ``run.json``."""
+        text = {key: str(value) for key, value in tags.items()}
+        self._open()[1].put(lambda target: target.tags(text))
+        self._note(tags={**self._read_note().get("tags", {}), **text})
+
+    @rank_zero_only
+    def mark_stopped(self, reason: str) -> None:
+        """The run is being stopped on purpose: it ends as ``KILLED``, with the reason as the tag ``stop.reason``."""
+        if self._stop is None:
+            self._stop = reason
+            self.set_tags({"stop.reason": reason})
+
+    @rank_zero_only
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything is sent; False if that failed or made no progress for ``timeout`` seconds."""
+        return self._opened is None or self._opened[1].flush(self._patience if timeout is None else timeout)
+
+    @property
+    def unsent(self) -> int:
+        """Records that are not in MLflow."""
+        return self._opened[1].unsent if self._opened else 0
+
+    def delivery_report(self, said: bool = False) -> str | None:
+        """One sentence on the records that MLflow does not have, or None.
+
+        Args:
+            said: the caller shows it, so the end of the run need not say it again.
+        """
+        if self._opened is None or not (count := self._opened[1].unsent):
+            return None
+        if said:
+            self._reported = count + 1  # the final status is still to come
+        spool, sender, _ = self._opened
+        records = "1 record" if count == 1 else f"{count} records"
+        reason = f" ({sender.last_error})" if sender.last_error else " yet"
+        return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {spool.path}"
+
+    def view_command(self) -> str:
+        """How to look at the run in MLflow."""
+        if self.tracking_uri.startswith("http"):
+            return f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/")
+        return f"mlflow ui --backend-store-uri {self.tracking_uri}"
+
+    # Opening.
+
+    def _open(self) -> tuple[Spool, Sender, MlflowTarget]:
+        if self._opened is None:
+            # Imported here, on the main thread: a worker process forked while a thread holds an import lock would hang.
+            import mlflow.tracking  # noqa: F401
+
+            logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+            logging.getLogger("alembic").setLevel(logging.WARNING)
+            run_dir = self._make_run_dir()
+            spool = Spool(run_dir / FILE_NAME)
+            note = self._read_note()
+            same_store = note.get("tracking_uri") == self.tracking_uri
+            target = MlflowTarget(
+                self.tracking_uri,
+                self.experiment_name,
+                run_dir.name,
+                note.get("run_id") if same_store else None,
+                self.artifact_location,
+                self._tags,
+                self._on_start,
+            )
+            if not same_store or "started" not in note:
+                started = datetime.now().astimezone().isoformat(timespec="seconds")
+                self._note(
+                    tracking_uri=self.tracking_uri, experiment=self.experiment_name, run_id=None, started=started
+                )
+            # Of an earlier life of this run, only lines that MLflow is known not to have are sent now.
+            offset = 0 if target.run_id is None else note.get("sent") or _size(spool.path)
+            self._note(sent=None)
+            self._opened = spool, Sender(target, spool.path, offset), target
+        return self._opened
+
+    def _on_start(self, run_id: str, experiment_id: str) -> None:
+        self._run_id = run_id
+        self._note(run_id=run_id, experiment_id=experiment_id)
+
+    def _read_note(self) -> dict[str, Any]:
+        try:
+            note = json.loads((self._make_run_dir() / RUN_FILE).read_text())
+        except (OSError, ValueError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+    def _note(self, **entries: Any) -> None:
+        try:
+            with self._note_lock:  # the sender's thread writes the run id
+                self.log_text(json.dumps({**self._read_note(), **entries}, indent=1), RUN_FILE, send=False)
+        except OSError as error:
+            log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)
+
+
+class _LazyClient:
+    """Lightning touches ``logger.experiment`` before any data is read; importing MLflow takes 5 seconds."""
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger._open()[2].client, name)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    """Make ``root/name``; with a number added if a run is there already."""
+    for number in range(1, 10_000):
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise UserError(f"{root / name} and 9999 more are taken", where="run_name", remedy="choose another run name")

@@ -1,0 +1,201 @@
+"""The MLflow side of the sender: one run of one experiment, created or taken up again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_grpo.tracking.sender import Refused
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+PARAM_LENGTH = 250
+"""Longest parameter value in characters that every MLflow server takes."""
+CUT_MARK = " ... (cut; whole in params.json)"
+
+# What a server answers to a request that is wrong for good. Everything else (no answer, 5xx, a locked database) passes.
+_FINAL = {
+    "BAD_REQUEST",
+    "CUSTOMER_UNAUTHORIZED",
+    "ENDPOINT_NOT_FOUND",
+    "INVALID_PARAMETER_VALUE",
+    "INVALID_STATE",
+    "NOT_FOUND",
+    "NOT_IMPLEMENTED",
+    "PERMISSION_DENIED",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+    "UNAUTHENTICATED",
+}
+
+
+class MlflowTarget:
+    """Writes to MLflow, synchronously: it is called from the sender's thread only.
+
+    Args:
+        tracking_uri: the store or server.
+        experiment: name of the experiment; made if missing.
+        run_name: name of a new run.
+        run_id: run to go on with; a new one is made if it is gone.
+        artifact_location: of a new experiment; None leaves it to the server.
+        tags: of a new run.
+        on_start: called with (run id, experiment id) when the run is there.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str,
+        experiment: str,
+        run_name: str,
+        run_id: str | None,
+        artifact_location: str | None,
+        tags: Mapping[str, str],
+        on_start: Callable[[str, str], None],
+    ) -> None:
+        self.tracking_uri = tracking_uri
+        self.run_id = run_id
+        self._experiment = experiment
+        self._run_name = run_name
+        self._artifact_location = artifact_location
+        self._tags = dict(tags)
+        self._on_start = on_start
+        self._client: MlflowClient | None = None
+        self._params: dict[str, str] = {}
+        self._started = False
+        self._ended = False
+
+    @property
+    def client(self) -> MlflowClient:
+        """MLflow's client. The first use of an SQLite store makes its tables, which takes seconds."""
+        if self._client is None:
+            from mlflow.tracking import MlflowClient
+
+            if self.tracking_uri.startswith("sqlite:///"):
+                Path(self.tracking_uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            self._client = MlflowClient(self.tracking_uri)
+        return self._client
+
+    def start(self) -> None:
+        if self._started and not self._ended:
+            return
+        if self.run_id is not None and self._take_up(self.run_id):
+            pass
+        else:
+            experiment_id = self._experiment_id()
+            run = self.client.create_run(
+                experiment_id, tags={"mlflow.source.name": "lit-grpo", **self._tags}, run_name=self._run_name
+            )
+            self.run_id = run.info.run_id
+            self._on_start(run.info.run_id, experiment_id)
+        self._started, self._ended = True, False
+
+    def _take_up(self, run_id: str) -> bool:
+        try:
+            with _final_errors():
+                run = self.client.get_run(run_id)
+        except Refused:
+            return False
+        if run.info.lifecycle_stage == "deleted":
+            return False
+        self._params = dict(run.data.params)
+        self.client.update_run(run_id, status="RUNNING")
+        self._on_start(run_id, run.info.experiment_id)
+        return True
+
+    def _experiment_id(self) -> str:
+        found = self.client.get_experiment_by_name(self._experiment)
+        if found is None:
+            try:
+                with _final_errors():
+                    return self.client.create_experiment(self._experiment, artifact_location=self._artifact_location)
+            except Refused:
+                # Another run made it in the meantime.
+                found = self.client.get_experiment_by_name(self._experiment)
+                if found is None:
+                    raise
+        if found.lifecycle_stage == "deleted":
+            with _final_errors():
+                self.client.restore_experiment(found.experiment_id)
+        return found.experiment_id
+
+    def metrics(self, records: list[dict[str, Any]]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = []
+        for record in records:
+            step, timestamp = int(record.get("step") or 0), int(record["wall_time"] * 1000)
+            for key, value in record.items():
+                if key not in ("step", "wall_time") and isinstance(value, int | float):
+                    metrics.append(Metric(_clean(key), float(value), timestamp, step))
+        for start in range(0, len(metrics), 1000):
+            with _final_errors():
+                self.client.log_batch(self._id, metrics=metrics[start : start + 1000])
+
+    def params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        # MLflow refuses to change a parameter. After a resume with other settings the first value stays, and the tag
+        # names what changed.
+        shown = {_clean(key): _cut(value) for key, value in params.items()}
+        new = {key: value for key, value in shown.items() if key not in self._params}
+        changed = sorted(key for key, value in shown.items() if self._params.get(key, value) != value)
+        items = [Param(key, value) for key, value in new.items()]
+        for start in range(0, len(items), 100):
+            with _final_errors():
+                self.client.log_batch(self._id, params=items[start : start + 100])
+        self._params.update(new)
+        if changed:
+            self.tags({"params.changed_on_resume": ", ".join(changed)})
+
+    def tags(self, tags: Mapping[str, str]) -> None:
+        for key, value in tags.items():
+            with _final_errors():
+                self.client.set_tag(self._id, key, value[:5000])
+
+    def artifact(self, path: Path, folder: str | None) -> None:
+        if not path.exists():
+            raise Refused(f"{path} is gone")
+        try:
+            with _final_errors():
+                if path.is_dir():
+                    self.client.log_artifacts(self._id, str(path), folder)
+                else:
+                    self.client.log_artifact(self._id, str(path), folder)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            # The file or the artifact folder on this machine, not the server.
+            raise Refused(str(error)) from error
+
+    def end(self, status: str) -> None:
+        with _final_errors():
+            self.client.set_terminated(self._id, status)
+        self._ended = True
+
+    @property
+    def _id(self) -> str:
+        assert self.run_id is not None
+        return self.run_id
+
+
+@contextmanager
+def _final_errors() -> Iterator[None]:
+    """Turn the answers that no second try will change into :class:`Refused`."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code in _FINAL:
+            raise Refused(error.message) from error
+        raise
+
+
+def _clean(key: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_/. -]+", "_", key)[:250]
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= PARAM_LENGTH else value[: PARAM_LENGTH - len(CUT_MARK)] + CUT_MARK
