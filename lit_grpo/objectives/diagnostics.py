@@ -1,0 +1,226 @@
+"""Diagnostics as pure functions, and the metrics that every loss returns.
+
+Means are :class:`lit_grpo.types.Sum` s over generated tokens (or completions), so that they add over micro-batches and
+ranks. :func:`derive` turns the reduced means into the numbers that are no means.
+
+============================  =========================================================================================
+``ratio/mean``                mean of pi / pi_old; 1 in the first update
+``ratio/gap``                 mean of |ratio - 1|
+``clip/low``                  share of tokens with A < 0 whose ratio is below the bound; tokens in the loss
+``clip/high``                 share of tokens with A > 0 whose ratio is above the bound
+``clip/dual``                 share of tokens stopped by the dual clip
+``clip/old_prob``             mean pi_old of the clipped tokens
+``kl/old_k1``, ``kl/old_k3``  KL(pi_old || pi): mean of -d, of rho - 1 - log rho
+``kl/ref_k1``, ``kl/ref_k3``  KL(pi || pi_ref) on the sampled tokens
+``policy/delta_prob``         mean of pi - pi_old, and ``policy/delta_prob_abs`` of its size
+``advantage/abs``             mean |A| over tokens in the loss; ``advantage/abs_max`` the largest
+``loss/<term>``               share of the term in the loss: policy, kl_ref, kl_old, entropy, nll, value
+``mismatch/prob``             mean |pi_old - pi_sampler|, ``mismatch/prob_max`` the largest; ``mismatch/logprob`` likewise
+``mismatch/k1``, ``/k3``      KL(pi_sampler || pi_old): mean of -log c, of c - 1 - log c
+``mismatch/weight``           mean c; ``mismatch/weight_sq`` mean c^2, ``mismatch/sequence_weight_sq`` mean C^2
+``mismatch/capped``           share of tokens whose weight the sampler correction changed
+``mismatch/missing``          share of tokens without a sampler log-probability
+``mismatch/impossible``       share of tokens with pi_sampler > 0.5 and pi_old < 1e-4: wrong template, stale weights
+``mismatch/learner_logprob``  mean lp_old; ``mismatch/sampler_logprob`` mean lp_sampler (derived: perplexities)
+``entropy/sequence``          mean over completions of <H>_i; ``entropy/high`` share of completions above ln 2
+``conflict/rate``             share of tokens in GTPO's conflict masks
+``filter/dropped``            share of completions that a filter took out of the loss
+``value/correct``             mean value on tokens of correct completions; ``value/incorrect`` of the others
+``value/outside``             share of values outside the rewards' range
+============================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lit_grpo.objectives.plan import StepPlan
+from lit_grpo.objectives.regularizers import kl_to_reference
+from lit_grpo.objectives.sampler_correction import SamplerWeights, sampler_log_ratio
+from lit_grpo.objectives.tensors import Groups, exp_clamped, masked, token_mean
+from lit_grpo.objectives.token_weights import LN2
+from lit_grpo.objectives.trust_regions import Surrogate
+from lit_grpo.types import Sum
+
+
+def mean_of(value: Tensor, mask: Tensor) -> Sum:
+    """Sum and count over the tokens or completions of ``mask``."""
+    return Sum(masked(value, mask).double().sum(), mask.sum().double())
+
+
+def clip_fractions(surrogate: Surrogate, mask: Tensor) -> dict[str, Sum]:
+    """``clip/low``, ``clip/high``, ``clip/dual`` over the tokens of ``mask`` [n, T]."""
+    sides = {"low": surrogate.low, "high": surrogate.high, "dual": surrogate.dual}
+    return {f"clip/{k}": mean_of((v & mask).double(), mask) for k, v in sides.items()}
+
+
+def policy_change(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, Sum]:
+    """How far the policy is from the one before the first update, [n, T] each."""
+    new, old = masked(logprobs, mask), masked(old_logprobs, mask)
+    d = new - old
+    ratio = exp_clamped(d)
+    change = new.exp() - old.exp()
+    return {
+        "ratio/mean": mean_of(ratio, mask),
+        "ratio/gap": mean_of((ratio - 1).abs(), mask),
+        "kl/old_k1": mean_of(-d, mask),
+        "kl/old_k3": mean_of(ratio - 1 - d, mask),
+        "policy/delta_prob": mean_of(change, mask),
+        "policy/delta_prob_abs": mean_of(change.abs(), mask),
+    }
+
+
+def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Sum]:
+    """KL(pi || pi_ref) by k1 and k3, [n, T] each."""
+    return {f"kl/ref_{k}": mean_of(kl_to_reference(k, logprobs, ref_logprobs, mask), mask) for k in ("k1", "k3")}
+
+
+def sampler_mismatch(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+) -> tuple[dict[str, Sum], dict[str, Tensor]]:
+    """Learner against inference engine on generated tokens, before any update; means and maxima. [n, T] each."""
+    log_c, missing = sampler_log_ratio(old_logprobs, sampler_logprobs, mask)
+    known = mask & ~missing
+    old, sampled = masked(old_logprobs, known), masked(sampler_logprobs, known)
+    c, gap, log_gap = log_c.exp(), (old.exp() - sampled.exp()).abs(), (old - sampled).abs()
+    rows = mask.any(1)
+    sequence = exp_clamped(log_c.sum(1))
+    sums = {
+        "mismatch/prob": mean_of(gap, known),
+        "mismatch/logprob": mean_of(log_gap, known),
+        "mismatch/k1": mean_of(-log_c, known),
+        "mismatch/k3": mean_of(c - 1 - log_c, known),
+        "mismatch/weight": mean_of(c, known),
+        "mismatch/weight_sq": mean_of(c * c, known),
+        "mismatch/sequence_weight_sq": mean_of(sequence * sequence, rows),
+        "mismatch/missing": mean_of(missing.double(), mask),
+        "mismatch/impossible": mean_of(((sampled.exp() > 0.5) & (old.exp() < 1e-4)).double(), known),
+        "mismatch/learner_logprob": mean_of(old, known),
+        "mismatch/sampler_logprob": mean_of(sampled, known),
+    }
+    zero = old.new_zeros(1)
+    maxima = {
+        "mismatch/prob_max": torch.cat([zero, masked(gap, known).flatten()]).max().double(),
+        "mismatch/logprob_max": torch.cat([zero, masked(log_gap, known).flatten()]).max().double(),
+    }
+    return sums, maxima
+
+
+def entropy_shares(entropy: Tensor, mask: Tensor, threshold: float = LN2) -> dict[str, Sum]:
+    """Mean over completions of <H>_i, and the share with <H>_i above the threshold; empty ones left out."""
+    mean, rows = token_mean(entropy, mask), mask.any(1)
+    return {"entropy/sequence": mean_of(mean, rows), "entropy/high": mean_of((mean > threshold).double(), rows)}
+
+
+def value_signs(
+    values: Tensor, returns: Tensor, positive: Tensor, mask: Tensor, bounds: tuple[float, float]
+) -> dict[str, Sum]:
+    """Values of correct and incorrect completions, and the parts of the explained variance. [n, T], positive [n]."""
+    v, target = masked(values, mask), masked(returns, mask)
+    low, high = bounds
+    return {
+        "value/correct": mean_of(v, mask & positive[:, None]),
+        "value/incorrect": mean_of(v, mask & ~positive[:, None]),
+        "value/outside": mean_of(((v < low) | (v > high)).double(), mask),
+        "value/return": mean_of(target, mask),
+        "value/return_sq": mean_of(target * target, mask),
+        "value/error": mean_of(target - v, mask),
+        "value/error_sq": mean_of((target - v) ** 2, mask),
+    }
+
+
+def derive(means: Mapping[str, float]) -> dict[str, float]:
+    """Numbers that are no means, from reduced means: ESS, chi^2, perplexities, explained variance."""
+    out: dict[str, float] = {}
+    if "mismatch/weight_sq" in means:
+        out["mismatch/chi2_token"] = means["mismatch/weight_sq"] - 1
+        out["mismatch/chi2_sequence"] = means["mismatch/sequence_weight_sq"] - 1
+        out["mismatch/ess"] = means["mismatch/weight"] ** 2 / means["mismatch/weight_sq"]
+        out["mismatch/learner_perplexity"] = math.exp(-means["mismatch/learner_logprob"])
+        out["mismatch/sampler_perplexity"] = math.exp(-means["mismatch/sampler_logprob"])
+    if "value/return_sq" in means:
+        total = means["value/return_sq"] - means["value/return"] ** 2
+        error = means["value/error_sq"] - means["value/error"] ** 2
+        if total > 0:
+            out["value/explained_variance"] = 1 - error / total
+    return out
+
+
+def group_shares(rewards: Tensor, groups: Groups) -> dict[str, Sum]:
+    """Shares of groups without gradient: all rewards equal, split by their sign. ``rewards`` [N]."""
+    uniform, positive = groups.uniform(rewards), groups.mean(rewards) > 0
+    every = torch.ones_like(uniform)
+    return {
+        "groups/zero_gradient": mean_of(uniform.double(), every),
+        "groups/all_correct": mean_of((uniform & positive).double(), every),
+        "groups/all_wrong": mean_of((uniform & ~positive).double(), every),
+    }
+
+
+def length_sums(lengths: Tensor, rewards: Tensor) -> dict[str, Sum]:
+    """Mean length of correct and incorrect completions; their gap is incorrect minus correct. [N] each."""
+    n = lengths.double()
+    return {"length/correct": mean_of(n, rewards > 0), "length/incorrect": mean_of(n, ~(rewards > 0))}
+
+
+def prefix_penalty(token_ids: Tensor, mask: Tensor, lengths: Tensor, advantages: Tensor, groups: Groups) -> Tensor:
+    """Sum of A_j / n_j over the completions j of the group that share the prefix up to and including each token,
+    [N, T], 0 outside the mask: negative means that the shared prefix is pushed down. GTPO, 2508.03772 Eq. 6."""
+    share = advantages.double() / lengths.clamp_min(1)
+    code = groups.index
+    columns = []
+    for t in range(mask.shape[1]):
+        alive = mask[:, t]
+        pair = torch.stack(
+            [code, torch.where(alive, token_ids[:, t], -1 - torch.arange(len(code), device=code.device))]
+        )
+        _, code = torch.unique(pair, dim=1, return_inverse=True)
+        total = share.new_zeros(int(code.max()) + 1).index_add_(0, code, share)[code]
+        columns.append(masked(total, alive))
+    return torch.stack(columns, 1) if columns else share.new_zeros(mask.shape)
+
+
+def entropy_of_logits(logits: Tensor) -> Tensor:
+    """H = -sum_v pi_v log pi_v in nats over the last axis; dH/dz_v = -pi_v (log pi_v + H)."""
+    log_pi = logits.log_softmax(-1)
+    return -(log_pi.exp() * log_pi).sum(-1)
+
+
+def step_metrics(
+    plan: StepPlan,
+    current: Tensor,
+    old: Tensor,
+    surrogate: Surrogate,
+    sampler: SamplerWeights | None,
+    *,
+    entropy: Tensor | None,
+    values: Tensor | None,
+    tokens: Tensor,
+) -> tuple[dict[str, Sum], dict[str, Tensor]]:
+    """What a loss reports of one micro-batch: sums and maxima, by the keys of this module's table."""
+    in_loss = tokens & plan.kept[:, None] & plan.pass_mask
+    stopped = (surrogate.low | surrogate.high | surrogate.dual) & in_loss
+    rows = torch.ones_like(plan.kept)
+    size = masked(plan.advantages, in_loss).abs()
+    sums = clip_fractions(surrogate, in_loss) | policy_change(current, old, tokens)
+    sums["clip/old_prob"] = mean_of(old.exp(), stopped)
+    sums["advantage/abs"] = mean_of(size, in_loss)
+    sums["filter/dropped"] = mean_of((~plan.kept).double(), rows)
+    maxima = {"advantage/abs_max": torch.cat([size.new_zeros(1), size.flatten()]).max().double()}
+    if plan.ref_logprobs is not None:
+        sums |= reference_kl(current, plan.ref_logprobs.to(current.dtype), tokens)
+    if plan.sampler_logprobs is not None and sampler is not None:
+        found, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
+        sums, maxima = sums | found, maxima | peaks
+        sums["mismatch/capped"] = mean_of(sampler.capped.double(), tokens)
+    if entropy is not None:
+        sums |= entropy_shares(entropy.detach(), tokens)
+    if plan.conflicts is not None:
+        sums["conflict/rate"] = mean_of(plan.conflicts.double(), tokens)
+    if values is not None and plan.returns is not None:
+        sums |= value_signs(values.detach(), plan.returns, plan.positive, tokens, plan.value_range)
+    return sums, maxima

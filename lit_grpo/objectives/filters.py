@@ -1,0 +1,48 @@
+"""Sample filters: which completions of an optimizer step are in the loss, and which count in its denominators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_grpo.objectives.tensors import Groups
+
+
+@dataclass(frozen=True)
+class Filters:
+    """A dropped completion leaves every term of the loss; its reward stays in the statistics of its group."""
+
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards (before length penalties) are all equal. DAPO, Olmo 3, Reinforce-Rej."""
+    dynamic_sampling: bool = False
+    """The same, and the trainer samples until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
+    mask_truncated: bool = False
+    """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
+    keep: Literal["all", "positives", "negatives"] = "all"
+    """Only completions with a reward above 0, or only the others."""
+    filtered_denominator: Literal["kept", "all"] = "kept"
+    """``all`` leaves dropped groups and completions in the denominators (released code of Reinforce-Rej, RAFT++)."""
+
+    @property
+    def zero_variance(self) -> bool:
+        """Whether uniform groups are dropped."""
+        return self.drop_zero_variance or self.dynamic_sampling
+
+    def __call__(self, base: Tensor, shaped: Tensor, truncated: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Completions in the loss, and completions in the denominators, both [N] bool.
+
+        Args:
+            base: rewards before length penalties, [N]: uniform groups are told by these.
+            shaped: rewards that the advantages come from, [N]: signs are told by these.
+            truncated: [N] bool.
+        """
+        whole = ~truncated if self.mask_truncated else torch.ones_like(truncated)
+        kept = whole.clone()
+        if self.zero_variance:
+            kept &= ~groups.spread(groups.uniform(base))
+        if self.keep != "all":
+            kept &= (shaped > 0) if self.keep == "positives" else ~(shaped > 0)
+        return kept, whole if self.filtered_denominator == "all" else kept

@@ -1,0 +1,405 @@
+"""Objective: a method as one composition of parts. Pure functions of tensors; the trainer owns the loop.
+
+    L = - sum_{i,t} w_i f_i c_{i,t} lambda_{i,t} F(ratio_{i,t}, A_{i,t})  +  sum_k coef_k R_k
+
+w aggregation weight, f filter, c sampler weight, lambda token weight, F trust region; all but the ratio inside F (and
+log pi where there is no ratio) are detached. The order of one rollout:
+
+    state = objective.new_state()                          # once per run; goes into checkpoints
+    advantages = objective.advantages(exp, state, reduce)  # once per rollout, whole groups
+    for each optimizer step, for each pass:
+        plan = objective.plan(exp.select(rows), advantages[rows], state, reduce=reduce, pass_index=p)
+        for each micro-batch: objective.loss(logprobs, plan.select(...), ...).loss.backward()
+    objective.end_of_rollout(state, step_metrics)          # methods that adapt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_grpo.errors import UserError
+from lit_grpo.objectives import checks, surrogate
+from lit_grpo.objectives.advantages import AdvantageInputs, Estimator, GroupStd
+from lit_grpo.objectives.aggregation import Aggregation, Counts, SeqMean, SeqSum
+from lit_grpo.objectives.filters import Filters
+from lit_grpo.objectives.plan import StepPlan
+from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, WITHOUT_OLD, RatioKind
+from lit_grpo.objectives.regularizers import Regularizers
+from lit_grpo.objectives.sampler_correction import NoCorrection, SamplerCorrection
+from lit_grpo.objectives.shaping import Shaping
+from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks
+from lit_grpo.objectives.token_advantages import Gae, SmoothAdvantage
+from lit_grpo.objectives.token_weights import (
+    EntropySignal,
+    TokenWeights,
+    conflict_masks,
+    lopti_mask,
+    mean_entropy,
+    top_entropy_mask,
+)
+from lit_grpo.objectives.trust_regions import Clip, KlPenalty, Rspo, TrustRegion
+from lit_grpo.types import Experience, LossOutput
+
+__all__ = ["Objective", "StepPlan"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A method, as parts that can each be replaced (``dataclasses.replace`` or overrides of :meth:`from_recipe`)."""
+
+    recipe: str = "custom"
+    """The recipe that it started from."""
+    shaping: Shaping = field(default_factory=Shaping)
+    advantage: Estimator = field(default_factory=GroupStd)
+    ratio: RatioKind = "token"
+    trust_region: TrustRegion = field(default_factory=Clip)
+    sampler: SamplerCorrection = field(default_factory=NoCorrection)
+    aggregation: Aggregation = field(default_factory=SeqMean)
+    filters: Filters = field(default_factory=Filters)
+    token_weights: TokenWeights = field(default_factory=TokenWeights)
+    entropy_signal: EntropySignal = field(default_factory=EntropySignal)
+    regularizers: Regularizers = field(default_factory=Regularizers)
+    on_policy_only: bool = False
+    """One update per rollout; a second one is refused."""
+
+    def __post_init__(self) -> None:
+        checks.check_parts(self)
+
+    # ------------------------------------------------------------------------------------------------ what it is
+
+    @classmethod
+    def from_recipe(cls, name: str, **overrides: Any) -> Objective:
+        """A named method; ``overrides`` are the fields of :class:`ObjectiveConfig` (``clip_high=0.3``).
+
+        Raises:
+            UserError: unknown recipe or override (with the nearest valid name), or a contradiction (with the reason).
+        """
+        from lit_grpo.objectives.overrides import build
+
+        return build(name, overrides)
+
+    @property
+    def name(self) -> str:
+        """``dapo``, or ``dapo+aggregation=seq_mean`` where a part is not the recipe's own."""
+        from lit_grpo.objectives.recipes import RECIPES
+
+        if self.recipe not in RECIPES:
+            return self.recipe
+        recipe = RECIPES[self.recipe]
+        own, original = checks.labels(self), checks.labels(recipe.objective)
+        changed = [f"+{k}={v}" for k, v in own.items() if v != original[k] and k not in recipe.optional]
+        return self.recipe + "".join(changed)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
+        out: dict[str, Any] = {"name": self.name, "recipe": self.recipe, "ratio": self.ratio}
+        out |= {k: getattr(self, k).kind for k in ("advantage", "trust_region", "aggregation")}
+        out["sampler_correction"] = self.sampler.kind
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if is_dataclass(value):
+                out |= {f.name: getattr(value, f.name) for f in fields(value) if f.name != "function"}
+        return out | {"passes": self.passes, "on_policy_only": self.on_policy_only}
+
+    def for_run(self, max_new_tokens: int) -> Objective:
+        """The same with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""
+        shaping = self.shaping
+        if shaping.overlong_penalty and not shaping.overlong_max:
+            shaping = replace(shaping, overlong_max=max_new_tokens)
+        return replace(self, shaping=shaping, aggregation=self.aggregation.for_run(max_new_tokens))
+
+    def check(
+        self, *, group_size: int, updates_per_rollout: int, has_critic: bool, old_from_sampler: bool = False
+    ) -> None:
+        """Refuse contradictions with the run.
+
+        Args:
+            group_size: completions per prompt.
+            updates_per_rollout: optimizer steps per rollout, passes of one step not counted.
+            has_critic: whether the run has a value function.
+            old_from_sampler: whether the old policy is taken from the engine's log-probabilities.
+
+        Raises:
+            UserError: with the reason and the key.
+        """
+        checks.check_run(self, group_size, updates_per_rollout, has_critic, old_from_sampler)
+
+    # ------------------------------------------------------------------------------------------------ what it needs
+
+    @property
+    def passes(self) -> int:
+        """Optimizer passes over the same completions."""
+        return 2 if self.token_weights.lopti_eta else 1
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether uniform groups should be replaced by sampling more prompts."""
+        return self.filters.dynamic_sampling
+
+    @property
+    def initial_entropy_prompts(self) -> int:
+        """Training prompts whose completions by the untouched model must be measured first, 0 if none.
+
+        The trainer measures the mean of <H>_i over them and calls :meth:`set_initial_entropy` before the first rollout.
+        """
+        return 100 if self.entropy_signal.entropy_filter and self.entropy_signal.initial_entropy is None else 0
+
+    @property
+    def varies_by_token(self) -> bool:
+        """Whether tokens of one completion can have different advantages or weights."""
+        w = self.token_weights
+        special = w.top_entropy or w.lopti_eta or w.reweight_alpha or w.conflict_overlap != "none"
+        return bool(special) or self.advantage.per_token
+
+    def requires(self, updates_per_rollout: int) -> frozenset[str]:
+        """Fields of the experience that a pass without gradient must fill before the first update."""
+        needed = set(self.advantage.required())
+        if self.uses_old(updates_per_rollout):
+            needed.add("old_logprobs")
+        if self.regularizers.kl_coef:
+            needed.add("ref_logprobs")
+        if self.regularizers.value_coef:
+            needed.add("values")
+        if self.shaping.entropy_reward or self.entropy_signal.on or self.token_weights.top_entropy:
+            needed.add("entropy")
+        if isinstance(self.trust_region, Rspo) and updates_per_rollout * self.passes > 1:
+            needed.add("router_logscores_old")
+        return frozenset(needed)
+
+    def uses_old(self, updates_per_rollout: int) -> bool:
+        """Whether pi_old must be known before the first update: with one update it is the policy of the forward."""
+        early = self.regularizers.kl_reward or getattr(self.sampler, "sampler_denominator", "all") == "kept"
+        if early or self.token_weights.lopti_eta:
+            return True
+        looks = self.ratio not in WITHOUT_OLD or self.sampler.kind != "none" or self.token_weights.reweight_alpha
+        return bool(looks) and updates_per_rollout > 1
+
+    def loss_requires(self) -> frozenset[str]:
+        """What :meth:`loss` needs of the current forward besides log-probabilities."""
+        needed = set()
+        if self.regularizers.entropy_coef:
+            needed.add("entropy")
+        if self.regularizers.value_coef:
+            needed.add("values")
+        if isinstance(self.trust_region, Rspo):
+            needed.add("router_logscores")
+        return frozenset(needed)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def new_state(self) -> dict[str, Any]:
+        """State at the start of a run: plain types only, so that it can go into a checkpoint."""
+        state = self.advantage.new_state() | self.trust_region.new_state() | self.entropy_signal.new_state()
+        return state | ({"rollouts": 0} if self.shaping.label_noise else {})
+
+    def set_initial_entropy(self, state: dict[str, Any], value: float) -> None:
+        """Mean of <H>_i of the untouched model over the first training prompts, in nats."""
+        state["initial_entropy"] = float(value)
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """One state from those of all ranks after :meth:`advantages`: each prompt's longest history."""
+        merged = dict(states[0])
+        if isinstance(self.advantage, SmoothAdvantage):
+            prompts: dict[str, list[float]] = {}
+            for state in states:
+                for key, value in state["prompts"].items():
+                    if key not in prompts or value[2] > prompts[key][2]:
+                        prompts[key] = value
+            merged["prompts"] = prompts
+        return merged
+
+    def end_of_rollout(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
+        """Adapt to the step metrics of the rollout, reduced over ranks: TRPO's beta to ``kl/old_k3``."""
+        if "beta" in state and isinstance(self.trust_region, KlPenalty) and "kl/old_k3" in metrics:
+            state["beta"] = self.trust_region.adapted(state["beta"], metrics["kl/old_k3"])
+
+    # ------------------------------------------------------------------------------------------------ rollout
+
+    def rewards(self, exp: Experience, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Rewards before and after length penalties, map and entropy, both [N] float64; a KL term is not in them."""
+        base = self.shaping.base(exp, exp.rewards.double(), max(state.get("rollouts", 0) - 1, 0))
+        return base, self.shaping.shape(exp, base)
+
+    def advantage_inputs(self, exp: Experience, state: dict[str, Any], reduce: Reduce | None) -> AdvantageInputs:
+        """What the estimator sees: shaped rewards, with the KL term where it belongs."""
+        _, shaped = self.rewards(exp, state)
+        penalty = None
+        if self.regularizers.kl_reward:
+            if exp.old_logprobs is None or exp.ref_logprobs is None:
+                raise UserError("a KL term in the reward needs old_logprobs and ref_logprobs before the first update")
+            difference = masked((exp.old_logprobs - exp.ref_logprobs).double(), exp.mask)
+            penalty = -self.regularizers.kl_coef * difference
+            if not self.advantage.per_token:
+                shaped, penalty = shaped + penalty.sum(1), None
+        return AdvantageInputs(exp, shaped, Groups.of(exp.group_ids), penalty, state, reduce)
+
+    @torch.no_grad()
+    def advantages(self, exp: Experience, state: dict[str, Any], reduce: Reduce | None = None) -> Tensor:
+        """Advantages of all completions of a rollout, [N, T], detached; once per rollout, groups whole.
+
+        An advantage of a whole completion stands in all of its columns, padding included. Methods with a history
+        (DCPO, label noise) update ``state``.
+        """
+        if "rollouts" in state:
+            state["rollouts"] += 1
+        value = self.advantage(self.advantage_inputs(exp, state, reduce))
+        if value.ndim == 1:
+            value = value[:, None].expand(len(value), exp.width)
+        return value.to(_dtype(exp.rewards))
+
+    # ------------------------------------------------------------------------------------------------ step
+
+    @torch.no_grad()
+    def plan(
+        self,
+        exp: Experience,
+        advantages: Tensor,
+        state: dict[str, Any],
+        *,
+        reduce: Reduce | None = None,
+        pass_index: int = 0,
+    ) -> StepPlan:
+        """Fix filters, weights and denominators of one optimizer step over all ranks.
+
+        Args:
+            exp: the completions of the step, groups whole.
+            advantages: their rows of :meth:`advantages`, [N, T].
+            state: of the run; not changed.
+            reduce: sum over ranks, None for one process.
+            pass_index: 0, or 1 in the second pass over the same completions.
+        """
+        groups = Groups.of(exp.group_ids)
+        base, shaped = self.rewards(exp, state)
+        kept, counted = self.filters(base, shaped, exp.truncated, groups)
+        mask = exp.mask & kept[:, None]
+        conflicts = None
+        factors = torch.ones_like(advantages)
+        if exp.token_ids is not None and not self.advantage.per_token and exp.width:
+            sign = advantages[:, 0]
+            found = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
+            conflicts = found.either
+            if self.token_weights.conflict_overlap != "none":
+                factors = found.weights(sign, self.token_weights.conflict_overlap)
+        counting = exp.mask
+        if self.token_weights.top_entropy:
+            chosen = top_entropy_mask(_known(exp, "entropy"), mask, self.token_weights.top_entropy, reduce)
+            factors = factors * chosen
+            if self.token_weights.top_entropy_denominator == "kept":
+                counting = counting & chosen
+        if getattr(self.sampler, "sampler_denominator", "all") == "kept":
+            drawn = self.sampler(_known(exp, "old_logprobs"), _known(exp, "sampler_logprobs"), exp.mask)
+            counting = counting & (drawn.weights > 0)
+        counts = Counts(
+            tokens=counting.sum(1),
+            counted=counted,
+            member=kept,
+            groups=groups,
+            dtype=advantages.dtype,
+            reduce=reduce,
+            conflicts=None if conflicts is None else conflicts.sum(1),
+        )
+        weights = self.aggregation(counts)
+        if isinstance(self.aggregation, SeqSum) and self.ratio in ONE_PER_SEQUENCE:
+            weights = weights / exp.lengths.clamp_min(1)  # one term per completion: 1/N of it, not of each token
+        pass_mask = torch.ones_like(mask)
+        if self.token_weights.lopti_eta:
+            old = masked(_known(exp, "old_logprobs"), exp.mask)
+            pass_mask = lopti_mask(old, self.token_weights.lopti_eta, pass_index)
+        signal = masked(self._signal(exp, advantages, state), exp.mask)
+
+        contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(base > 0)[:, None])
+        active = contributes.any(1)
+        totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
+        active_total, positive_tokens, tokens = over_ranks(totals, reduce).tolist()
+        regular = self.regularizers
+        returns = None
+        if regular.value_coef:
+            assert isinstance(self.advantage, Gae)
+            returns = self.advantage.returns(self.advantage_inputs(exp, state, reduce)).to(advantages.dtype)
+        return StepPlan(
+            lengths=exp.lengths,
+            kept=kept,
+            active=active,
+            advantages=signal,
+            weights=masked(weights, kept),
+            token_weights=factors,
+            pass_mask=pass_mask,
+            conflicts=conflicts,
+            positive=base > 0,
+            old_logprobs=exp.old_logprobs,
+            sampler_logprobs=exp.sampler_logprobs,
+            ref_logprobs=exp.ref_logprobs,
+            values=exp.values,
+            returns=returns,
+            router_logscores_old=exp.router_logscores_old,
+            empty=active_total == 0,
+            active_total=active_total,
+            nll_weight=regular.nll_coef / positive_tokens if positive_tokens else 0.0,
+            value_weight=regular.value_coef / tokens if tokens else 0.0,
+            beta=state.get("beta", getattr(self.trust_region, "trpo_beta", 0.0)),
+            value_range=(float(base.min()), float(base.max())) if len(base) else (0.0, 1.0),
+        )
+
+    def _regularised(self, positive: Tensor) -> Tensor:
+        """[N] bool: completions with a term besides the policy term."""
+        r = self.regularizers
+        if r.kl_loss or r.entropy_coef or r.value_coef or isinstance(self.trust_region, KlPenalty):
+            return torch.ones_like(positive)
+        return positive if r.nll_coef else torch.zeros_like(positive)
+
+    def _signal(self, exp: Experience, advantages: Tensor, state: dict[str, Any]) -> Tensor:
+        """[N, T]: the advantages, with GTPO's entropy terms if they are on."""
+        if not self.entropy_signal.on:
+            return advantages
+        entropy = mean_entropy(_known(exp, "entropy"), exp.mask).to(advantages.dtype)
+        signal = advantages - self.entropy_signal.entropy_gamma * entropy[:, None]
+        if self.entropy_signal.entropy_filter:
+            initial = state.get("initial_entropy")
+            if initial is None:
+                raise UserError(
+                    "the entropy filter needs the entropy of the untouched model, which was not measured",
+                    where="model.objective.initial_entropy",
+                    remedy="give initial_entropy, or call set_initial_entropy before the first rollout",
+                )
+            signal = signal * self.entropy_signal.delta(entropy, initial)[:, None]
+        return signal
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        plan: StepPlan,
+        *,
+        entropy: Tensor | None = None,
+        values: Tensor | None = None,
+        router_logscores: Tensor | None = None,
+    ) -> LossOutput:
+        """Share of one micro-batch in the step's loss; shares add up, whatever the split.
+
+        Args:
+            logprobs: log pi of the sampled tokens, [n, T'], T' at least the longest completion of the micro-batch.
+            plan: the step's plan, rows of this micro-batch selected.
+            entropy: [n, T'], with gradient if the objective has an entropy bonus.
+            values: the critic's values, [n, T'], with gradient.
+            router_logscores: log-scores of the experts that were active under the old policy, [n, T', layers, K].
+        """
+        given = {"entropy": entropy, "values": values, "router_logscores": router_logscores}
+        for missing in sorted(k for k in self.loss_requires() if given[k] is None):
+            if missing != "router_logscores" or plan.router_logscores_old is not None:
+                raise UserError(f"the objective {self.name} needs {missing} of the current forward")
+        return surrogate.loss(self, logprobs, plan, entropy, values, router_logscores)
+
+
+def _dtype(rewards: Tensor) -> torch.dtype:
+    return torch.float64 if rewards.dtype == torch.float64 else torch.float32
+
+
+def _known(exp: Experience, name: str) -> Tensor:
+    value: Tensor | None = getattr(exp, name)
+    if value is None:
+        raise UserError(f"the objective needs {name} before the first update, which is not known")
+    return value

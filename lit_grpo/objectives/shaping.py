@@ -1,0 +1,103 @@
+"""Reward shaping: what is done to the rewards of a rollout before advantages are taken."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_grpo.errors import UserError
+from lit_grpo.objectives.tensors import masked, token_mean
+from lit_grpo.types import Experience
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Changes to the reward, in this order: label noise, truncated completions, map, entropy reward, overlong."""
+
+    label_noise: float = 0.0
+    """Share of completions whose 0/1 reward is flipped."""
+    label_noise_seed: int = 0
+    truncated_reward: Literal["keep", "zero"] = "keep"
+    """``zero``: a completion cut by the length limit has reward 0 (Dr. GRPO)."""
+    reward_map: Literal["raw", "signed"] = "raw"
+    """``signed``: 2 r - 1, so 0/1 becomes -1/+1 (DAPO)."""
+    entropy_reward: bool = False
+    """r = -<H>_i of the old policy; the given rewards are not used. RENT, 2505.22660."""
+    invalid_entropy: float | None = None
+    """<H>_i of completions without a parsable answer (RENT's format variant: 7)."""
+    overlong_penalty: bool = False
+    """Soft overlong punishment, DAPO 2503.14476 Eq. 13."""
+    overlong_max: int = 0
+    """L_max, the length at which the penalty reaches -1; 0 takes the length limit of the run."""
+    overlong_cache: int = 0
+    """L_cache, the length over which it grows; 0 takes a fifth of L_max (4096 of 20480 in the release)."""
+
+    def base(self, exp: Experience, rewards: Tensor, rollout: int) -> Tensor:
+        """Correctness: rewards with label noise, 0 where truncated if so chosen, [N]."""
+        if self.label_noise:
+            rewards = flip_labels(rewards, self.flips(exp, rollout))
+        return masked(rewards, ~exp.truncated) if self.truncated_reward == "zero" else rewards
+
+    def shape(self, exp: Experience, base: Tensor) -> Tensor:
+        """[N] rewards, KL aside."""
+        rewards = 2 * base - 1 if self.reward_map == "signed" else base
+        if self.entropy_reward:
+            rewards = -self._entropies(exp).to(base.dtype)
+        if self.overlong_penalty:
+            if self.overlong_max <= 0:
+                raise UserError(
+                    "the soft overlong penalty begins before the generation limit, which is not set",
+                    where="model.objective.overlong_max",
+                    remedy="give overlong_max and overlong_cache, or call Objective.for_run(max_new_tokens)",
+                )
+            cache = self.overlong_cache or max(self.overlong_max // 5, 1)
+            rewards = rewards + soft_overlong(exp.lengths, self.overlong_max, cache).to(base.dtype)
+        return rewards
+
+    def _entropies(self, exp: Experience) -> Tensor:
+        if exp.entropy is None:
+            raise UserError("an entropy reward needs the entropy before the first update, which is not known")
+        entropy = token_mean(exp.entropy, exp.mask)
+        if self.invalid_entropy is not None:
+            if exp.invalid is None:
+                raise UserError(
+                    "invalid_entropy needs to know which completions have no parsable answer",
+                    where="model.objective.invalid_entropy",
+                )
+            entropy = torch.where(exp.invalid, torch.full_like(entropy, self.invalid_entropy), entropy)
+        return entropy
+
+    def flips(self, exp: Experience, rollout: int) -> Tensor:
+        """[N] bool: whose label is flipped. Depends on seed, rollout, prompt and place in the group alone."""
+        names: Sequence[Any] = exp.prompt_ids if exp.prompt_ids is not None else exp.group_ids.tolist()
+        seen: dict[Any, int] = {}
+        draws = []
+        for name in names:
+            sample = seen[name] = seen.get(name, -1) + 1
+            text = f"{self.label_noise_seed}/{rollout}/{name}/{sample}".encode()
+            draws.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64)
+        return torch.tensor(draws, dtype=torch.float64, device=exp.lengths.device) < self.label_noise
+
+
+def flip_labels(rewards: Tensor, flip: Tensor) -> Tensor:
+    """1 - r where ``flip``: wrong labels for rewards of 0 and 1. Both [N]."""
+    return torch.where(flip, 1 - rewards, rewards)
+
+
+def soft_overlong(lengths: Tensor, max_tokens: int, cache: int) -> Tensor:
+    """0 up to L_max - L_cache, then linear, -1 from L_max on: DAPO 2503.14476 Eq. 13. [N] -> [N] float64."""
+    return ((max_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
+
+
+def format_reward(all_tags: bool, some_tags: bool, correct: bool, *, accuracy_needs_format: bool = False) -> float:
+    """Format 10 with all tags, 1 with some, plus accuracy 10: the reward of the GTPO paper (2508.03772).
+
+    ``accuracy_needs_format``: its released code counts accuracy only where the format is complete.
+    """
+    form = 10.0 if all_tags else 1.0 if some_tags else 0.0
+    return form + (10.0 if correct and (all_tags or not accuracy_needs_format) else 0.0)

@@ -1,0 +1,79 @@
+"""Small helpers shared by the parts: masks that never read junk, sums over ranks, statistics of whole groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sum of a tensor over ranks. Every rank calls it equally often, in the same order."""
+
+LOG_LIMIT = 20.0
+"""Log-ratios are clamped to [-20, 20] before exp; outside, their gradient is zero."""
+
+
+def over_ranks(value: Tensor, reduce: Reduce | None) -> Tensor:
+    """``value`` summed over ranks; one process if ``reduce`` is None."""
+    return value if reduce is None else reduce(value)
+
+
+def masked(value: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """``value`` where ``mask``, ``fill`` elsewhere. Junk (NaN too) spreads neither forward nor backward."""
+    return torch.where(mask, value, torch.full((), fill, dtype=value.dtype, device=value.device))
+
+
+def exp_clamped(log_value: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to [-20, 20]."""
+    return log_value.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
+
+
+def token_mean(value: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the tokens of each completion, [N]; 0 for an empty completion. ``value`` is [N, T], 0 outside."""
+    return masked(value, mask).sum(1) / mask.sum(1).clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Completions of one prompt. A group is whole: never split over steps or ranks."""
+
+    index: Tensor
+    """[N] int64: number of the group of each completion, counted from 0."""
+    size: Tensor
+    """[G] int64: completions in each group."""
+
+    @classmethod
+    def of(cls, group_ids: Tensor) -> Groups:
+        """Number the groups of ``group_ids`` [N]; the ids themselves may be anything."""
+        _, index, size = torch.unique(group_ids, return_inverse=True, return_counts=True)
+        return cls(index, size)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """[N] -> [G]."""
+        return value.new_zeros(len(self.size)).index_add_(0, self.index, value)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """[N] -> [G]."""
+        return self.sum(value) / self.size
+
+    def variance(self, value: Tensor, ddof: int = 1) -> Tensor:
+        """[N] -> [G], divisor size - ddof; 0 where that is not positive."""
+        centred = value - self.spread(self.mean(value))
+        return self.sum(centred * centred) / (self.size - ddof).clamp_min(1) * (self.size > ddof)
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """[G] -> [N]."""
+        return per_group[self.index]
+
+    def any(self, flag: Tensor) -> Tensor:
+        """[N] bool -> [G] bool."""
+        return self.sum(flag.to(torch.int64)) > 0
+
+    def uniform(self, value: Tensor) -> Tensor:
+        """[N] -> [G] bool: all values of the group are equal (a group of one is uniform)."""
+        first = value.new_full((len(self.size),), float("inf"))
+        low = first.scatter_reduce(0, self.index, value, "amin")
+        high = (-first).scatter_reduce(0, self.index, value, "amax")
+        return low == high

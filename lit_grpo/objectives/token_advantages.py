@@ -1,0 +1,192 @@
+"""Advantage estimators that give one number per token: GAE, whitened returns, and DCPO's history per prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_grpo.errors import UserError
+from lit_grpo.objectives.advantages import AdvantageInputs, Estimator
+from lit_grpo.objectives.tensors import Reduce, masked, over_ranks
+
+
+def token_rewards(inputs: AdvantageInputs) -> Tensor:
+    """R_t: the KL penalty of each token, plus the reward of the completion at its last token, [N, T]."""
+    mask, lengths = inputs.mask, inputs.experience.lengths
+    position = torch.arange(mask.shape[1], device=mask.device)[None, :]
+    last = (position == lengths[:, None] - 1) & mask
+    rewards = masked(inputs.rewards[:, None].expand(mask.shape), last)
+    return rewards if inputs.token_rewards is None else rewards + masked(inputs.token_rewards, mask)
+
+
+def whiten(value: Tensor, mask: Tensor, *, ddof: int = 0, reduce: Reduce | None = None) -> Tensor:
+    """(x - mean) / sqrt(max(var, 1e-8)) over the masked tokens of the whole batch, all ranks; 0 outside the mask."""
+    value = masked(value, mask)
+    total, count = over_ranks(torch.stack([value.sum(), mask.sum().to(value.dtype)]), reduce)
+    centred = masked(value - total / count.clamp_min(1), mask)
+    variance = over_ranks((centred * centred).sum(), reduce) / (count - ddof).clamp_min(1)
+    return centred / variance.clamp_min(1e-8).sqrt()
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """Generalised advantage estimate (1506.02438), [N, T], 0 outside the mask.
+
+    delta_t = R_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, and V after the last token is 0, for
+    truncated completions too. ``rewards``, ``values``: [N, T]; ``lam``: a number or [N].
+    """
+    rewards, values = masked(rewards, mask), masked(values, mask)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    delta = rewards + gamma * following - values
+    carry = torch.zeros_like(delta[:, 0]) if delta.shape[1] else delta.sum(1)
+    columns: list[Tensor] = []
+    for t in range(delta.shape[1] - 1, -1, -1):
+        carry = masked(delta[:, t] + gamma * lam * carry, mask[:, t])
+        columns.append(carry)
+    return torch.stack(columns[::-1], dim=1) if columns else delta
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """lambda_i = 1 - 1 / (alpha n_i), clamped to [0, 1]; VAPO, 2504.05118. [N] -> [N] float64."""
+    return (1 - 1 / (alpha * lengths.double()).clamp_min(1e-12)).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class BatchWhiten(Estimator):
+    """Return-to-go of the token rewards, whitened over all tokens of the batch. REINFORCE++, 2501.03262."""
+
+    kind: ClassVar[str] = "batch_whiten"
+    per_token: ClassVar[bool] = True
+    whiten_ddof: int = 0
+
+    def rewards(self, inputs: AdvantageInputs) -> Tensor:
+        """[N, T] token rewards."""
+        return token_rewards(inputs)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        returns = self.rewards(inputs).flip(1).cumsum(1).flip(1)
+        return whiten(returns, inputs.mask, ddof=self.whiten_ddof, reduce=inputs.reduce)
+
+
+@dataclass(frozen=True)
+class GroupMeanWhiten(BatchWhiten):
+    """The same with r - mu_g in place of r. REINFORCE++-baseline, 2501.03262."""
+
+    kind: ClassVar[str] = "group_mean_then_whiten"
+    grouped: ClassVar[bool] = True
+
+    def rewards(self, inputs: AdvantageInputs) -> Tensor:
+        r, groups = inputs.rewards, inputs.groups
+        centred = masked(r - groups.spread(groups.mean(r)), ~groups.spread(groups.uniform(r)))
+        return token_rewards(
+            AdvantageInputs(inputs.experience, centred, groups, inputs.token_rewards, inputs.state, inputs.reduce)
+        )
+
+
+@dataclass(frozen=True)
+class Gae(Estimator):
+    """GAE(gamma, lambda), optionally whitened. PPO, 1707.06347.
+
+    ``value_low`` and ``value_high`` clamp the critic's values to the range of the reward before they are used.
+    """
+
+    kind: ClassVar[str] = "gae"
+    needs: ClassVar[frozenset[str]] = frozenset({"values"})
+    critic: ClassVar[bool] = True
+    per_token: ClassVar[bool] = True
+    gae_gamma: float = 1.0
+    gae_lambda: float = 1.0
+    whiten: bool = False
+    whiten_ddof: int = 0
+    value_low: float = float("-inf")
+    value_high: float = float("inf")
+
+    def policy_lambda(self, inputs: AdvantageInputs) -> float | Tensor:
+        """lambda of the policy's advantages: a number or [N]."""
+        return self.gae_lambda
+
+    def target_lambda(self) -> float:
+        """lambda of the critic's targets."""
+        return self.gae_lambda
+
+    def values(self, inputs: AdvantageInputs) -> Tensor:
+        """[N, T] values before the first update, 0 outside the mask."""
+        values = inputs.experience.values
+        if values is None:
+            raise UserError(f"the advantage {self.kind!r} needs the values of a critic, which are not known")
+        clean = masked(values.to(inputs.rewards.dtype), inputs.mask)
+        return masked(clean.clamp(self.value_low, self.value_high), inputs.mask)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        values = self.values(inputs)
+        lam = self.policy_lambda(inputs)
+        advantage = gae(token_rewards(inputs), values, inputs.mask, self.gae_gamma, lam)
+        if self.whiten:
+            advantage = whiten(advantage, inputs.mask, ddof=self.whiten_ddof, reduce=inputs.reduce)
+        return advantage
+
+    def returns(self, inputs: AdvantageInputs) -> Tensor:
+        """The critic's targets: unwhitened A + V, [N, T]."""
+        values = self.values(inputs)
+        return gae(token_rewards(inputs), values, inputs.mask, self.gae_gamma, self.target_lambda()) + values
+
+
+@dataclass(frozen=True)
+class GaeLength(Gae):
+    """GAE(1, lambda_i) with lambda_i = clamp(1 - 1/(alpha n_i), 0, 1); the critic learns Monte Carlo returns
+    (lambda 1). VAPO, 2504.05118."""
+
+    kind: ClassVar[str] = "gae_length"
+    length_alpha: float = 0.05
+
+    def policy_lambda(self, inputs: AdvantageInputs) -> Tensor:
+        return length_adaptive_lambda(inputs.experience.lengths, self.length_alpha).to(inputs.rewards.dtype)
+
+    def target_lambda(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class SmoothAdvantage(Estimator):
+    """Smooth advantage standardisation of DCPO, 2509.02333: the smaller in size of two mixtures of the step's and the
+    cumulative standardisation of the prompt.
+
+    At visit i of the prompt, with mean m and (G - 1)-standard deviation s of this step and cumulative M, S:
+    M_i = ((i-1) M + m)/i, S_i^2 = ((i-1) S^2 + s^2 + (i-1)/i (m - M)^2)/i, a_new = (r-m)/s, a_tot = (r-M_i)/S_i,
+    A = smaller |.| of (i-1)/i a_new + 1/i a_tot and 1/i a_new + (i-1)/i a_tot; a division by 0 gives 0.
+    """
+
+    kind: ClassVar[str] = "sas"
+    grouped: ClassVar[bool] = True
+
+    def new_state(self) -> dict[str, Any]:
+        return {"prompts": {}}
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        exp, r, groups = inputs.experience, inputs.rewards, inputs.groups
+        if exp.prompt_ids is None or inputs.state is None:
+            raise UserError("the advantage 'sas' keeps a history per prompt and needs prompt_ids and a state")
+        names: dict[int, str] = {}
+        for group, name in zip(groups.index.tolist(), exp.prompt_ids, strict=True):
+            names[group] = name
+        history: dict[str, list[float]] = inputs.state["prompts"]
+        means, variances = groups.mean(r).double().tolist(), groups.variance(r).double().tolist()
+        uniform = groups.uniform(r).tolist()
+        rows: list[tuple[float, float, float, float, float]] = []
+        for group, (m, variance) in enumerate(zip(means, variances, strict=True)):
+            variance = 0.0 if uniform[group] else variance
+            old_mean, old_std, visits = history.get(names[group], (0.0, 0.0, 0.0))
+            i = visits + 1
+            total_mean = ((i - 1) * old_mean + m) / i
+            total_variance = ((i - 1) * old_std**2 + variance + (i - 1) / i * (m - old_mean) ** 2) / i
+            history[names[group]] = [total_mean, total_variance**0.5, i]
+            rows.append((m, variance**0.5, total_mean, total_variance**0.5, i))
+        table = r.new_tensor(rows).reshape(-1, 5)[groups.index]
+        m_, s_, total_m, total_s, visit = table.unbind(1)
+        a_new = masked((r - m_) / s_.clamp_min(1e-30), s_ > 0)
+        a_total = masked((r - total_m) / total_s.clamp_min(1e-30), total_s > 0)
+        first = ((visit - 1) * a_new + a_total) / visit
+        second = (a_new + (visit - 1) * a_total) / visit
+        return torch.where(first.abs() <= second.abs(), first, second)

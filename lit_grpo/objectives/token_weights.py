@@ -1,0 +1,195 @@
+"""Token weights: conflict masks (GTPO), top-entropy mask, Lopti's two passes, advantage reweighting."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks, token_mean
+
+LN2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Factors on the policy term of single tokens; each is off by default."""
+
+    top_entropy: float = 0.0
+    """Only tokens with entropy at or above the (1 - k) quantile of the step keep their term; 0 is off. 2506.01939."""
+    top_entropy_denominator: Literal["all", "kept"] = "all"
+    """Whether the dropped tokens still count in the denominator."""
+    lopti_eta: float = 0.0
+    """Two optimizer passes: first tokens with pi_old below eta, then the others; 0 is off. Lopti, 2505.12929."""
+    reweight_alpha: float = 0.0
+    """A_t = A (alpha pi_old + 1 - alpha); 0 is off. Advantage reweighting, 2505.12929."""
+    conflict_overlap: Literal["none", "or", "product"] = "none"
+    """GTPO's conflict weights; ``product`` multiplies where forward and backward masks overlap (released code)."""
+
+
+@dataclass(frozen=True)
+class EntropySignal:
+    """GTPO's entropy terms: A_i becomes delta_i (A_i - gamma <H>_i), detached. 2508.03772 Eq. 10, 11.
+
+    delta_i = 0 if H_init < threshold and <H>_i > threshold, else 1. H_init is the mean entropy of the untouched model
+    over the first 100 training prompts; the trainer measures it and puts it into the state, unless it is given here.
+    """
+
+    entropy_gamma: float = 0.0
+    """0 with no filter is off."""
+    entropy_filter: bool = False
+    entropy_threshold: float = LN2
+    initial_entropy: float | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is changed."""
+        return self.entropy_gamma != 0 or self.entropy_filter
+
+    def new_state(self) -> dict[str, Any]:
+        return {"initial_entropy": self.initial_entropy} if self.entropy_filter else {}
+
+    def delta(self, mean_entropy: Tensor, initial_entropy: float) -> Tensor:
+        """The filter, [N] float 0 or 1."""
+        return entropy_filter(mean_entropy, initial_entropy, self.entropy_threshold)
+
+
+def entropy_filter(mean_entropy: Tensor, initial_entropy: float, threshold: float = LN2) -> Tensor:
+    """GTPO Eq. 10: 0 for completions with <H> above the threshold, if the untouched model was below it. [N] -> [N]."""
+    sensitive = initial_entropy < threshold
+    return (~((mean_entropy > threshold) & sensitive)).to(mean_entropy.dtype)
+
+
+class Conflicts(NamedTuple):
+    """Conflict masks of GTPO, [N, T] bool each."""
+
+    forward: Tensor
+    backward: Tensor
+
+    @property
+    def either(self) -> Tensor:
+        """[N, T] bool."""
+        return self.forward | self.backward
+
+    def weights(self, advantages: Tensor, overlap: str) -> Tensor:
+        """lambda, [N, T]: 1 outside; inside 2 for A > 0 and 0 for A < 0; ``product`` gives 4 on the overlap."""
+        inside = torch.where(advantages[:, None] > 0, 2.0, 0.0).to(advantages.dtype)
+        one = torch.ones((), dtype=advantages.dtype, device=advantages.device)
+        if overlap == "product":
+            return torch.where(self.forward, inside, one) * torch.where(self.backward, inside, one)
+        return torch.where(self.either, inside, one)
+
+
+def _border_run(token_ids: Tensor, mask: Tensor, positive: Tensor, negative: Tensor, groups: Groups) -> Tensor:
+    """Run of conflicts that starts at column 0, [N, T] bool.
+
+    A token conflicts if its group has the same id in the same column in a completion of each sign.
+    """
+    width = mask.shape[1]
+    if not mask.any():
+        return torch.zeros_like(mask)
+    # One number for each (group, column, id); counted once over all positives and once over all negatives.
+    ids = torch.where(mask, token_ids, torch.zeros_like(token_ids))
+    low, span = int(ids.min()), int(ids.max()) - int(ids.min()) + 1
+    column = torch.arange(width, device=mask.device)[None, :]
+    code = (groups.index[:, None] * width + column) * span + (ids - low)
+    _, code = torch.unique(code, return_inverse=True)
+    buckets = int(code.max()) + 1
+
+    def present(rows: Tensor) -> Tensor:
+        chosen = (mask & rows[:, None]).flatten().to(torch.int64)
+        return code.new_zeros(buckets).index_add_(0, code.flatten(), chosen)[code] > 0
+
+    conflict = present(positive) & present(negative) & mask & (positive | negative)[:, None]
+    return conflict.to(torch.int64).cumprod(1).bool()
+
+
+def conflict_masks(token_ids: Tensor, lengths: Tensor, mask: Tensor, advantages: Tensor, groups: Groups) -> Conflicts:
+    """Forward and backward conflict masks. GTPO, 2508.03772 Eq. 8.
+
+    A token conflicts at a position if some completion of its group with A > 0 and some with A < 0 hold the same id
+    there; positions are counted from the first token (forward) or from the last (backward). The mask is the run of
+    conflicts that begins at that border. Completions with A = 0 have none.
+
+    Args:
+        token_ids: [N, T] int64. advantages: [N]. lengths: [N]. mask: [N, T] bool.
+    """
+    positive, negative = advantages > 0, advantages < 0
+    forward = _border_run(token_ids, mask, positive, negative, groups)
+    column = torch.arange(mask.shape[1], device=mask.device)[None, :]
+    mirror = (lengths[:, None] - 1 - column).clamp_min(0)  # the j-th token from the end; its own inverse
+    backward = _border_run(token_ids.gather(1, mirror), mask, positive, negative, groups).gather(1, mirror) & mask
+    return Conflicts(forward, backward)
+
+
+def _ordered_bits(value: float) -> int:
+    """int64 whose order is the order of the float64."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
+
+
+def _float_of(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits if bits >= 0 else (-bits) | -0x8000000000000000))[0]
+    return value
+
+
+def quantile(values: Tensor, q: float, reduce: Reduce | None = None) -> float:
+    """The q-quantile (linear interpolation) of the values of all ranks together; NaN if there are none.
+
+    With a sum over ranks as the only collective, an order statistic is found by bisection over the bits of a float64:
+    64 sums of one number, exact. ``values``: 1-d, this rank's.
+    """
+    values = values.double()
+    count = int(over_ranks(torch.tensor(float(len(values)), dtype=torch.float64, device=values.device), reduce))
+    if count == 0:
+        return float("nan")
+    position = q * (count - 1)
+    lower = int(position)
+    if reduce is None:
+        ordered = values.sort().values
+        first, second = float(ordered[lower]), float(ordered[min(lower + 1, count - 1)])
+    else:
+        first = _order_statistic(values, lower, reduce)
+        second = _order_statistic(values, min(lower + 1, count - 1), reduce)
+    return first + (second - first) * (position - lower)
+
+
+def _order_statistic(values: Tensor, rank: int, reduce: Reduce) -> float:
+    """The value that has ``rank`` smaller or equal ones before it, over all ranks."""
+    low, high = _ordered_bits(float("-inf")), _ordered_bits(float("inf"))
+    for _ in range(65):
+        if low >= high:
+            middle = low
+        else:
+            middle = (low + high) // 2
+        below = int(reduce((values <= _float_of(middle)).sum().to(torch.float64)))
+        if below >= rank + 1:
+            high = middle
+        else:
+            low = middle + 1
+    return _float_of(high)
+
+
+def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float, reduce: Reduce | None = None) -> Tensor:
+    """[N, T] bool: tokens with entropy at or above the (1 - share) quantile of the masked tokens of all ranks."""
+    limit = quantile(entropy[mask], 1 - share, reduce)
+    return mask & (masked(entropy.double(), mask, float("-inf")) >= limit)
+
+
+def reweighting(old_logprobs: Tensor, alpha: float) -> Tensor:
+    """alpha pi_old + 1 - alpha, [n, T]."""
+    return alpha * old_logprobs.exp() + (1 - alpha)
+
+
+def lopti_mask(old_logprobs: Tensor, eta: float, pass_index: int) -> Tensor:
+    """[N, T] bool: pi_old < eta in the first pass, the others in the second."""
+    low = old_logprobs.exp() < eta
+    return low if pass_index == 0 else ~low
+
+
+def mean_entropy(entropy: Tensor, mask: Tensor) -> Tensor:
+    """<H>_i, [N]; 0 for an empty completion."""
+    return token_mean(entropy, mask)
