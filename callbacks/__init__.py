@@ -1,0 +1,6 @@
+"""Lightning callbacks: save, watch and stop a run. Import them as ``lit_grpo.callbacks``."""
+
+from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
+from lit_grpo.callbacks.stop import StopReason, request_stop, stop_reason
+
+__all__ = ["RolloutCheckpoint", "StopReason", "request_stop", "stop_reason"]

@@ -2,7 +2,7 @@
 
 from lit_grpo.tracking.spool import read_metrics
 
-__all__ = ["RunLogger", "read_metrics"]
+__all__ = ["RunLogger", "RunSummary", "read_metrics"]
 
 
 def __getattr__(name: str) -> object:
@@ -11,4 +11,8 @@ def __getattr__(name: str) -> object:
         from lit_grpo.tracking.mlflow_logger import RunLogger
 
         return RunLogger
+    if name == "RunSummary":
+        from lit_grpo.tracking.summary import RunSummary
+
+        return RunSummary
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,6 +51,17 @@ class StandInLoader:
         self.next = state["next"]
 
 
+class StandInData(pl.LightningDataModule):
+    """Says how long the run is, as RolloutDataModule does."""
+
+    def __init__(self, rollouts: int, loader: StandInLoader | None = None) -> None:
+        super().__init__()
+        self.rollouts, self.loader = rollouts, loader or StandInLoader(rollouts)
+
+    def train_dataloader(self):
+        return self.loader
+
+
 class StandIn(pl.LightningModule):
     """Two weights, manual optimization, three logged metrics."""
 

@@ -1,0 +1,226 @@
+"""Saves a run every few rollouts, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_grpo.errors import StopRun, UserError
+from lit_grpo.tracking.folder import run_folder
+
+log = logging.getLogger(__name__)
+
+LAST = "last.ckpt"
+
+
+class RolloutCheckpoint(Checkpoint):
+    """Writes ``rollout-000120.ckpt`` after 120 rollouts, and ``last.ckpt``, a link to the newest.
+
+    A checkpoint is written under another name, brought to the disk and renamed, so a file with this name is whole. It
+    is a folder where the strategy saves in shards.
+
+    Besides every ``every_n_rollouts``, the run is saved at its end, when it is stopped, and on an exception, SIGTERM or
+    Ctrl-C if the weights are those after a whole rollout; inside a rollout nothing is saved and the previous checkpoint
+    holds. With several processes an exception is one process's own, and saving needs all of them, so then only a stop
+    and SIGTERM save.
+
+    ``last.ckpt`` is a relative symbolic link: it survives moving or copying the folder (``mv``, ``cp -a``, ``tar``,
+    ``rsync -a``) but means nothing alone. Where links cannot be made it is a hard link, which a copy turns into a
+    second file.
+
+    A finished or stopped run goes on from its last checkpoint if the data module's ``rollouts`` is larger than what it
+    was trained on.
+
+    It saves before the module's own ``on_train_batch_end``: whatever a module counts there would be missing. Counters
+    belong into ``training_step``.
+
+    Args:
+        every_n_rollouts: distance between two checkpoints.
+        keep_last: checkpoints of this run to keep; None keeps all.
+        dirpath: where to; by default ``checkpoints`` in the folder of the run.
+    """
+
+    best_model_path = ""
+    """Asked for by ``ckpt_path="best"``; empty, because this callback does not judge."""
+
+    def __init__(self, every_n_rollouts: int = 50, keep_last: int | None = 2, dirpath: str | None = None) -> None:
+        for name, value in (("every_n_rollouts", every_n_rollouts), ("keep_last", keep_last)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}, must be at least 1", where=f"checkpoint.{name}")
+        self.every_n_rollouts = every_n_rollouts
+        self.keep_last = keep_last
+        self.dirpath = Path(dirpath).absolute() if dirpath else None
+        self._saved: list[str] = []
+        self._saved_rollout = 0
+        self._loader_state: Any = None
+
+    @property
+    def last_path(self) -> Path | None:
+        """The newest checkpoint of this run, or None."""
+        path = self.dirpath / self._saved[-1] if self.dirpath and self._saved else None
+        return path if path and path.exists() else None
+
+    @property
+    def saved_rollout(self) -> int:
+        """Rollouts trained on in the newest checkpoint; 0 if there is none."""
+        return self._saved_rollout
+
+    # Hooks.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            folder = run_folder(trainer)
+            self.dirpath = self.dirpath or folder / "checkpoints"
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._loader_state = _loader_state(trainer)
+        ends = trainer.is_last_batch or trainer.should_stop or trainer.received_sigterm
+        if ends or _trained(trainer) % self.every_n_rollouts == 0:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Stopped by something that came after us in the last batch.
+        self.save(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.save_what_is_whole(trainer, exception)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        length = getattr(getattr(trainer, "datamodule", None), "rollouts", None)
+        if length is not None and trainer.max_epochs == 1:
+            _reopen(checkpoint["loops"]["fit_loop"], length)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": list(self._saved), "saved_rollout": self._saved_rollout}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = list(state_dict["saved"])
+        self._saved_rollout = state_dict["saved_rollout"]
+
+    # Saving.
+
+    def save(self, trainer: Trainer) -> None:
+        """Save now, unless this rollout is saved already. All processes must call it."""
+        rollout = _trained(trainer)
+        if rollout == self._saved_rollout or trainer.fast_dev_run or trainer.sanity_checking:
+            return
+        assert self.dirpath is not None
+        path = self.dirpath / f"rollout-{rollout:06d}.ckpt"
+        before = self._saved, self._saved_rollout
+        self._saved = [name for name in self._saved if name != path.name] + [path.name]
+        self._saved_rollout = rollout
+        surplus = self._saved[: -self.keep_last] if self.keep_last else []
+        self._saved = self._saved[len(surplus) :]
+        temporary = self.dirpath / f".{path.name}.tmp"
+        try:
+            if trainer.is_global_zero:
+                self.dirpath.mkdir(parents=True, exist_ok=True)
+                _remove(temporary)
+            trainer.save_checkpoint(temporary)
+        except BaseException:
+            self._saved, self._saved_rollout = before
+            raise
+        if trainer.is_global_zero:
+            _put_in_place(temporary, path)
+            _link(self.dirpath / LAST, path)
+            for name in surplus:
+                _remove(self.dirpath / name)
+        trainer.strategy.barrier("RolloutCheckpoint.save")
+
+    def save_what_is_whole(self, trainer: Trainer, exception: BaseException) -> None:
+        """Save on the way out, if the state is that after a whole rollout. Never raises."""
+        if trainer.state.fn != TrainerFn.FITTING or self.dirpath is None:
+            return
+        if trainer.world_size > 1 and not isinstance(exception, StopRun | SIGTERMException):
+            return
+        try:
+            if self._is_whole(trainer):
+                self.save(trainer)
+        except Exception as error:
+            log.warning("The run could not be saved on the way out: %s", error)
+
+    def _is_whole(self, trainer: Trainer) -> bool:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        if not batches.ready == batches.started == batches.processed > 0:
+            return False  # inside training_step, or a rollout was taken that is not trained on
+        # A monitor may have stopped the run before our hook ran; otherwise the loader must not have moved on since.
+        return batches.completed < batches.processed or _loader_state(trainer) == self._loader_state
+
+
+def _trained(trainer: Trainer) -> int:
+    """Rollouts trained on since the run began, resumed parts included."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def _loader_state(trainer: Trainer) -> Any:
+    loader = trainer.fit_loop._combined_loader
+    return loader._state_dicts() if loader is not None else None
+
+
+def _reopen(loops: dict[str, Any], length: int) -> None:
+    """Let a run go on that was closed before ``length`` rollouts: it was stopped, or it is to be longer now.
+
+    Lightning holds the one epoch of such a run for finished and would return at once.
+    """
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    if batches["current"]["ready"] >= length:
+        return
+    batches["is_last_batch"] = False
+    for counts in (epochs["current"], epochs["total"]):
+        counts["processed"] = counts["completed"] = counts["started"] - 1
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    for file in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
+        _sync(file)
+    if path.is_dir() and not path.is_symlink():
+        # A folder cannot be replaced in one move: the old one, of an earlier life of this run, steps aside first.
+        aside = path.with_name(f".{path.name}.old")
+        _remove(aside)
+        path.rename(aside)
+        temporary.rename(path)
+        _remove(aside)
+    else:
+        temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".{link.name}.tmp")
+    _remove(temporary)
+    if link.is_dir() and not link.is_symlink():
+        _remove(link)
+    try:
+        temporary.symlink_to(target.name)
+    except (OSError, NotImplementedError):
+        try:
+            temporary.hardlink_to(target)
+        except (OSError, NotImplementedError) as error:
+            log.warning("%s cannot be made (%s); resume from %s", link, error, target)
+            return
+    temporary.replace(link)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+"""Keeps the resolved configuration of a run beside its checkpoints, and in MLflow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+
+from lit_grpo.tracking.folder import run_folder, run_logger
+
+OBJECTIVE_FILE = "objective.json"
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes ``config.yaml`` (``config-validate.yaml``, ... for the other commands) into the run folder.
+
+    With a :class:`lit_grpo.tracking.RunLogger` the file is an artifact and its values are parameters. The objective is
+    saved as it was resolved, presets filled in, as ``objective.json``: the YAML only names the recipe and what differs.
+    A resumed run with another configuration keeps the earlier file under a number.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Any, **kwargs: Any) -> None:
+        super().__init__(parser, config, **{**kwargs, "save_to_log_dir": False})
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._folder = run_folder(trainer)  # a collective, and save_config runs on rank 0 only
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        text = self.parser.dump(self.config, skip_none=False)
+        name = self.config_filename if stage == "fit" else f"config-{stage}.yaml"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / name
+        if path.exists() and path.read_text() != text:
+            number = next(n for n in range(1, 10_000) if not path.with_stem(f"{path.stem}-{n}").exists())
+            path.rename(path.with_stem(f"{path.stem}-{number}"))
+        path.write_text(text)
+        objective = _resolved_objective(pl_module)
+        if objective is not None:
+            (self._folder / OBJECTIVE_FILE).write_text(json.dumps(objective, indent=1, default=str) + "\n")
+        logger = run_logger(trainer)
+        if logger is None:
+            return
+        logger.log_artifact(path)
+        logger.log_hyperparams(self.config.as_dict())
+        if objective is not None:
+            logger.log_artifact(self._folder / OBJECTIVE_FILE)
+            logger.log_hyperparams({"objective": objective})
+
+
+def _resolved_objective(pl_module: LightningModule) -> dict[str, Any] | None:
+    describe = getattr(getattr(pl_module, "objective", None), "describe", None)
+    return dict(describe()) if callable(describe) else None

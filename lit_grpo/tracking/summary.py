@@ -1,0 +1,209 @@
+"""What a person wants to see when a run ends: where it is, how it went, and what the model says now."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
+from lit_grpo.callbacks.stop import stop_reason
+from lit_grpo.errors import StopRun
+from lit_grpo.tracking.curves import PANELS, draw_curves
+from lit_grpo.tracking.folder import run_folder, run_logger, shown
+
+log = logging.getLogger(__name__)
+
+CURVES_FILE = "curves.png"
+LAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of the last rollout."""
+
+    prompt: str
+    completion: str
+    reward: float
+
+
+class RunSummary(Callback):
+    """Prints the end of a fit: the run's folder, how to open MLflow, the curves, three completions, the final reward.
+
+    The last line of standard output is ``final reward R over the last N steps``, N being 10 or the number of rollouts
+    if there are fewer. A run that is stopped or interrupted gets the same with what is there, and how to go on. On a
+    terminal it is a panel, otherwise plain lines. The curves also go to MLflow.
+
+    Works with any module that logs ``reward`` (and ``entropy``, ``length``, ``grad_norm``). Completions are shown if
+    the batches are :class:`lit_grpo.types.Rollout` s.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._metrics: dict[str, list[float]] = {key: [] for key in PANELS}
+        self._batch: Any = None
+        self._folder = Path()
+
+    # Gathering.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._folder = run_folder(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        logged = trainer.callback_metrics
+        self._steps.append(trainer.fit_loop.epoch_loop.total_batch_idx + 1)
+        for key, values in self._metrics.items():
+            values.append(float(logged.get(key, torch.nan)))
+        self._batch = batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self._steps), "metrics": {key: list(values) for key, values in self._metrics.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = list(state_dict["steps"])
+        self._metrics = {key: list(state_dict["metrics"][key]) for key in PANELS}
+
+    def final_reward(self) -> tuple[float, int] | None:
+        """Mean reward of the last rollouts and how many they are; None before the first."""
+        rewards = self._metrics["reward"][-LAST_STEPS:]
+        return (sum(rewards) / len(rewards), len(rewards)) if rewards else None
+
+    def samples(self) -> list[Sample]:
+        """The completions of the last rollout with the highest, the middle and the lowest reward."""
+        batch = self._batch
+        if batch is None or not all(hasattr(batch, name) for name in ("prompts", "texts", "reward", "group_size")):
+            return []
+        order = sorted(range(len(batch.texts)), key=lambda i: -float(batch.reward[i]))
+        chosen = dict.fromkeys([order[0], order[len(order) // 2], order[-1]]) if order else {}
+        return [
+            Sample(batch.prompts[i // batch.group_size].question, batch.texts[i], float(batch.reward[i]))
+            for i in chosen
+        ]
+
+    # Telling. Lightning calls `teardown` after a fit that ended by itself, and only `on_exception` after any other.
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            reason = stop_reason(trainer)
+            self._tell(trainer, f"stopped by {reason.monitor}: {reason.reason}" if reason else "finished", bool(reason))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not self._steps or trainer.state.fn != "fit":
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, RolloutCheckpoint):  # its turn comes after ours, and we want to name what it saves
+                callback.save_what_is_whole(trainer, exception)
+        if isinstance(exception, StopRun):
+            how = f"stopped: {exception.reason}"
+        elif isinstance(exception, KeyboardInterrupt):
+            how = "interrupted"
+        elif isinstance(exception, SIGTERMException):
+            how = "ended by SIGTERM"
+        else:
+            how = f"failed: {type(exception).__name__}"
+        self._tell(trainer, how, unfinished=True)
+
+    def _tell(self, trainer: Trainer, how: str, unfinished: bool) -> None:
+        if not trainer.is_global_zero:
+            return
+        facts = [("folder", shown(self._folder))]
+        if self._steps and (curves := self._draw()):
+            facts.append(("curves", shown(curves)))
+        facts += self._checkpoint_facts(trainer, unfinished)
+        logger = run_logger(trainer)
+        if logger is not None and logger.started:
+            if self._steps and curves:
+                logger.log_artifact(curves)
+            logger.flush()
+            facts.append(("MLflow", logger.view_command()))
+            if report := logger.delivery_report(said=True):
+                facts.append(("not sent", report))
+        count = f"{len(self._steps)} rollout" + ("" if len(self._steps) == 1 else "s")
+        sys.stderr.flush()
+        show(f"Run {self._folder.name} {how} after {count}", facts, self.samples())
+        final = self.final_reward()
+        if final is not None:
+            print(f"final reward {final[0]:.3f} over the last {final[1]} steps", flush=True)
+
+    def _checkpoint_facts(self, trainer: Trainer, unfinished: bool) -> list[tuple[str, str]]:
+        saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
+        if saver is None or saver.last_path is None:
+            return [("checkpoint", "none")] if saver is not None and unfinished else []
+        facts = [("checkpoint", f"{shown(saver.last_path)} (after rollout {saver.saved_rollout})")]
+        config = self._folder / "config.yaml"
+        if unfinished and config.exists():
+            last = saver.last_path.with_name(LAST)
+            command = ["lit-grpo", "fit", "--config", shown(config), "--ckpt_path", shown(last)]
+            facts.append(("go on", shlex.join(command)))
+        return facts
+
+    def _draw(self) -> Path | None:
+        path = self._folder / CURVES_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw_curves(self._steps, self._metrics, self._folder.name, path)
+        except Exception as error:  # a run is not lost for want of a picture
+            log.warning("The curves could not be drawn: %s", error)
+            return None
+        return path
+
+
+def show(title: str, facts: list[tuple[str, str]], samples: list[Sample]) -> None:
+    """Print to standard output: a panel on a terminal, plain lines otherwise."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        print(f"\n{title}")
+        for name, value in facts:
+            print(f"  {name + ':':<12} {value}")
+        for sample in samples:
+            print(
+                f"  reward {sample.reward:.3g}: {_one_line(sample.prompt, 200)} -> {_one_line(sample.completion, 300)}"
+            )
+        return
+    from rich import box
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts:
+        grid.add_row(name, Text(value))
+    parts: list[Any] = [grid]
+    if samples:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="from the last rollout", title_justify="left")
+        table.add_column("reward", justify="right", no_wrap=True)
+        table.add_column("prompt", overflow="fold", ratio=2)
+        table.add_column("completion", overflow="fold", ratio=3)
+        for sample in samples:
+            table.add_row(
+                f"{sample.reward:.3g}", Text(_one_line(sample.prompt, 200)), Text(_one_line(sample.completion, 300))
+            )
+        parts.append(table)
+    # No side borders: paths and commands can be copied as they stand.
+    console.print()
+    console.print(Panel(Group(*parts), title=Text(title, style="bold"), box=box.HORIZONTALS, padding=(1, 0)))
+
+
+def _one_line(text: str, limit: int) -> str:
+    """The text with line breaks and control characters visible, cut in the middle if it is long."""
+
+    flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if not flat:
+        return "(empty)"
+    half = limit // 2 - 3
+    return flat if len(flat) <= limit else f"{flat[:half]} [...] {flat[-half:]}"

@@ -1,0 +1,217 @@
+"""Checkpoints: which are written, when, whole, and what a run resumed from them does."""
+
+import shutil
+import signal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_grpo.callbacks import RolloutCheckpoint, request_stop
+from lit_grpo.errors import StopRun, UserError
+from tests.tracking.stand_in import StandIn, StandInData, StandInLoader, make_trainer
+
+
+class At(pl.Callback):
+    """Does something in one hook of one batch."""
+
+    def __init__(self, batch, hook, do):
+        self.batch, self.do = batch, do
+        setattr(self, hook, self._hook)
+
+    def _hook(self, trainer, pl_module, *args):
+        if args[-1] == self.batch:
+            self.do(trainer)
+
+
+def fit(folder, rollouts, *callbacks, module=None, loader=None, ckpt_path=None, **options):
+    checkpoint = RolloutCheckpoint(**{"every_n_rollouts": 2, "keep_last": 2, "dirpath": str(folder), **options})
+    module = module or StandIn()
+    trainer = make_trainer(False, [*callbacks, checkpoint])
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(module, datamodule=StandInData(rollouts, loader), ckpt_path=ckpt_path)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)  # Lightning leaves Ctrl-C ignored after an interrupt
+    return module, checkpoint
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def raises(error):
+    def do(trainer):
+        raise error
+
+    return do
+
+
+def test_every_second_rollout_the_last_two_and_the_end(tmp_path):
+    _, checkpoint = fit(tmp_path, 7)
+    assert names(tmp_path) == ["last.ckpt", "rollout-000006.ckpt", "rollout-000007.ckpt"]
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").resolve().name == "rollout-000007.ckpt"
+    assert str((tmp_path / "last.ckpt").readlink()) == "rollout-000007.ckpt"  # relative: the folder can be moved
+    assert checkpoint.last_path == tmp_path / "rollout-000007.ckpt"
+    assert load(tmp_path / "last.ckpt")["hyper_parameters"]["policy"] == {"path": "somewhere"}
+
+
+def test_keep_all(tmp_path):
+    fit(tmp_path, 5, keep_last=None)
+    assert names(tmp_path) == ["last.ckpt", *(f"rollout-00000{n}.ckpt" for n in (2, 4, 5))]
+
+
+def test_a_resumed_run_equals_the_unbroken_one(tmp_path):
+    whole, _ = fit(tmp_path / "a", 9)
+
+    class Killed(BaseException):
+        pass
+
+    with pytest.raises(Killed):
+        fit(tmp_path / "b", 9, At(5, "on_train_batch_start", raises(Killed())))
+    steps = []
+    module, _ = fit(
+        tmp_path / "b",
+        9,
+        At(8, "on_train_batch_end", lambda trainer: steps.append(trainer.fit_loop.epoch_loop.batch_idx)),
+        ckpt_path=str(tmp_path / "b" / "last.ckpt"),
+    )
+    assert torch.equal(module.weight, whole.weight)
+    assert steps == [8]
+    assert names(tmp_path / "a") == names(tmp_path / "b")
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    whole, _ = fit(tmp_path / "a", 6)
+    fit(tmp_path / "b", 4)
+    longer, _ = fit(tmp_path / "b", 6, ckpt_path=str(tmp_path / "b" / "last.ckpt"))
+    assert torch.equal(longer.weight, whole.weight)
+    same, _ = fit(tmp_path / "b", 6, ckpt_path=str(tmp_path / "b" / "last.ckpt"))
+    assert same.policy_version == 0, "a run that is as long as it should be has nothing left to do"
+    assert (tmp_path / "b" / "rollout-000006.ckpt").exists()
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])
+def test_a_stopped_run_is_saved_and_goes_on(tmp_path, hook):
+    """Also where the stop comes after the checkpoint's own hook, as from a module."""
+    whole, _ = fit(tmp_path / "a", 6)
+    module = StandIn()
+    if hook == "on_train_batch_start":
+        module.on_train_batch_end = lambda *args: args[-1] == 2 and request_stop(module.trainer, "enough", "test")
+        fit(tmp_path / "b", 6, module=module)
+    else:
+        fit(tmp_path / "b", 6, At(2, hook, lambda trainer: request_stop(trainer, "enough", "test")))
+    assert names(tmp_path / "b") == ["last.ckpt", "rollout-000002.ckpt", "rollout-000003.ckpt"]
+    resumed, _ = fit(tmp_path / "b", 6, ckpt_path=str(tmp_path / "b" / "last.ckpt"))
+    assert torch.equal(resumed.weight, whole.weight)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), StopRun("collapse")])
+def test_broken_between_rollouts_is_saved(tmp_path, error):
+    """In a monitor, before the checkpoint's turn, and while the next rollout is made."""
+    whole, _ = fit(tmp_path / "whole", 4)
+    with pytest.raises((type(error), SystemExit)):
+        fit(tmp_path / "a", 4, At(0, "on_train_batch_end", raises(error)))
+    assert names(tmp_path / "a") == ["last.ckpt", "rollout-000001.ckpt"]
+
+    loader = StandInLoader(4)
+    loader.before_yield = lambda index: raises(error)(None) if index == 1 else None
+    with pytest.raises((type(error), SystemExit)):
+        fit(tmp_path / "b", 4, loader=loader)
+    assert names(tmp_path / "b") == ["last.ckpt", "rollout-000001.ckpt"]
+    for folder in ("a", "b"):
+        resumed, _ = fit(tmp_path / folder, 4, ckpt_path=str(tmp_path / folder / "last.ckpt"))
+        assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_broken_inside_a_rollout_is_not_saved(tmp_path):
+    module = StandIn()
+    module.during_step = lambda batch_idx: raises(RuntimeError("boom"))(None) if batch_idx == 3 else None
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(tmp_path, 6, module=module)
+    assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]  # rollout 4 had changed the weights already
+
+
+def test_broken_before_a_taken_rollout_is_trained_on_is_not_saved(tmp_path):
+    """The loader has moved on: a run resumed from such a state would never see that rollout."""
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(tmp_path, 6, At(3, "on_train_batch_start", raises(RuntimeError("boom"))))
+    assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]
+
+
+def test_broken_after_the_loader_moved_on_is_not_saved(tmp_path):
+    class Early(StandInLoader):
+        def before_yield(self, index):
+            if index == 3:
+                self.next += 1
+                raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(tmp_path, 6, loader=Early(6))
+    assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_half_one(tmp_path, monkeypatch):
+    fit(tmp_path, 2)
+    before = load(tmp_path / "last.ckpt")["global_step"]
+
+    def dies(self, path, *args):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", dies)
+    with pytest.raises(OSError, match="No space"):
+        fit(tmp_path, 4, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == ["last.ckpt", "rollout-000002.ckpt"]
+    assert load(tmp_path / "last.ckpt")["global_step"] == before
+    monkeypatch.undo()
+    fit(tmp_path, 4, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt", "rollout-000004.ckpt"]
+
+
+def test_a_folder_checkpoint_is_put_in_place_and_replaced(tmp_path, monkeypatch):
+    """As sharded strategies write it."""
+    written = []
+
+    def as_folder(self, path, *args):
+        path.mkdir()
+        (path / "shard").write_text(str(len(written)))
+        written.append(path)
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", as_folder)
+    fit(tmp_path, 2)
+    fit(tmp_path, 2)  # an earlier life of this run left a folder of that name
+    assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]
+    assert (tmp_path / "last.ckpt" / "shard").read_text() == "1"
+    fit(tmp_path, 9)
+    assert names(tmp_path) == ["last.ckpt", "rollout-000008.ckpt", "rollout-000009.ckpt"]
+
+
+def test_without_symbolic_links_last_is_a_hard_link(tmp_path, monkeypatch):
+    def no_links(self, target):
+        raise OSError("not on this file system")
+
+    monkeypatch.setattr("pathlib.Path.symlink_to", no_links)
+    fit(tmp_path, 3)
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert (tmp_path / "last.ckpt").samefile(tmp_path / "rollout-000003.ckpt")
+
+
+def test_a_copied_folder_still_resumes(tmp_path):
+    fit(tmp_path / "a", 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    shutil.rmtree(tmp_path / "a")
+    module, _ = fit(tmp_path / "b", 3, ckpt_path=str(tmp_path / "b" / "last.ckpt"))
+    assert module.trainer.global_step == 3
+
+
+def test_bad_arguments():
+    with pytest.raises(UserError, match="every_n_rollouts is 0"):
+        RolloutCheckpoint(every_n_rollouts=0)
+    with pytest.raises(UserError, match="keep_last is 0"):
+        RolloutCheckpoint(keep_last=0)
