@@ -112,7 +112,7 @@ class RolloutCheckpoint(Checkpoint):
     def save(self, trainer: Trainer) -> None:
         """Save now, unless this rollout is saved already. All processes must call it."""
         rollout = _trained(trainer)
-        if rollout == self._saved_rollout or trainer.fast_dev_run or trainer.sanity_checking:
+        if rollout == self._saved_rollout or getattr(trainer, "fast_dev_run", False) or trainer.sanity_checking:
             return
         assert self.dirpath is not None
         path = self.dirpath / f"rollout-{rollout:06d}.ckpt"
@@ -126,7 +126,7 @@ class RolloutCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 self.dirpath.mkdir(parents=True, exist_ok=True)
                 _remove(temporary)
-            trainer.save_checkpoint(temporary)
+            trainer.save_checkpoint(temporary, weights_only=False)  # the whole state, said outright
         except BaseException:
             self._saved, self._saved_rollout = before
             raise
@@ -150,7 +150,7 @@ class RolloutCheckpoint(Checkpoint):
             log.warning("The run could not be saved on the way out: %s", error)
 
     def _is_whole(self, trainer: Trainer) -> bool:
-        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         if not batches.ready == batches.started == batches.processed > 0:
             return False  # inside training_step, or a rollout was taken that is not trained on
         # A monitor may have stopped the run before our hook ran; otherwise the loader must not have moved on since.

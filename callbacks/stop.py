@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lit_grpo.tracking.folder import run_logger
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -33,10 +35,10 @@ def request_stop(trainer: Trainer, reason: str, monitor: str) -> None:
     if stop_reason(trainer) is None:
         step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         setattr(trainer, _ATTRIBUTE, StopReason(reason, monitor, step))
-        for logger in trainer.loggers:
-            if hasattr(logger, "mark_stopped"):
-                logger.mark_stopped(reason)
-                logger.set_tags({"stop.callback": monitor, "stop.step": step})
+        logger = run_logger(trainer)
+        if logger is not None:
+            logger.mark_stopped(reason)
+            logger.set_tags({"stop.callback": monitor, "stop.step": step})
     trainer.should_stop = True
 
 

@@ -12,13 +12,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
+from lit_grpo.tracking.folder import shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
@@ -99,9 +100,8 @@ class RunLogger(Logger):
     @property
     def run_dir(self) -> Path | None:
         """Folder of the run, made at the first use; None on ranks other than 0."""
-        return self._make_run_dir()
+        return self._make_run_dir() if _is_rank_zero() else None
 
-    @rank_zero_only
     def _make_run_dir(self) -> Path:
         if self._run_dir is None:
             self._run_dir = _new_folder(self.root, self._run_name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
@@ -147,7 +147,7 @@ class RunLogger(Logger):
 
         Use it with :attr:`run_id`, and only after :meth:`flush` said that the run is there.
         """
-        return _LazyClient(self) if rank_zero_only.rank == 0 else None  # type: ignore[return-value]
+        return cast("MlflowClient", _LazyClient(self)) if _is_rank_zero() else None
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -177,7 +177,7 @@ class RunLogger(Logger):
             return
         known.update(flat)
         _, sender, _ = self._open()
-        path = self.log_text(json.dumps(known, indent=1, sort_keys=True), PARAMS_FILE, send=False)
+        path = self._write(json.dumps(known, indent=1, sort_keys=True), PARAMS_FILE)
         sender.put(lambda target: target.params(flat))
         if any(len(value) > PARAM_LENGTH for value in flat.values()):
             sender.put(lambda target: target.artifact(path, None))
@@ -212,15 +212,16 @@ class RunLogger(Logger):
     # What callbacks use.
 
     @rank_zero_only
-    def log_text(self, text: str, name: str, send: bool = True) -> Path:
+    def log_text(self, text: str, name: str) -> None:
         """Write ``<run_dir>/<name>``, whole or not at all, and send it as an artifact."""
+        self.log_artifact(self._write(text, name))
+
+    def _write(self, text: str, name: str) -> Path:
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(text)
         temporary.replace(path)
-        if send:
-            self.log_artifact(path)
         return path
 
     @rank_zero_only
@@ -265,7 +266,7 @@ class RunLogger(Logger):
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
         reason = f" ({sender.last_error})" if sender.last_error else " yet"
-        return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {spool.path}"
+        return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {shown(spool.path)}"
 
     def view_command(self) -> str:
         """How to look at the run in MLflow."""
@@ -320,7 +321,7 @@ class RunLogger(Logger):
     def _note(self, **entries: Any) -> None:
         try:
             with self._note_lock:  # the sender's thread writes the run id
-                self.log_text(json.dumps({**self._read_note(), **entries}, indent=1), RUN_FILE, send=False)
+                self._write(json.dumps({**self._read_note(), **entries}, indent=1), RUN_FILE)
         except OSError as error:
             log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)
 
@@ -333,6 +334,10 @@ class _LazyClient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger._open()[2].client, name)
+
+
+def _is_rank_zero() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def _size(path: Path) -> int:

@@ -210,7 +210,17 @@ class Sender:
 
     def _trouble(self, error: Exception) -> None:
         first = not self._last_error
-        self._last_error = " ".join(str(error).split())[:300] or type(error).__name__
+        self._last_error = _in_short(error)
         # Said once, on the main process; the total is said at the end of the run.
         if first and os.environ.get("LOCAL_RANK", "0") == "0":
             log.warning("Tracking: a record could not be sent (%s). Training goes on.", self._last_error)
+
+
+def _in_short(error: Exception) -> str:
+    """The error as a clause: what happened, without the layers of HTTP machinery around it."""
+    text = " ".join(str(error).split())
+    if "refused" in text and "Errno 111" in text:
+        return "connection refused"
+    if "timed out" in text or "timeout" in text:
+        return "no answer in time"
+    return text[:160] or type(error).__name__

@@ -94,12 +94,17 @@ class RunSummary(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            # The bar ends after us otherwise, and draws itself once more below the last line.
+            if trainer.progress_bar_callback is not None:
+                trainer.progress_bar_callback.teardown(trainer, pl_module, stage)
             reason = stop_reason(trainer)
             self._tell(trainer, f"stopped by {reason.monitor}: {reason.reason}" if reason else "finished", bool(reason))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not self._steps or trainer.state.fn != "fit":
             return
+        if trainer.progress_bar_callback is not None:
+            trainer.progress_bar_callback.on_exception(trainer, pl_module, exception)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, RolloutCheckpoint):  # its turn comes after ours, and we want to name what it saves
                 callback.save_what_is_whole(trainer, exception)

@@ -160,7 +160,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_half_one(tmp_path, m
     fit(tmp_path, 2)
     before = load(tmp_path / "last.ckpt")["global_step"]
 
-    def dies(self, path, *args):
+    def dies(self, path, **kwargs):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -178,7 +178,7 @@ def test_a_folder_checkpoint_is_put_in_place_and_replaced(tmp_path, monkeypatch)
     """As sharded strategies write it."""
     written = []
 
-    def as_folder(self, path, *args):
+    def as_folder(self, path, **kwargs):
         path.mkdir()
         (path / "shard").write_text(str(len(written)))
         written.append(path)
