@@ -56,7 +56,7 @@ def check_parts(o: Objective) -> None:
     if o.trust_region.per_sequence and o.varies_by_token:
         _refuse(
             "trust_region",
-            f"{o.trust_region.kind!r} has one term per completion; weights or advantages of single tokens have no place",
+            f"{o.trust_region.kind!r} has one term per completion; weights or advantages of tokens have no place",
         )
     if w.conflict_overlap != "none" and o.advantage.per_token:
         _refuse("conflict_overlap", "conflict masks need one advantage per completion, not one per token")
@@ -80,8 +80,8 @@ def check_run(o: Objective, group_size: int, updates: int, has_critic: bool, old
     if alone and o.advantage.grouped and getattr(o.advantage, "singleton", "zero") == "zero":
         _refuse(
             "advantage",
-            f"{o.name}: the advantage {o.advantage.kind!r} compares the completions of one prompt, and group_size is 1, "
-            "so every advantage would be 0",
+            f"{o.name}: the advantage {o.advantage.kind!r} compares the completions of one prompt, and group_size is 1,"
+            " so every advantage would be 0",
             "use a group_size of at least 2",
         )
     if alone and o.filters.zero_variance:

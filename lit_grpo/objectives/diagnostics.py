@@ -15,13 +15,13 @@ ranks. :func:`derive` turns the reduced means into the numbers that are no means
 ``policy/delta_prob``         mean of pi - pi_old, and ``policy/delta_prob_abs`` of its size
 ``advantage/abs``             mean |A| over tokens in the loss; ``advantage/abs_max`` the largest
 ``loss/<term>``               share of the term in the loss: policy, kl_ref, kl_old, entropy, nll, value
-``mismatch/prob``             mean |pi_old - pi_sampler|, ``mismatch/prob_max`` the largest; ``mismatch/logprob`` likewise
+``mismatch/prob``             mean |pi_old - pi_sampler|, ``mismatch/prob_max`` the largest; same for ``logprob``
 ``mismatch/k1``, ``/k3``      KL(pi_sampler || pi_old): mean of -log c, of c - 1 - log c
 ``mismatch/weight``           mean c; ``mismatch/weight_sq`` mean c^2, ``mismatch/sequence_weight_sq`` mean C^2
 ``mismatch/capped``           share of tokens whose weight the sampler correction changed
 ``mismatch/missing``          share of tokens without a sampler log-probability
 ``mismatch/impossible``       share of tokens with pi_sampler > 0.5 and pi_old < 1e-4: wrong template, stale weights
-``mismatch/learner_logprob``  mean lp_old; ``mismatch/sampler_logprob`` mean lp_sampler (derived: perplexities)
+``mismatch/*_perplexity``     learner and sampler: mean over completions of exp(-mean log-probability)
 ``entropy/sequence``          mean over completions of <H>_i; ``entropy/high`` share of completions above ln 2
 ``conflict/rate``             share of tokens in GTPO's conflict masks
 ``filter/dropped``            share of completions that a filter took out of the loss
@@ -32,7 +32,6 @@ ranks. :func:`derive` turns the reduced means into the numbers that are no means
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -99,8 +98,8 @@ def sampler_mismatch(
         "mismatch/sequence_weight_sq": mean_of(sequence * sequence, rows),
         "mismatch/missing": mean_of(missing.double(), mask),
         "mismatch/impossible": mean_of(((sampled.exp() > 0.5) & (old.exp() < 1e-4)).double(), known),
-        "mismatch/learner_logprob": mean_of(old, known),
-        "mismatch/sampler_logprob": mean_of(sampled, known),
+        "mismatch/learner_perplexity": mean_of((-token_mean(old, known)).exp(), known.any(1)),
+        "mismatch/sampler_perplexity": mean_of((-token_mean(sampled, known)).exp(), known.any(1)),
     }
     zero = old.new_zeros(1)
     maxima = {
@@ -134,14 +133,12 @@ def value_signs(
 
 
 def derive(means: Mapping[str, float]) -> dict[str, float]:
-    """Numbers that are no means, from reduced means: ESS, chi^2, perplexities, explained variance."""
+    """Numbers that are no means, from reduced means: ESS, chi^2, explained variance."""
     out: dict[str, float] = {}
     if "mismatch/weight_sq" in means:
         out["mismatch/chi2_token"] = means["mismatch/weight_sq"] - 1
         out["mismatch/chi2_sequence"] = means["mismatch/sequence_weight_sq"] - 1
         out["mismatch/ess"] = means["mismatch/weight"] ** 2 / means["mismatch/weight_sq"]
-        out["mismatch/learner_perplexity"] = math.exp(-means["mismatch/learner_logprob"])
-        out["mismatch/sampler_perplexity"] = math.exp(-means["mismatch/sampler_logprob"])
     if "value/return_sq" in means:
         total = means["value/return_sq"] - means["value/return"] ** 2
         error = means["value/error_sq"] - means["value/error"] ** 2
@@ -162,9 +159,10 @@ def group_shares(rewards: Tensor, groups: Groups) -> dict[str, Sum]:
 
 
 def length_sums(lengths: Tensor, rewards: Tensor) -> dict[str, Sum]:
-    """Mean length of correct and incorrect completions; their gap is incorrect minus correct. [N] each."""
-    n = lengths.double()
-    return {"length/correct": mean_of(n, rewards > 0), "length/incorrect": mean_of(n, ~(rewards > 0))}
+    """Mean length of correct and incorrect completions, empty ones left out; their gap is incorrect minus correct.
+    [N] each."""
+    n, some = lengths.double(), lengths > 0
+    return {"length/correct": mean_of(n, some & (rewards > 0)), "length/incorrect": mean_of(n, some & ~(rewards > 0))}
 
 
 def prefix_penalty(token_ids: Tensor, mask: Tensor, lengths: Tensor, advantages: Tensor, groups: Groups) -> Tensor:

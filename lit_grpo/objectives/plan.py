@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,9 @@ class StepPlan:
 
     def select(self, rows: Tensor) -> StepPlan:
         """The plan of some completions, in the order of ``rows`` (indices or a bool mask)."""
-        changed = {f.name: v[rows] for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        changed: dict[str, Any] = {
+            f.name: v[rows] for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
+        }
         return replace(self, **changed)
 
     def trim(self, width: int) -> StepPlan:
@@ -74,7 +77,7 @@ class StepPlan:
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         if longest > width:
             raise ValueError(f"log-probabilities are {width} tokens wide, but a completion has {longest} tokens")
-        changed: dict[str, Tensor] = {}
+        changed: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if not isinstance(value, Tensor) or value.ndim < 2:

@@ -161,10 +161,7 @@ def _order_statistic(values: Tensor, rank: int, reduce: Reduce) -> float:
     """The value that has ``rank`` smaller or equal ones before it, over all ranks."""
     low, high = _ordered_bits(float("-inf")), _ordered_bits(float("inf"))
     for _ in range(65):
-        if low >= high:
-            middle = low
-        else:
-            middle = (low + high) // 2
+        middle = low if low >= high else (low + high) // 2
         below = int(reduce((values <= _float_of(middle)).sum().to(torch.float64)))
         if below >= rank + 1:
             high = middle

@@ -134,7 +134,8 @@ class Sapo(TrustRegion):
     sapo_tau_neg: float = 1.05
 
     def __call__(self, terms: Terms) -> Surrogate:
-        tau = torch.where(terms.advantages > 0, self.sapo_tau_pos, self.sapo_tau_neg).to(terms.ratio.dtype)
+        tau = torch.full_like(terms.advantages, self.sapo_tau_neg)
+        tau = tau.masked_fill(terms.advantages > 0, self.sapo_tau_pos)
         value = 4 / tau * torch.sigmoid(tau * (terms.ratio - 1)) * terms.advantages
         never = _never(terms)
         return Surrogate(value, never, never, never)
