@@ -47,7 +47,7 @@ class Request:
     """One non-negative seed below 2**63 per sample. Equal seeds, weights and engine give equal tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: jsonargparse reads the defaults from __dict__
 class Sampling:
     """How to draw. Training needs the full support: ``top_p = 1`` and ``top_k = 0``."""
 
