@@ -1,0 +1,203 @@
+"""Find the final answer in a text. Standard library only, linear in the length of the text, never raises.
+
+Order of trust: the last ``\\boxed``; else the last of ``#### ...`` and ``answer is ...``; else, only where the text is
+not cut off, what its last sentence ends in. An answer that was mentioned on the way is not a final answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+# Between two boxes that form one answer: dollars, brackets and space around at least one joining word or sign.
+_JOINT = re.compile(r"(?:[\s$]|\\[()\[\]]|\\quad|\\text\{\s*(?:and|or)\s*\}|and\b|or\b|[,;，、或和])+")
+_JOINING = re.compile(r"and|or|[,;，、或和]")
+# A base model that runs on invents the next question.
+_NEXT_QUESTION = re.compile(
+    r"\n[ \t]*(?:[*#]+[ \t]*)?(?:Question|Problem|Q|Exercise|Instruction|Human|User)[*]*:|<\|im_start\|>"
+)
+_ANCHOR = re.compile(
+    r"####(?!#)"
+    r"|\banswers?\b(?:[ \t]+(?:to|of|for)\b[^.\n]{0,80}?)?[*_ \t]*(?:\b(?:is|are|was|equals|would be|should be)\b[*_ \t]*:?|[:=：])"
+    r"|答案(?:是|为|為)?[:：]?",
+    re.IGNORECASE,
+)
+_BECAUSE = re.compile(r",?\s+(?:because|since|as we|which|where|but)\b|[.!?。](?:\s|$)|\n", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?:[.!?](?=\s)|[。！？\n])")
+_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_NUMBER = re.compile(
+    r"[-−–+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+|\s+\d+\s*/\s*\d+)?\s*%?|[-−–]?\.\d+"
+)
+_REFUSAL = re.compile(r"\b(?:not|no|cannot|neither|nor|unable|never)\b|n't\b", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
+_FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "sec", "csc", "cot", "min", "max", "inf", "theta"})
+_OPTION = re.compile(r"(?:option|choice|choose|answer|is|select|pick)\s*:?\s*(?:\\text\{)?[*(]*([A-J])[)}*]*\s*$")
+_LONE_OPTION = re.compile(r"^[\s*(]*([A-J])[\s).*]*$")
+
+_LONGEST_CLAUSE = 2_000
+
+
+Kind = Literal["number", "option", "other"]
+"""What the gold answer is decides how prose is read."""
+
+
+def final_answer(text: str, kind: Kind = "other", truncated: bool = False) -> str | None:
+    """The last final answer of a completion, or None.
+
+    Args:
+        text: of any length.
+        kind: of the gold answer; its value is not looked at.
+        truncated: the length limit cut the text; then only a closed box or an explicit answer counts.
+    """
+    text = _before_next_question(text)
+    boxed, found = _last_box(text)
+    if found:
+        return boxed
+    anchored = _after_last_anchor(text, kind)
+    if anchored is not None or truncated:
+        return anchored
+    return _end_of_last_sentence(text, kind)
+
+
+def gold_answer(gold: str) -> str:
+    """The answer within a gold: whole solutions with a box or ``####`` are allowed."""
+    boxed, found = _last_box(gold)
+    if found and boxed is not None:
+        return boxed
+    return gold.rsplit("####", 1)[-1].strip()
+
+
+def _before_next_question(text: str) -> str:
+    answer = _BOX.search(text) or _ANCHOR.search(text)
+    if answer is None:
+        return text
+    cut = _NEXT_QUESTION.search(text, answer.end())
+    return text[: cut.start()] if cut else text
+
+
+def _last_box(text: str) -> tuple[str | None, bool]:
+    """(content, True) of the last box, or of several joined by "or" or a comma; (None, True) if it is not closed."""
+    starts = list(_BOX.finditer(text))
+    if not starts:
+        return None, False
+    last = starts.pop()
+    content, _ = _box_at(text, last.end())
+    if content is None:
+        return None, True
+    contents, begin = [content], last.start()
+    while starts:
+        start = starts.pop()
+        content, end = _box_at(text, start.end(), begin)
+        between = text[end:begin] if content is not None else ""
+        if content is None or not _JOINT.fullmatch(between) or not _JOINING.search(between):
+            break
+        contents.append(content)
+        begin = start.start()
+    distinct = list(dict.fromkeys(reversed(contents)))
+    return ", ".join(distinct), True
+
+
+def _box_at(text: str, position: int, limit: int | None = None) -> tuple[str | None, int]:
+    """Content of the box whose argument begins at ``position``, and where it ends."""
+    limit = len(text) if limit is None else limit
+    if text[position : position + 1] != "{":
+        # \boxed 5: up to the end of the formula or line. TeX would take one sign, a writer means the whole.
+        end = re.compile(r"[$\n]|\\[\])]|[.,;]?(?:\s|$)").search(text, position, limit)
+        stop = end.start() if end else limit
+        return text[position:stop], stop
+    depth = 0
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, position, limit):
+        sign = match[0]
+        if sign == "{":
+            depth += 1
+        elif sign == "}":
+            depth -= 1
+            if depth == 0:
+                return text[position + 1 : match.start()], match.end()
+    return None, limit
+
+
+def _after_last_anchor(text: str, kind: Kind) -> str | None:
+    anchors = list(_ANCHOR.finditer(text))
+    for anchor in reversed(anchors[-5:]):
+        rest = text[anchor.end() : anchor.end() + _LONGEST_CLAUSE].lstrip(" \t\n*:：")
+        answer = _first_clause(rest, kind)
+        if answer and not (anchor[0] == "####" and _is_prose(rest.partition("\n")[0])):  # a heading, not an answer
+            return answer
+    return None
+
+
+def _first_clause(text: str, kind: Kind) -> str | None:
+    """The answer at the start of ``text``: a formula, a number, or the words up to the end of the clause."""
+    formula = _MATH.match(text)
+    if formula:
+        return next(group for group in formula.groups() if group is not None)
+    end = _BECAUSE.search(text)
+    clause = _trim(text[: end.start()] if end else text)
+    if not clause:
+        return None
+    formulas = list(_MATH.finditer(clause))
+    if formulas:
+        return next(group for group in formulas[-1].groups() if group is not None)
+    if _LONE_OPTION.match(clause):
+        return clause
+    if not _is_prose(clause):
+        return clause
+    if kind == "number":
+        tail = clause.rsplit("=", 1)[-1]
+        numbers = list(_NUMBER.finditer(tail))
+        if numbers:
+            return _joined(tail, numbers) or _with_unit(tail, numbers[0])
+    return clause
+
+
+def _end_of_last_sentence(text: str, kind: Kind) -> str | None:
+    tail = text.rstrip()[-_LONGEST_CLAUSE:]
+    ends = [m.end() for m in _SENTENCE_END.finditer(tail)]
+    sentence = _trim(tail[ends[-1] :] if ends else tail)
+    if not sentence or _REFUSAL.search(sentence):
+        return None
+    lone, option = _LONE_OPTION.match(sentence), _OPTION.search(sentence)
+    if lone or (option and kind == "option"):
+        return lone[1] if lone else option[1]  # type: ignore[index]
+    formulas = list(_MATH.finditer(sentence))
+    if formulas:
+        last = formulas[-1]
+        return next(group for group in last.groups() if group is not None)
+    if not _is_prose(sentence):
+        return sentence
+    if kind == "number":
+        numbers = list(_NUMBER.finditer(sentence))
+        return (_joined(sentence, numbers) or _with_unit(sentence, numbers[-1])) if numbers else None
+    said = re.split(r"\b(?:is|are|equals)\b|:", sentence)[-1].strip()
+    return said if said and not _is_prose(said) else None
+
+
+def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
+    """Several numbers offered with "or" are a list: a guess among many is no answer."""
+    for before, after in zip(numbers, numbers[1:], strict=False):
+        if re.fullmatch(r"[\s,$]*(?:or|或)[\s,$]*", clause[before.end() : after.start()]):
+            return ", ".join(n[0] for n in numbers)
+    return None
+
+
+def _with_unit(clause: str, number: re.Match[str]) -> str:
+    """The number and the word behind it, which may be its unit."""
+    unit = re.compile(r"\s*(?:\^?\\?circ|°|%|[A-Za-z]+(?:\^?\d)?)").match(clause, number.end())
+    return clause[number.start() : unit.end() if unit else number.end()]
+
+
+def _trim(text: str) -> str:
+    text = text.strip().strip("*_`").strip()
+    for closing, opening in ((r"\]", r"\["), (r"\)", r"\("), ("]", "["), ("$", "$")):
+        if text.endswith(closing) and text.count(opening) < (2 if opening == closing else 1):
+            text = text.removesuffix(closing).strip()
+    return text.rstrip(".。!！;；,，").strip().strip("*_`").strip()
+
+
+def _is_prose(text: str) -> bool:
+    """True if the text has words that are neither LaTeX commands nor functions nor the unit of a number."""
+    bare = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}", " ", text)
+    words = [w[0] for w in _WORD.finditer(bare) if w[0].lower() not in _FUNCTIONS]
+    return len(words) > 1 or (len(words) == 1 and len(bare.split()) > 2)

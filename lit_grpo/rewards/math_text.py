@@ -1,0 +1,412 @@
+"""The written form of mathematical answers: cleaning, numbers, units, and the parts of lists, intervals and matrices.
+
+Standard library only and linear in the length of the text: most answers are decided here, without SymPy.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+LONGEST = 20_000
+"""Characters; a longer answer is compared as it stands."""
+
+_SIGNS = {
+    **dict.fromkeys("−–—‐‑‒﹣－", "-"), **dict.fromkeys("×✕", r"\times "), **dict.fromkeys("·⋅∙•", r"\cdot "),
+    "÷": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "⩽": r"\leq ",
+    "⩾": r"\geq ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ",
+    "°": r"^\circ ", "º": r"^\circ ", "…": r"\ldots ", "⋯": r"\cdots ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "∀": r"\forall ",
+    "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ",
+    "φ": r"\phi ", "ω": r"\omega ", "ρ": r"\rho ", "σ": r"\sigma ", "、": ",", "⟨": r"\langle ", "⟩": r"\rangle ",
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""), "“": "", "”": "",
+}  # fmt: skip
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
+_LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_SCRIPTS = re.compile(f"([{''.join(_RAISED)}]+)|([{''.join(_LOWERED)}]+)")
+
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|operatorname|emph)\*?"
+    r"\s*\{([^{}]*)\}"
+)
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|bf|rm|it)(?![a-zA-Z])\.?", ""),
+        (r"\\!|\\label\{[^{}]*\}", ""),
+        (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "\ue000"),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|[\u00a0\u2009\u202f]|\\hspace\{[^{}]*\}", " "),
+        (r"\{,\}", ","),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"(\\frac\{[^{}]*\})\s*(\d)(?![\d{}])", r"\1{\2}"),
+        (r"\\(?:leqslant|le)(?![a-zA-Z])|<=", r"\\leq "),
+        (r"\\(?:geqslant|ge)(?![a-zA-Z])|>=", r"\\geq "),
+        (r"\\ne(?![a-zA-Z])|!=", r"\\neq "),
+        (r"\\lt(?![a-zA-Z])|&lt;", "<"),
+        (r"\\gt(?![a-zA-Z])|&gt;", ">"),
+        (r"\\(?:varnothing|empty)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\(?:dots|cdots|dotsc|dotsb)(?![a-zA-Z])|\.\.\.", r"\\ldots "),
+        (r"\\(?:lbrace)(?![a-zA-Z])", r"\\{"),
+        (r"\\(?:rbrace)(?![a-zA-Z])", r"\\}"),
+        (r"\\\$|\\text\s*\{\s*\\?\$\s*\}|(?<=\d)\s*\\?(?:dollars?|USD)\b", ""),
+        (r"[$€£¥]", ""),
+        (r"\\%|\s*(?:percent(?:age)?|pct)\b", "%"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\?degrees?\b", r"^\\circ "),
+        (r"(?<![\\a-zA-Z])(pi|theta|alpha|beta|infty)(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"(?<![\\a-zA-Z])(sin|cos|tan|sec|csc|cot|log|ln|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1 "),
+        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+        (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
+        (r"\*", r" \\cdot "),
+        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\^\s*(-\d+|\d\d+)", r"^{\1}"),
+    )
+)  # fmt: skip
+
+
+def clean(text: str) -> str:
+    """One way of writing for what is written in many: spacing, wrappers, Unicode, brackets that change nothing."""
+    if len(text) > LONGEST:
+        return text.strip()
+    text = text.strip()
+    if not text.isascii():
+        text = _to_ascii(text)
+    text = _strip_outer(text.strip("*`"))
+    for _ in range(4):
+        text, count = _WRAPPER.subn(r" \1 ", text)
+        if not count:
+            break
+    for pattern, new in _RULES:
+        text = pattern.sub(new, text)
+    text = re.sub(r"\s+", " ", _strip_outer(text)).strip()
+    return _join_thousands(text.removeprefix("+").strip())
+
+
+def _to_ascii(text: str) -> str:
+    def script(match: re.Match[str]) -> str:
+        raised, lowered = match[1], match[2]
+        if raised:
+            return "^{" + "".join(_RAISED[c] for c in raised) + "}"
+        return "_{" + "".join(_LOWERED[c] for c in lowered) + "}"
+
+    return "".join(map(_sign, _SCRIPTS.sub(script, text)))
+
+
+def _sign(char: str) -> str:
+    if char.isascii() or char == "√":
+        return char
+    if char in _SIGNS:
+        return _SIGNS[char]
+    digit = unicodedata.decimal(char, None)
+    if digit is not None:
+        return str(digit)
+    if unicodedata.category(char) == "No" and "\u2044" in (plain := unicodedata.normalize("NFKC", char)):
+        top, bottom = plain.split("\u2044")
+        return rf"\frac{{{top}}}{{{bottom}}}"
+    if "\uff01" <= char <= "\uff5e":  # full-width forms of ASCII
+        return chr(ord(char) - 0xFEE0)
+    return char
+
+
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
+
+
+def _strip_outer(text: str) -> str:
+    """Take away formula marks, full stops and brackets around the whole."""
+    while True:
+        before = text
+        text = text.strip().rstrip(".;:。；！").rstrip(",，").strip()
+        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            inner = text[len(opening) : -len(closing)]
+            if (
+                len(text) > 2 * len(opening)
+                and text.startswith(opening)
+                and text.endswith(closing)
+                and opening not in inner
+            ):
+                text = inner
+        text = _strip_brackets(text)
+        if text == before:
+            return text
+
+
+def _strip_brackets(text: str) -> str:
+    """``{{{1}}}`` and ``((1))`` are 1; ``(1,2)`` and ``\\{1\\}`` stay."""
+    if text[:1] not in {"{", "("}:
+        return text
+    match: dict[int, int] = {}
+    stack: list[int] = []
+    commas: dict[int, bool] = {}  # opening position -> a comma directly inside
+    for i, char in enumerate(text):
+        if char in "{([":
+            stack.append(i)
+        elif char in "})]":
+            if not stack:
+                return text
+            start = stack.pop()
+            if _CLOSING[text[start]] == char:
+                match[start] = i
+        elif char == "," and stack:
+            commas[stack[-1]] = True
+    begin, end = 0, len(text)
+    while begin < end and text[begin] in "{(" and match.get(begin) == end - 1:
+        if text[end - 2 : end - 1] == "\\" or (text[begin] == "(" and _holds_comma(text, begin, commas, match)):
+            break
+        begin, end = begin + 1, end - 1
+        while begin < end and text[begin] == " ":
+            begin += 1
+        while begin < end and text[end - 1] == " ":
+            end -= 1
+    return text[begin:end]
+
+
+def _holds_comma(text: str, begin: int, commas: dict[int, bool], match: dict[int, int]) -> bool:
+    while begin in match:  # ((1,2)) holds one as well
+        if commas.get(begin):
+            return True
+        begin += 1
+    return False
+
+
+_GROUPED = re.compile(
+    r"(?<![\d.,\ue000(\[])(?<!\\\{)\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d,)\]]|\\\}| \d)"
+    r"|(?<![\d.\ue000])\d{1,3}(?:\ue000\d{3})+(?![\d\ue000])"
+)
+
+
+def _join_thousands(text: str) -> str:
+    """1,000,000 and 1 000 000 are one number; within brackets, as in (100,200), a comma separates."""
+    text = _GROUPED.sub(lambda m: re.sub(r"[,\ue000 ]", "", m[0]), text)
+    return text.replace("\ue000", " ")
+
+
+# Numbers
+
+
+@dataclass(frozen=True)
+class Number:
+    """A written number with the precision it was written in."""
+
+    value: Fraction
+    decimals: int | None = None
+    """Decimal places, or None if it is exact: an integer or a fraction."""
+    digits: int = 0
+    """Significant digits of a decimal."""
+    percent: bool = False
+
+
+_DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
+_PLAIN = re.compile(rf"-?\s*{_DECIMAL}")
+_SCIENTIFIC = re.compile(
+    rf"(-?\s*{_DECIMAL})\s*(?:(?:\\times|\\cdot|x|\*)\s*10\s*\^\s*(?:\{{\s*(-?\d+)\s*\}}|(-?\d+))|[eE]([+-]?\d+))"
+)
+_POWER_OF_TEN = re.compile(r"(-?)10\s*\^\s*(?:\{\s*(-?\d+)\s*\}|(-?\d+))")
+_FRACTION = re.compile(
+    rf"(-?)\s*(?:\\frac\s*\{{\s*(-?\s*{_DECIMAL})\s*\}}\s*\{{\s*(-?\s*{_DECIMAL})\s*\}}|({_DECIMAL})\s*/\s*(-?{_DECIMAL}))"
+)
+_MIXED = re.compile(r"(-?)\s*(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
+_REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+_MOST_DIGITS = 4_000
+_MOST_EXPONENT = 4_000
+
+
+def parse_number(text: str) -> Number | None:
+    """The number a cleaned text writes out: integer, decimal, fraction, mixed, scientific, repeating, with or without %."""
+    text = text.strip()
+    percent = text.endswith("%")
+    text = text.removesuffix("%").rstrip()
+    if not text or len(text) > _MOST_DIGITS or not (text[0].isdigit() or text[0] in "-.\\"):
+        return None
+    number = _parse(text)
+    if number is None or not percent:
+        return number
+    return Number(number.value, number.decimals, number.digits, percent=True)
+
+
+def _parse(text: str) -> Number | None:
+    if _PLAIN.fullmatch(text):
+        return _decimal(text)
+    if match := _FRACTION.fullmatch(text):
+        top, bottom = _decimal(match[2] or match[4]).value, _decimal(match[3] or match[5]).value
+        return Number((-1 if match[1] else 1) * top / bottom) if bottom else None
+    if match := _MIXED.fullmatch(text):
+        bottom = Fraction(match[4] or match[6])
+        if not bottom:
+            return None
+        return Number((-1 if match[1] else 1) * (int(match[2]) + Fraction(match[3] or match[5]) / bottom))
+    if match := _SCIENTIFIC.fullmatch(text):
+        exponent = int(match[2] or match[3] or match[4])
+        if abs(exponent) > _MOST_EXPONENT:
+            return None
+        base = _decimal(match[1])
+        value, places = base.value * Fraction(10) ** exponent, None
+        if base.decimals is not None:
+            places = max(0, base.decimals - exponent) or None
+        return Number(value, places, base.digits)
+    if match := _POWER_OF_TEN.fullmatch(text):
+        exponent = int(match[2] or match[3])
+        return Number((-1 if match[1] else 1) * Fraction(10) ** exponent) if abs(exponent) <= _MOST_EXPONENT else None
+    if match := _REPEATING.fullmatch(text):
+        fixed, cycle = match[3], match[4]
+        value = Fraction(int(match[2] + fixed or "0"), 10 ** len(fixed))
+        value += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))
+        return Number(-value if match[1] else value)
+    return None
+
+
+def _decimal(text: str) -> Number:
+    text = text.replace(" ", "")
+    _, point, fraction = text.partition(".")
+    value = Fraction(text.rstrip(".") if text.rstrip("-.") else "0")
+    if not point or not fraction:
+        return Number(value)
+    return Number(value, len(fraction), len(text.replace(".", "").lstrip("-0")))
+
+
+def same_number(gold: Number, answer: Number, places: int | None = None) -> bool:
+    """Whether two written numbers agree.
+
+    Exact numbers must be equal. A decimal of at least six significant digits also agrees with a number that it rounds
+    or truncates. A gold decimal of at least three is taken as rounded: an exact answer, or one with three more places,
+    needs to agree to its last place. A percentage agrees with its plain figure and with its value.
+
+    Args:
+        places: precision of the vector or matrix the gold stands in, instead of the gold's own.
+    """
+    if gold.percent != answer.percent:
+        plain = lambda n: Number(n.value, n.decimals, n.digits)  # noqa: E731
+        if same_number(plain(gold), plain(answer)):
+            return True
+        part, whole = (gold, answer) if gold.percent else (answer, gold)
+        hundredth = Number(part.value / 100, None if part.decimals is None else part.decimals + 2, part.digits)
+        return same_number(hundredth, plain(whole)) if gold.percent else same_number(plain(whole), hundredth)
+    if gold.value == answer.value:
+        return True
+    if gold.decimals is None and answer.decimals is None:
+        return False
+    gap = abs(gold.value - answer.value)
+    if gap * 10**9 < abs(gold.value):
+        return True  # the last digits of binary floating point
+    coarse = min((n for n in (gold, answer) if n.decimals is not None), key=lambda n: n.decimals or 0)
+    if coarse.digits >= 6 and gap < Fraction(1, 10 ** (coarse.decimals or 0)):
+        return True
+    places = gold.decimals if places is None else places
+    if places is None or gold.decimals is None or (gold.digits < 3 and places == gold.decimals):
+        return False
+    finer = answer.decimals is None or answer.decimals >= places + 3
+    whole = answer.decimals is None and answer.value.denominator == 1
+    return finer and not whole and 2 * gap * 10**places <= 1
+
+
+# Units
+
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _table in {
+    "length": "mm=1/1000 millimeter=1/1000 millimetre=1/1000 cm=1/100 centimeter=1/100 centimetre=1/100 dm=1/10 m=1 meter=1 "
+    "metre=1 km=1000 kilometer=1000 kilometre=1000 in=127/5000 inch=127/5000 inche=127/5000 ft=381/1250 foot=381/1250 "
+    "feet=381/1250 yd=1143/1250 yard=1143/1250 mi=201168/125 mile=201168/125",
+    "mass": "mg=1/1000 g=1 gram=1 kg=1000 kilogram=1000 lb=45359237/100000 pound=45359237/100000 oz=45359237/1600000 "
+    "ounce=45359237/1600000 ton=1000000",
+    "time": "ms=1/1000 s=1 sec=1 second=1 min=60 minute=60 h=3600 hr=3600 hour=3600 day=86400 week=604800 "
+    "month=2629746 year=31556952 yr=31556952",
+    "volume": "ml=1/1000 milliliter=1/1000 l=1 liter=1 litre=1 gallon=473176473/125000000",
+    "money": "cent=1/100 ¢=1/100",
+    "angle": "°=1 rad=0 radian=0",
+}.items():  # fmt: skip
+    for _entry in _table.split():
+        _word, _, _factor = _entry.partition("=")
+        _UNITS[_word] = (_dimension, Fraction(_factor))
+
+_QUANTITY = re.compile(
+    r"(.*?[\d}%])\s*((?:square|cubic|sq\.?|cu\.?)\s*)?([^\W\d_][^\d_^{}\\=<>()+*/,]*?)\.?\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What stands behind a number. ``dimension`` is empty for a word that is no known unit."""
+
+    dimension: str
+    factor: Fraction = Fraction(1)
+
+
+def split_unit(text: str) -> tuple[str, Unit | None]:
+    """(``5 cm^2``) -> (``5``, square centimetre). Only behind something that ends like a number."""
+    if text.endswith(r"^\circ"):
+        return text.removesuffix(r"^\circ").rstrip(), Unit("angle")
+    match = _QUANTITY.fullmatch(text) if len(text) < 200 else None
+    if match is None:
+        return text, None
+    number, area, word, power = match[1], match[2] or "", match[3].strip(), match[4]
+    if len(word) == 1 and word.isascii() and not text[: match.start(3)].endswith(" "):
+        return text, None  # 5m is five times m, 5 m five metres
+    exponent = int(power or (2 if area.startswith("s") else 3 if area else 1))
+    key = word if word in _UNITS else word.lower()
+    key = key if key in _UNITS else key.removesuffix("s")
+    if key not in _UNITS:
+        return (number, Unit("")) if len(word) > 2 or not word.isascii() else (text, None)
+    dimension, factor = _UNITS[key]
+    return number, Unit(f"{dimension}^{exponent}" if exponent > 1 else dimension, factor**exponent)
+
+
+# Structure
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """Split at characters that stand in no bracket. ``\\{`` counts as a bracket too."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+        elif char in separators and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+def is_wrapped(text: str, opening: str, closing: str) -> bool:
+    """Whether the first bracket closes at the very end."""
+    if not (text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing)):
+        return False
+    depth = 0
+    for i, char in enumerate(text):
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth == 0:
+                return i == len(text) - 1
+    return False
+
+
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'\-]*(?: [A-Za-z'\-]+)*")
+
+
+def as_words(text: str) -> str | None:
+    """Prose or a name, folded to lower case; None for anything that could be a formula."""
+    words = re.sub(r"\s+", " ", text).strip()
+    return words.casefold() if _WORDS.fullmatch(words) and any(len(w) > 1 for w in words.split()) else None
+
+
+_OPTION = re.compile(r"\(?([A-J])\)?")
+_OPTION_WITH_VALUE = re.compile(r"\(([A-J])\)\s*\S.*|([A-J])\s*[:.)]\s*\S.*", re.DOTALL)
+
+
+def as_option(text: str) -> str | None:
+    """The letter of a multiple-choice answer, alone."""
+    match = _OPTION.fullmatch(text)
+    return match[1] if match else None
+
+
+def as_option_with_value(text: str) -> str | None:
+    """The letter of ``C``, ``(C) 12`` or ``C: 12``."""
+    match = _OPTION_WITH_VALUE.fullmatch(text)
+    return (match[1] or match[2]) if match else as_option(text)

@@ -1,0 +1,101 @@
+"""The math verifier: 1 where the final answer of a completion agrees with the gold answer, else 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.math_answer import final_answer, gold_answer
+from lit_grpo.rewards.math_grade import grade, grade_quickly, kind_of
+from lit_grpo.rewards.pool import WorkerPool
+from lit_grpo.types import RewardInput, Score
+
+
+class Verdict(NamedTuple):
+    """What the verifier says of one completion."""
+
+    correct: bool
+    timed_out: bool = False
+    seconds: float = 0.0
+    """Time in a worker; 0 where the written form decided."""
+    answer: str | None = None
+    """The final answer that was found in the text."""
+    error: str = ""
+    """Why a worker could not judge it; such an answer counts as wrong."""
+
+
+class MathReward(Reward):
+    """1 for a right final answer, else 0, judged by its written form where that is enough and by math-verify otherwise.
+
+    math-verify and SymPy run in processes that are killed at the time limit, so no answer can hold up or end a run. A
+    timeout is a wrong answer with ``Score.timed_out``.
+
+    Which answer counts: the last ``\\boxed`` (several joined by "or" are a list); else what follows the last ``####``
+    or "answer is"; else what the last sentence ends in, unless the completion was cut off or refuses. What a base model
+    adds after inventing a next question is ignored.
+
+    Choices: a unit, percent sign or base may be left out, not exchanged (5 m is 500 cm, not 5 cm); degrees agree with
+    radians; intervals agree with inequalities; a gold decimal of three or more digits is taken as rounded, and agrees
+    with an exact answer to its last place; other numbers must be equal, whatever their size; lists, sets and unions
+    have no order, tuples have; unevaluated sums and products count; an empty gold agrees with nothing.
+
+    Args:
+        limit: seconds for one answer, from the moment a worker takes it.
+        workers: processes at most; None: one a usable core, at most 8.
+        memory: MiB of address space for each worker.
+        weight: factor in the total reward.
+        name: key under which the reward is logged.
+
+    Raises:
+        UserError: an argument is not positive.
+    """
+
+    needs_answer = True
+
+    def __init__(
+        self,
+        limit: float = 3.0,
+        workers: int | None = None,
+        memory: int = 2048,
+        weight: float = 1.0,
+        name: str | None = "math",
+    ) -> None:
+        super().__init__(weight, name)
+        for key, value in (("limit", limit), ("workers", 1 if workers is None else workers), ("memory", memory)):
+            if not value > 0:
+                raise UserError(f"{key} is {value}", where=f"MathReward.{key}", remedy="give a positive number")
+        self._pool = WorkerPool(grade, limit=limit, workers=workers, memory=memory * 1024**2)
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        golds = [x.prompt.answer or "" for x in batch]
+        verdicts = self.judge(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
+        return [Score(float(v.correct), timed_out=v.timed_out) for v in verdicts]
+
+    def judge(
+        self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None
+    ) -> list[Verdict]:
+        """Verdicts on ready texts, in order. ``truncated``: texts cut by a length limit; None: none is."""
+        cut = truncated or [False] * len(texts)
+        known: dict[str, tuple[str, str]] = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
+        pairs: list[tuple[str, str | None]] = []
+        for gold, text, short in zip(golds, texts, cut, strict=True):
+            answer, kind = known[gold]
+            pairs.append((answer, final_answer(text, kind, short)))
+        # The samples of one prompt often agree: judge each pair once.
+        quick = {pair: grade_quickly(*pair) if pair[1] else False for pair in dict.fromkeys(pairs)}
+        hard = [pair for pair, verdict in quick.items() if verdict is None]
+        outcomes = dict(zip(hard, self._pool.map(hard), strict=True))
+        verdicts = []
+        for pair in pairs:
+            outcome = outcomes.get(pair)
+            if outcome is None:
+                verdicts.append(Verdict(bool(quick[pair]), answer=pair[1]))
+            else:
+                correct, late = outcome.status == "ok" and outcome.value is True, outcome.status == "timeout"
+                verdicts.append(Verdict(correct, late, outcome.seconds, pair[1], outcome.error))
+        return verdicts
+
+    def close(self) -> None:
+        self._pool.close()
