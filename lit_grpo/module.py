@@ -16,7 +16,7 @@ from lit_grpo.errors import StopRun, UserError
 from lit_grpo.metrics import StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective, StepPlan
-from lit_grpo.policy.batching import pad_rows
+from lit_grpo.policy.batching import pad_rows, share_prompts
 from lit_grpo.policy.config import OptimizerConfig, PolicyConfig
 from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.optimizer import make_optimizer
@@ -140,7 +140,7 @@ class LitGRPO(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        self._policy.check_head()
+        self._policy.check(shared_prompts=self.policy_config.share_prompts)
 
     @property
     def _policy(self) -> Policy:
@@ -283,17 +283,23 @@ class LitGRPO(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- forward
 
     def _micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
-        """Completions sorted by length and cut into micro-batches: less padding, the same sum."""
-        sizes = [
-            len(batch.prompts[i // batch.group_size].token_ids) + len(batch.completions[i].token_ids)
-            for i in rows.tolist()
-        ]
-        order = rows[torch.tensor(sizes).argsort(stable=True)]
-        yield from order.split(self.micro_batch_size)
+        """Completions in an order that saves tokens, cut into micro-batches. Any order and cut gives the same sum."""
+        if not len(rows):
+            return
+
+        def size(i: int) -> tuple[int, int]:
+            group = i // batch.group_size
+            prompt = len(batch.prompts[group].token_ids)
+            if self.policy_config.share_prompts:  # the samples of a prompt stay together
+                return prompt, group
+            return prompt + len(batch.completions[i].token_ids), i
+
+        yield from torch.tensor(sorted(rows.tolist(), key=size)).split(self.micro_batch_size)
 
     def _forward(self, batch: Rollout, rows: Tensor, entropy: EntropyMode) -> TokenStats:
         chosen = rows.tolist()
-        inputs = pad_rows(
+        build = share_prompts if self.policy_config.share_prompts else pad_rows
+        inputs = build(
             [batch.prompts[i // batch.group_size].token_ids for i in chosen],
             [batch.completions[i].token_ids for i in chosen],
             width=max(len(c.token_ids) for c in batch.completions),

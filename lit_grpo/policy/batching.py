@@ -1,4 +1,8 @@
-"""From ragged ids to the tensors of one forward pass, and back to one value per completion token."""
+"""From ragged ids to the tensors of one forward pass, and back to one value per completion token.
+
+Two layouts that give the same numbers: :func:`pad_rows` (one completion a row) and :func:`share_prompts` (a prompt once,
+then its completions, each of which sees the prompt and itself). The second costs P + G L tokens and not G (P + L).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class PolicyInput:
     shape: tuple[int, int]
     """(n, T) of the result."""
     attention_mask: Tensor | None = None
-    """None: causal within each row."""
+    """None: causal within each row. Else [B, 1, S, S], True where a query (third axis) sees a key (last axis)."""
 
     def scatter(self, values: Tensor) -> Tensor:
         """[M] -> [n, T]; 0 where there is no token."""
@@ -80,4 +84,76 @@ def pad_rows(
         row=index[2],
         column=index[3],
         shape=(len(prompts), width),
+    )
+
+
+def share_prompts(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    *,
+    width: int,
+    row_tokens: int = 1024,
+    device: torch.device | str = "cpu",
+) -> PolicyInput:
+    """Neighbouring completions of one prompt share a row: ``prompt, completion, completion, ...``.
+
+    Position ids go on from the prompt's length in every completion, and a mask lets a completion see the prompt and
+    itself alone, so each token sees exactly what it would see in a row of its own. The first token of every completion
+    is predicted by the prompt's last position.
+
+    Args:
+        prompts: prompt ids of each completion.
+        completions: completion ids.
+        width: T of the result.
+        row_tokens: a row is closed when it would grow beyond this; attention costs grow with its square.
+        device: where the tensors go.
+    """
+    rows: list[list[int]] = []  # completions of each row
+    size = 0
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if not prompt:
+            raise ValueError(f"completion {i} has an empty prompt: nothing predicts its first token")
+        if rows and prompts[rows[-1][0]] == prompt and size + len(completion) <= row_tokens:
+            rows[-1].append(i)
+        else:
+            rows.append([i])
+            size = len(prompt)
+        size += len(completion)
+    longest = max((len(prompts[r[0]]) + sum(len(completions[i]) for i in r) for r in rows), default=0)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    positions = torch.zeros(len(rows), longest, dtype=torch.long)
+    segments = torch.full((len(rows), longest), -1, dtype=torch.long)  # 0 prompt, 1, 2, ... completions, -1 padding
+    source, target, row_of, column = [], [], [], []
+    for b, members in enumerate(rows):
+        prompt = prompts[members[0]]
+        start = len(prompt)
+        ids[b, :start] = torch.tensor(prompt)
+        positions[b, :start] = torch.arange(start)
+        segments[b, :start] = 0
+        for k, i in enumerate(members, 1):
+            count = len(completions[i])
+            if not count:
+                continue
+            part = slice(start, start + count)
+            ids[b, part] = torch.tensor(completions[i])
+            positions[b, part] = torch.arange(len(prompt), len(prompt) + count)
+            segments[b, part] = k
+            source.extend([b * longest + len(prompt) - 1, *range(b * longest + start, b * longest + start + count - 1)])
+            target.extend(completions[i])
+            row_of.extend([i] * count)
+            column.extend(range(count))
+            start += count
+    index = torch.tensor([source, target, row_of, column], dtype=torch.long).to(device)
+    segments = segments.to(device)
+    sees = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+    return PolicyInput(
+        input_ids=ids.to(device),
+        position_ids=positions.to(device),
+        source=index[0],
+        target=index[1],
+        row=index[2],
+        column=index[3],
+        shape=(len(prompts), width),
+        attention_mask=(sees & causal)[:, None],
     )

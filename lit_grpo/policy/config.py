@@ -37,6 +37,8 @@ class PolicyConfig:
         dtype: number format of weights and computation.
         attention: transformers' attention implementation.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens. Needs an
+            attention that takes a mask (``sdpa``, ``eager``).
         logits_chunk: response tokens whose logits are held at once; bounds memory, changes nothing else.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
     """
@@ -46,6 +48,7 @@ class PolicyConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = False
+    share_prompts: bool = True
     logits_chunk: int = 512
     model_args: dict[str, Any] = field(default_factory=dict)
 

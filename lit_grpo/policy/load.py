@@ -31,6 +31,12 @@ def check_policy(config: PolicyConfig) -> None:
         )
     if config.logits_chunk < 1:
         raise UserError(f"logits_chunk is {config.logits_chunk}, must be at least 1", where=f"{KEY}.logits_chunk")
+    if config.share_prompts and config.attention == "flash_attention_2":
+        raise UserError(
+            "flash_attention_2 takes no mask, which shared prompts need",
+            where=f"{KEY}.share_prompts",
+            remedy="set share_prompts: false, or attention: sdpa",
+        )
     if config.tiny is not None:
         _check_tiny(config.tiny)
     elif config.path is not None and _is_folder_name(config.path):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.errors import UserError
+from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
 
 EntropyMode = Literal["none", "detached", "grad"]
 
@@ -70,10 +71,14 @@ class Policy(nn.Module):
 
     def hidden_states(self, batch: PolicyInput) -> Tensor:
         """Last hidden states, [B, S, D], final norm applied."""
+        mask = batch.attention_mask
+        if mask is not None and self.model.config._attn_implementation == "eager":  # adds its mask to the scores
+            smallest = torch.finfo(self.model.dtype).min
+            mask = torch.where(mask, 0.0, smallest).to(self.model.dtype)
         out = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
+            attention_mask=mask,
             use_cache=False,
         )
         hidden: Tensor = out.last_hidden_state
@@ -99,24 +104,39 @@ class Policy(nn.Module):
             yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     @torch.no_grad()
-    def check_head(self) -> None:
-        """Refuse a model whose logits are not simply ``head(last hidden state)`` (soft-capping, logit scale).
+    def check(self, *, shared_prompts: bool) -> None:
+        """Hold the short cuts of this class to the model's own forward pass, on a few tokens.
+
+        Args:
+            shared_prompts: also check that completions on a shared row see nothing of each other.
 
         Raises:
-            ValueError: the chunked head would compute other log-probabilities than the model itself.
+            UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), or it
+                does not keep to a given attention mask (linear attention, sliding windows).
         """
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        prompt, completions = (1 % vocabulary, 2 % vocabulary), [(3 % vocabulary, 0), (5 % vocabulary, 3 % vocabulary)]
         device = next(self.model.parameters()).device
-        ids = torch.arange(4, device=device)[None] % int(self.model.config.get_text_config().vocab_size)
-        expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        every = torch.arange(4, device=device)
-        batch = PolicyInput(ids, every[None], every, ids[0], every, torch.zeros_like(every), (4, 1))
-        actual = self.model.get_output_embeddings()(self.hidden_states(batch)[0]).float()
-        if not torch.allclose(actual, expected, rtol=1e-3, atol=1e-3):
-            gap = (actual - expected).abs().max().item()
-            raise ValueError(
-                f"{type(self.model).__name__} changes its logits after the output layer (largest difference {gap:.3g}); "
-                "this library computes log-probabilities from the output layer alone and would train a wrong policy"
-            )
+        expected = []
+        for completion in completions:
+            ids = torch.tensor([[*prompt, *completion]], device=device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, 1:-1].float()
+            expected.append(logits.log_softmax(1).gather(1, ids[0, 2:, None])[:, 0])
+        name = type(self.model).__name__
+        tolerance = 0.05 if self.model.dtype == torch.bfloat16 else 1e-3
+        layouts = {"padded": pad_rows} | ({"shared": share_prompts} if shared_prompts else {})
+        for layout, build in layouts.items():
+            found = self.forward(build([prompt] * 2, completions, width=2, device=device), entropy="none").logprobs
+            gap = float((found - torch.stack(expected)).abs().max())
+            if gap > tolerance or gap != gap:
+                raise UserError(
+                    f"{name} cannot be trained like this: log-probabilities computed for {layout} rows differ from the "
+                    f"model's own by {gap:.3g}",
+                    where="model.policy.share_prompts" if layout == "shared" else "model.policy",
+                    remedy="set share_prompts: false"
+                    if layout == "shared"
+                    else "models that change their logits after the output layer are not supported yet",
+                )
 
 
 def _cat(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lit_grpo.policy import Policy, PolicyConfig, TinyModel, pad_rows
+from lit_grpo.errors import UserError
+from lit_grpo.policy import Policy, PolicyConfig, TinyModel, pad_rows, share_prompts
 from lit_grpo.policy.load import load_model
 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9), (3, 3)]
@@ -106,10 +107,36 @@ def test_dropout_is_off_even_in_training_mode():
         assert torch.equal(policy(batch).logprobs, policy(batch).logprobs)
 
 
+def test_shared_prompts_give_the_numbers_and_gradients_of_padded_rows(policy):
+    prompts = [(1, 2, 3)] * 3 + [(4,)] + [(1, 2, 3)] * 2
+    completions = [(7, 8), (9, 10, 11, 12, 2), (), (1,), (7, 8), (8, 7, 7)]
+    results = {}
+    for name, build, options in [
+        ("padded", pad_rows, {}),
+        ("shared", share_prompts, {}),
+        ("cut", share_prompts, {"row_tokens": 8}),
+    ]:
+        policy.zero_grad()
+        batch = build(prompts, completions, width=WIDTH, **options)
+        stats = policy(batch, 0.9, "grad")
+        (stats.logprobs * torch.arange(1.0, WIDTH + 1)).sum().add(stats.entropy.sum()).backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
+        results[name] = (batch.input_ids.numel(), stats.logprobs, stats.entropy, gradient)
+    assert results["shared"][0] < results["padded"][0]
+    for name in ("shared", "cut"):
+        for a, b in zip(results[name][1:], results["padded"][1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_eager_attention_keeps_to_the_mask():
+    policy = Policy(load_model(PolicyConfig(tiny=TinyModel(width=32, layers=1, heads=2), attention="eager")))
+    policy.check(shared_prompts=True)
+
+
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    policy.check_head()
+    policy.check(shared_prompts=True)
     capped = Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=20,
@@ -122,8 +149,16 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
             final_logit_softcapping=0.05,
         )
     )
-    with pytest.raises(ValueError, match="after the output layer"):
-        Policy(capped).check_head()
+    with pytest.raises(UserError, match="differ from the model's own"):
+        Policy(capped).check(shared_prompts=False)
+
+
+def test_a_model_that_ignores_the_mask_is_refused_for_shared_prompts(policy, monkeypatch):
+    inner = policy.model.base_model.forward
+    monkeypatch.setattr(policy.model.base_model, "forward", lambda **kw: inner(**(kw | {"attention_mask": None})))
+    policy.check(shared_prompts=False)
+    with pytest.raises(UserError, match="share_prompts"):
+        policy.check(shared_prompts=True)
 
 
 def test_named_weights_are_those_of_transformers_without_tied_copies(policy):
