@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def build(name: str, overrides: Mapping[str, Any]) -> Objective:
         part = next((p for p in PARTS if _has(getattr(objective, p), key)), None)
         if part is None:
             raise _does_not_apply(key, objective)
-        changes.setdefault(part, {})[key] = value
+        changes.setdefault(part, {})[key] = _checked(key, value, getattr(objective, part))
     parts = {part: replace(getattr(objective, part), **values) for part, values in changes.items()}
     objective = replace(objective, **parts)
     _check_effect(objective, rest)
@@ -138,6 +138,23 @@ def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objecti
 
 def _has(part: Any, key: str) -> bool:
     return key != "function" and key != "path" and any(f.name == key for f in fields(part))
+
+
+def _checked(key: str, value: Any, part: Any) -> Any:
+    """The value, if it is of the field's type."""
+    kind = get_type_hints(type(part))[key]
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        if value not in options:
+            raise _unknown_value(key, value, options)
+        return value
+    wanted = next((k for k in (bool, int, float) if k is kind or k in options), None)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if (wanted is bool and not isinstance(value, bool)) or (wanted in (int, float) and not number):
+        raise UserError(f"{key} is a {wanted.__name__}, not {value!r}", where=f"{WHERE}.{key}")
+    if wanted is int and value != int(value):
+        raise UserError(f"{key} is a whole number, not {value!r}", where=f"{WHERE}.{key}")
+    return wanted(value) if wanted else value
 
 
 def _unknown_value(key: str, value: object, known: Any) -> UserError:

@@ -47,7 +47,7 @@ WITH_STD = {"group_std", "batch_std", "group_var"}
 WITH_EMPTY = {"seq_mean", "sum_const", "seq_sum", "per_prompt_set", "per_prompt_set_const"}
 SAME = (
     "baseline", "std_ddof", "std_eps", "singleton", "max_tokens", "drop_zero_variance", "mask_truncated",
-    "top_entropy", "router_floor", "router_stage", "whiten", "whiten_ddof", "pool",
+    "top_entropy", "router_floor", "router_stage", "whiten", "whiten_ddof",
 )  # fmt: skip
 RENAMED = {
     "eps_low": "clip_low", "eps_high": "clip_high", "dual": "dual_clip", "lam": "gae_lambda", "T_const": "max_tokens",
@@ -79,7 +79,7 @@ class Case:
     def tensor(self, key: str, dtype: torch.dtype) -> Tensor | None:
         """An input, or None."""
         value = self.inputs.get(key)
-        return None if value is None else torch.tensor(value, dtype=dtype)
+        return None if value is None else torch.tensor(_unknown_as_nan(value), dtype=dtype)
 
     def experience(self, dtype: torch.dtype) -> Experience:
         """The case's inputs as the trainer would hand them over."""
@@ -117,6 +117,12 @@ class Case:
         return state
 
 
+def _unknown_as_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unknown_as_nan(item) for item in value]
+    return float("nan") if value is None else value
+
+
 def _padded(rows: Any, width: int, dtype: torch.dtype) -> Tensor | None:
     if rows is None:
         return None
@@ -152,8 +158,10 @@ def overrides(recipe: str, method: str, config: dict[str, Any], inputs: dict[str
     assert not unknown, f"unknown configuration keys {unknown}"
 
     if method.startswith("KL "):  # the KL term alone: no reward, no policy term
-        return {"advantage": "raw", "aggregation": config["agg"], "kl_coef": config.get("beta", 1.0),
-                "kl_estimator": config["kl"], "baseline": 0.0}  # fmt: skip
+        alone = {"advantage": "raw", "aggregation": config["agg"], "kl_coef": config.get("beta", 1.0),
+                 "kl_estimator": config["kl"], "max_tokens": config.get("max_tokens"),
+                 "count_empty": config.get("denom") == "all"}  # fmt: skip
+        return _meaningful(recipe, alone)
     if "eps" in config:
         out |= {"clip_low": config["eps"], "clip_high": config["eps"]} if config["eps"] is not None else {
             "trust_region": "none"
@@ -167,6 +175,10 @@ def overrides(recipe: str, method: str, config: dict[str, Any], inputs: dict[str
     if "agg" in config:
         out["aggregation"] = config["agg"]
     aggregation = out.get("aggregation", start.aggregation.kind)
+    if "pool" in config:
+        out["pool"] = "batch" if config["pool"] == "batch" else "prompt"
+    if not aggregation.endswith("const"):
+        out.pop("max_tokens", None)
     if "scale" in config:
         out["advantage"] = SCALE[config["scale"]]
     if "denom" in config and aggregation in WITH_EMPTY:
@@ -180,11 +192,27 @@ def overrides(recipe: str, method: str, config: dict[str, Any], inputs: dict[str
     if recipe in ("reinforce", "imle", "raft", "reinforce_bstar", "rloo") and out.get("ratio", start.ratio) == "none":
         out = {k: v for k, v in out.items() if k not in ("clip_low", "clip_high", "dual_clip")}
 
+    if "bstar_weights" in out:
+        out["bstar_weights"] = (
+            out["bstar_weights"].replace("-", "_").removesuffix("_level").replace("token", "token_level")
+        )
     out |= _regularisers(recipe, config, inputs)
     out |= _sampler(config)
     out |= _filters(recipe, config)
     out |= _method(recipe, config)
-    return out
+    return _meaningful(recipe, out)
+
+
+def _meaningful(recipe: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Without the numbers of parts that the method does not have: a configuration may name more than it uses."""
+    structure = {k: v for k, v in changes.items() if k in ("advantage", "ratio", "trust_region", "aggregation")}
+    structure |= {k: v for k, v in changes.items() if k == "sampler_correction"}
+    if structure.get("advantage", "gae").startswith("gae"):
+        structure |= {k: v for k, v in changes.items() if k == "value_coef"}
+    else:
+        structure["value_coef"] = changes["value_coef"] = 0.0
+    known = Objective.from_recipe(recipe, **structure).describe()
+    return {k: v for k, v in changes.items() if k in known}
 
 
 def _regularisers(recipe: str, config: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
