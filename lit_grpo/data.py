@@ -100,7 +100,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.trainer.lightning_module
 
     def setup(self, stage: str) -> None:
-        trainer, module = self.trainer, self._module
+        trainer, module = self._trainer, self._module
         if not hasattr(module, "named_weights"):
             raise UserError(
                 f"{type(module).__name__} has no named_weights(), so the engine cannot follow it",

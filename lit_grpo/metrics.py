@@ -58,7 +58,8 @@ class StepMetrics:
         """Add to the sum under ``key``."""
         total, count = torch.as_tensor(total).detach().double(), torch.as_tensor(count).detach().double()
         old = self.sums.get(key)
-        self.sums[key] = Sum(total.cpu(), count.cpu()) if old is None else Sum(old[0] + total.cpu(), old[1] + count.cpu())
+        new = Sum(total.cpu(), count.cpu())
+        self.sums[key] = new if old is None else Sum(old.total + new.total, old.weight + new.weight)
 
     def maximum(self, key: str, value: Tensor | float) -> None:
         """Keep the largest value seen under ``key``; NaN wins."""
@@ -75,10 +76,12 @@ class StepMetrics:
     def compute(self, reduce_sum: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
         """Means and maxima of the whole step. A mean over nothing is left out.
 
-        With more than one rank every rank must hold the same keys; :meth:`fill` makes sure.
+        With more than one rank every rank must hold the same keys.
         """
         keys, peaks = sorted(self.sums), sorted(self.maxima)
-        sums = torch.tensor([[float(self.sums[k].total), float(self.sums[k].count)] for k in keys], dtype=torch.float64)
+        sums = torch.tensor(
+            [[float(self.sums[k].total), float(self.sums[k].weight)] for k in keys], dtype=torch.float64
+        )
         tops = torch.tensor([float(self.maxima[k]) for k in peaks], dtype=torch.float64)
         if reduce_sum is not None and keys:
             sums = reduce_sum(sums)

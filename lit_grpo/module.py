@@ -36,7 +36,7 @@ class LitGRPO(pl.LightningModule):
         policy: the model that is trained.
         objective: the recipe and its overrides.
         optimizer: AdamW and its schedule.
-        micro_batch_size: completions in one forward and backward pass. Bounds memory; the gradient does not depend on it.
+        micro_batch_size: completions in one forward and backward pass. Bounds memory, changes no gradient.
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups); None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
@@ -171,9 +171,9 @@ class LitGRPO(pl.LightningModule):
         staleness = self.policy_version - batch.policy_version
         if not 0 <= staleness <= self.max_staleness:
             raise RuntimeError(
-                f"rollout {batch.index} was sampled with the weights of version {batch.policy_version}, but the policy "
-                f"is at version {self.policy_version}: {staleness} rollouts old, allowed are {self.max_staleness}. "
-                "A loader without a length is read ahead by Lightning; use RolloutDataModule's loader or give yours one."
+                f"rollout {batch.index} was sampled with weights of version {batch.policy_version}, but the policy is "
+                f"at version {self.policy_version}: {staleness} rollouts old, allowed are {self.max_staleness}. "
+                f"the recipe {self.objective.name} needs {", ".join(sorted(unknown))}: not computed by this version",
             )
         return staleness
 
@@ -183,7 +183,7 @@ class LitGRPO(pl.LightningModule):
         unknown = needed - {"old_logprobs", "entropy"}
         if unknown:
             raise UserError(
-                f"the recipe {self.objective.name} needs {', '.join(sorted(unknown))}, which this version does not compute",
+                f"the recipe {self.objective.name} needs {', '.join(sorted(unknown))}, not computed by this version",
                 where="model.objective.recipe",
             )
         if not needed:
@@ -270,7 +270,9 @@ class LitGRPO(pl.LightningModule):
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.max_skipped_steps:
-            raise StopRun(f"{self._skipped_in_a_row} optimizer steps in a row had a loss or gradient that is not finite")
+            raise StopRun(
+                f"{self._skipped_in_a_row} optimizer steps in a row were skipped: loss or gradient not finite"
+            )
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Global gradient norm before clipping."""
@@ -415,19 +417,17 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
     """The tensors of a rollout that the objective looks at. Masks come from lengths, never from ids."""
     lengths = [len(c.token_ids) for c in batch.completions]
     count, width = len(lengths), max(lengths, default=0)
-    ids = torch.zeros(count, width, dtype=torch.long)
-    sampled = torch.full((count, width), float("nan"))
-    for i, completion in enumerate(batch.completions):
-        ids[i, : lengths[i]] = torch.tensor(completion.token_ids, dtype=torch.long)
-        sampled[i, : lengths[i]] = torch.tensor(completion.logprobs, dtype=torch.float32)
+    ids = torch.tensor([[*c.token_ids, *([0] * (width - len(c.token_ids)))] for c in batch.completions])
+    unknown = [float("nan")] * width
+    sampled = torch.tensor([[*c.logprobs, *unknown[len(c.logprobs) :]] for c in batch.completions])
     return Experience(
         lengths=torch.tensor(lengths),
         group_ids=torch.arange(count) // batch.group_size,
         rewards=batch.reward.float(),
         truncated=torch.tensor([c.truncated for c in batch.completions]),
         width=width,
-        token_ids=ids,
-        sampler_logprobs=sampled,
+        token_ids=ids.view(count, width).long(),
+        sampler_logprobs=sampled.view(count, width).float(),
         prompt_ids=[batch.prompts[i // batch.group_size].id for i in range(count)],
     ).to(device)
 

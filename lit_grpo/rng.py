@@ -25,7 +25,8 @@ def get_state() -> dict[str, Any]:
     """State of torch's, Python's and numpy's global generators, in types that load with ``weights_only=True``."""
     import numpy as np
 
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the legacy generator is the global one
+    legacy: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -44,6 +45,6 @@ def set_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -201,15 +201,18 @@ class Experience:
 
     def to(self, device: Any, **_: Any) -> Experience:
         """Move every tensor."""
-        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        moved: dict[str, Any] = {
+            f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
+        }
         return replace(self, **moved)
 
 
 class Sum(NamedTuple):
-    """A mean in the making: over micro-batches and ranks, add totals and counts, then divide once."""
+    """A mean in the making: over micro-batches and ranks, add totals and weights, then divide once."""
 
     total: Tensor
-    count: Tensor
+    weight: Tensor
+    """What the total is divided by in the end: tokens, completions, groups."""
 
 
 @dataclass

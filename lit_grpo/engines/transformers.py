@@ -99,7 +99,7 @@ class TransformersEngine:
             logits = out.logits[:, -1]
 
     def _prefill(self, rows: list[_Row], device: torch.device) -> tuple[Tensor, Any, Tensor | None, Tensor]:
-        """Run each different prompt once, then give every sample its copy: logits [R, V], cache, mask, positions [R]."""
+        """Run each different prompt once and give every sample its copy: logits [R, V], cache, mask, positions [R]."""
         from transformers import DynamicCache
 
         prompts = {row.request: row.prompt for row in rows}

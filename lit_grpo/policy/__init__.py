@@ -4,4 +4,13 @@ from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
 from lit_grpo.policy.config import OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.policy import Policy, TokenStats
 
-__all__ = ["OptimizerConfig", "Policy", "PolicyConfig", "PolicyInput", "TinyModel", "TokenStats", "pad_rows", "share_prompts"]
+__all__ = [
+    "OptimizerConfig",
+    "Policy",
+    "PolicyConfig",
+    "PolicyInput",
+    "TinyModel",
+    "TokenStats",
+    "pad_rows",
+    "share_prompts",
+]

@@ -1,7 +1,7 @@
 """From ragged ids to the tensors of one forward pass, and back to one value per completion token.
 
-Two layouts that give the same numbers: :func:`pad_rows` (one completion a row) and :func:`share_prompts` (a prompt once,
-then its completions, each of which sees the prompt and itself). The second costs P + G L tokens and not G (P + L).
+Two layouts that give the same numbers: :func:`pad_rows` (one completion a row) and :func:`share_prompts` (a prompt
+once, then its completions, each of which sees the prompt and itself), which costs P + G L tokens and not G (P + L).
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def pad_rows(
     sizes = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     longest = max(sizes, default=0)
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    source, target, row, column = [], [], [], []
+    source: list[int] = []
+    target: list[int] = []
+    row: list[int] = []
+    column: list[int] = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if not prompt:
             raise ValueError(f"completion {i} has an empty prompt: nothing predicts its first token")
@@ -120,36 +123,39 @@ def share_prompts(
             size = len(prompt)
         size += len(completion)
     longest = max((len(prompts[r[0]]) + sum(len(completions[i]) for i in r) for r in rows), default=0)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    positions = torch.zeros(len(rows), longest, dtype=torch.long)
-    segments = torch.full((len(rows), longest), -1, dtype=torch.long)  # 0 prompt, 1, 2, ... completions, -1 padding
-    source, target, row_of, column = [], [], [], []
+    ids, positions, segments = [], [], []  # segment 0 is the prompt, 1, 2, ... its completions, -1 padding
+    source: list[int] = []
+    target: list[int] = []
+    row_of: list[int] = []
+    column: list[int] = []
     for b, members in enumerate(rows):
         prompt = prompts[members[0]]
-        start = len(prompt)
-        ids[b, :start] = torch.tensor(prompt)
-        positions[b, :start] = torch.arange(start)
-        segments[b, :start] = 0
+        length = len(prompt)
+        row, place, segment = [*prompt], [*range(length)], [0] * length
         for k, i in enumerate(members, 1):
             count = len(completions[i])
             if not count:
                 continue
-            part = slice(start, start + count)
-            ids[b, part] = torch.tensor(completions[i])
-            positions[b, part] = torch.arange(len(prompt), len(prompt) + count)
-            segments[b, part] = k
-            source.extend([b * longest + len(prompt) - 1, *range(b * longest + start, b * longest + start + count - 1)])
-            target.extend(completions[i])
-            row_of.extend([i] * count)
-            column.extend(range(count))
-            start += count
+            start = b * longest + len(row)
+            source += [b * longest + length - 1, *range(start, start + count - 1)]
+            row += completions[i]
+            place += range(length, length + count)
+            segment += [k] * count
+            target += completions[i]
+            row_of += [i] * count
+            column += range(count)
+        rest = longest - len(row)
+        ids.append(row + [0] * rest)
+        positions.append(place + [0] * rest)
+        segments.append(segment + [-1] * rest)
     index = torch.tensor([source, target, row_of, column], dtype=torch.long).to(device)
-    segments = segments.to(device)
-    sees = (segments[:, :, None] == segments[:, None, :]) | (segments[:, None, :] == 0)
+    tokens = torch.tensor([ids, positions, segments], dtype=torch.long).to(device)  # [3, B, S]
+    part = tokens[2]
+    sees = (part[:, :, None] == part[:, None, :]) | (part[:, None, :] == 0)
     causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
     return PolicyInput(
-        input_ids=ids.to(device),
-        position_ids=positions.to(device),
+        input_ids=tokens[0],
+        position_ids=tokens[1],
         source=index[0],
         target=index[1],
         row=index[2],

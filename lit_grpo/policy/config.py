@@ -39,7 +39,8 @@ class PolicyConfig:
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
         share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens. Needs an
             attention that takes a mask (``sdpa``, ``eager``).
-        logits_chunk: response tokens whose logits are held at once; bounds memory, changes nothing else.
+        logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
+            many as make 256 MiB.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
     """
 
@@ -49,7 +50,7 @@ class PolicyConfig:
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = False
     share_prompts: bool = True
-    logits_chunk: int = 512
+    logits_chunk: int | None = None
     model_args: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Make the model and the tokenizer that a :class:`PolicyConfig` describes. Problems are found before weights are read."""
+"""Make the model and tokenizer that a :class:`PolicyConfig` describes; problems are found before weights are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_policy(config: PolicyConfig) -> None:
             where=KEY,
             remedy="for example `policy: {path: models/SmolLM2-135M-Instruct}`",
         )
-    if config.logits_chunk < 1:
+    if config.logits_chunk is not None and config.logits_chunk < 1:
         raise UserError(f"logits_chunk is {config.logits_chunk}, must be at least 1", where=f"{KEY}.logits_chunk")
     if config.share_prompts and config.attention == "flash_attention_2":
         raise UserError(

@@ -33,13 +33,16 @@ class Policy(nn.Module):
 
     Args:
         model: a ``*ForCausalLM`` of transformers.
-        logits_chunk: completion tokens whose logits are held at once.
+        logits_chunk: completion tokens whose logits are held at once; None: as many as make 2**26 logits (256 MiB).
     """
 
-    def __init__(self, model: nn.Module, logits_chunk: int = 512) -> None:
+    model: Any
+
+    def __init__(self, model: nn.Module, logits_chunk: int | None = None) -> None:
         super().__init__()
         self.model = model
-        self.logits_chunk = logits_chunk
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
         _switch_off_dropout(model)
 
     def forward(self, batch: PolicyInput, temperature: float = 1.0, entropy: EntropyMode = "detached") -> TokenStats:
@@ -55,10 +58,11 @@ class Policy(nn.Module):
         """
         hidden = self.hidden_states(batch).flatten(0, 1)[batch.source]  # [M, D]
         logprobs, entropies = [], []
+        several = len(batch.target) > self.logits_chunk
         for start in range(0, len(batch.target), self.logits_chunk):
             part = slice(start, start + self.logits_chunk)
             arguments = (hidden[part], batch.target[part], temperature, entropy)
-            if torch.is_grad_enabled():
+            if several and torch.is_grad_enabled():
                 out = checkpoint(self._head, *arguments, use_reentrant=False)
             else:
                 out = self._head(*arguments)
@@ -146,6 +150,7 @@ def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
 
 def _switch_off_dropout(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
+    module: Any
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
