@@ -54,7 +54,7 @@ class RolloutCheckpoint(Checkpoint):
     def __init__(self, every_n_rollouts: int = 50, keep_last: int | None = 2, dirpath: str | None = None) -> None:
         for name, value in (("every_n_rollouts", every_n_rollouts), ("keep_last", keep_last)):
             if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, must be at least 1", where=f"checkpoint.{name}")
+                raise UserError(f"{name} is {value}, must be at least 1", where=f"RolloutCheckpoint.{name}")
         self.every_n_rollouts = every_n_rollouts
         self.keep_last = keep_last
         self.dirpath = Path(dirpath).absolute() if dirpath else None

@@ -76,7 +76,7 @@ class RunLogger(Logger):
         if self.tracking_uri.startswith("file:") or not is_address:
             raise UserError(
                 f"MLflow no longer keeps runs in plain files: {self.tracking_uri!r}",
-                where="tracking_uri (trainer.logger.tracking_uri or MLFLOW_TRACKING_URI)",
+                where="RunLogger.tracking_uri" if tracking_uri else "environment variable MLFLOW_TRACKING_URI",
                 remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
             )
         self.artifact_location = artifact_location

@@ -1,0 +1,219 @@
+"""Turns jsonargparse's complaints into one screen: the key, where it stands, what was given, the nearest valid name.
+
+The messages are those of jsonargparse 4.53 (pinned); one that is not recognised is shown as it is, without the usage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from yaml.nodes import Node, ScalarNode
+
+from lit_grpo.cli import messages
+from lit_grpo.cli.layers import Layer, child, find, mappings_of_class
+from lit_grpo.errors import UserError, nearest
+
+
+class Explainer:
+    """Knows the valid keys of a command and where the given ones come from.
+
+    Args:
+        command: name of the subcommand.
+        argv: its arguments.
+        layers: its configuration files.
+        keys: every key the command takes, dotted.
+    """
+
+    def __init__(self, command: str, argv: Sequence[str], layers: Sequence[Layer], keys: Iterable[str]) -> None:
+        self.command, self.argv, self.layers = command, list(argv), list(layers)
+        self.keys = sorted(set(keys))
+        self._known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
+
+    def explain(self, message: str) -> UserError:
+        """The error that ``message`` tells of."""
+        if found := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', message, re.DOTALL):
+            return self._bad_value(found[1].removeprefix(f"{self.command}."), found[2])
+        if found := re.search(r"does not accept option '([^']+)'", message):
+            return self._unknown_key(found[1])
+        if found := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
+            return self._unknown_option(found[1].split())
+        if found := re.search(r"arguments are required: (.*)", message):
+            return self._missing([key.removeprefix(f"{self.command}.") for key in found[1].split(", ")])
+        if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
+            return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
+        return UserError(message, where=self.sources())
+
+    # Where things stand.
+
+    def place(self, key: str) -> str:
+        """Where a key was given: the command line, else the last file that has it or its nearest parent."""
+        if (option := self._option(lambda name: name == key)) is not None:
+            return option
+        if (found := find(self.layers, key)) is not None:
+            return str(found[0].place(found[1]))
+        name = "__".join(["LIT_GRPO_" + self.command.upper(), *(part.upper() for part in key.split("."))])
+        if name in os.environ:
+            return f"environment variable {name}"
+        if (option := self._option(lambda name: name.startswith(f"{key}."))) is not None:
+            return option
+        parts = key.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            if (found := find(self.layers, ".".join(parts[:count]))) is not None:
+                return str(found[0].place(found[1]))
+        return self.sources()
+
+    def _option(self, matches: object) -> str | None:
+        """``command line, --key value`` of the last option whose key satisfies ``matches``."""
+        for i in range(len(self.argv) - 1, -1, -1):
+            option, equals, value = self.argv[i].partition("=")
+            if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):  # type: ignore[operator]
+                value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
+                return f"command line, {option} {value}".rstrip()
+        return None
+
+    def sources(self) -> str:
+        """The files and options that were given at all."""
+        return ", ".join(layer.file for layer in self.layers) or "command line"
+
+    def locate(self, error: UserError) -> UserError:
+        """Add file and line to an error whose ``where`` is a key, or ``Class.argument``."""
+        key = error.where or ""
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+            return error
+        first, _, last = key.rpartition(".")
+        if key.split(".")[0] in self._known or not first:
+            place = self.place(key)
+        else:
+            place = self._place_of_argument(first, last) or self.sources()
+        shown = place if last in place else f"`{key}` in {place}"
+        return UserError(error.what, where=shown, remedy=error.remedy)
+
+    def _place_of_argument(self, class_name: str, argument: str) -> str | None:
+        if (option := self._option(lambda name: name.endswith(f".{argument}"))) is not None:
+            return option
+        for layer in reversed(self.layers):
+            for node in mappings_of_class(layer.root, class_name) if layer.root is not None else ():
+                pair = child(node, argument)
+                return str(layer.place(pair[0] if pair else node))
+        keys = [key for key in self.keys if key.split(".")[-1] == argument]
+        return self.place(keys[0]) if len(keys) == 1 else None
+
+    # What is wrong with them.
+
+    def _unknown_key(self, key: str) -> UserError:
+        parts = key.split(".")
+        depth = next((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) not in self._known), len(parts))
+        bad, parent = parts[depth - 1], ".".join(parts[: depth - 1])
+        here = f"`{parent}` has no key `{bad}`" if parent else f"there is no key `{bad}`"
+        return UserError(here, where=self.place(".".join(parts[:depth])), remedy=self._suggest(parts, depth))
+
+    def _suggest(self, parts: list[str], depth: int) -> str:
+        bad, prefix = parts[depth - 1], "".join(f"{part}." for part in parts[: depth - 1])
+        siblings = sorted({k[len(prefix) :].split(".")[0] for k in self.keys if k.startswith(prefix)})
+        close = difflib.get_close_matches(bad, siblings, n=1, cutoff=0.7)
+        if not close and (elsewhere := [k for k in self.keys if k.split(".")[-1] == parts[-1]]):
+            return f"did you mean {' or '.join(f'`{k}`' for k in elsewhere[:3])}?"
+        near = close[0] if close else nearest(bad, siblings)
+        if not near:
+            return f"valid keys here: {', '.join(siblings)}"
+        whole = ".".join([f"{prefix}{near}", *parts[depth:]])
+        return f"did you mean `{whole if whole in self._known else prefix + near}`?"
+
+    def _unknown_option(self, words: list[str]) -> UserError:
+        options = [word for word in words if word.startswith("--")]
+        if not options:
+            return UserError(
+                f"{words[0]!r} is not expected here",
+                where="command line",
+                remedy=f"options begin with --, as in `lit-grpo {self.command} --config FILE`",
+            )
+        key = options[0].removeprefix("--").partition("=")[0]
+        return UserError(f"there is no option --{key}", where="command line", remedy=self._unknown_key(key).remedy)
+
+    def _missing(self, keys: list[str]) -> UserError:
+        names = " and ".join(f"`{key}`" for key in keys)
+        return UserError(
+            f"{names} {'is' if len(keys) == 1 else 'are'} missing",
+            where=self.sources(),
+            remedy="set it in a file given with --config (configs/quickstart.yaml is a complete one), "
+            f"or on the command line as --{keys[0]} ...",
+        )
+
+    def _bad_value(self, key: str, details: str) -> UserError:
+        if key == "config":
+            return UserError(details, where="--config")
+        if found := messages.class_problem(details):
+            return self._bad_class(key, *found)
+        return self._bad_type(key, details, self.place(key))
+
+    def _bad_type(self, name: str, details: str, where: str) -> UserError:
+        """A value of the wrong type, or none of the choices."""
+        given = messages.given_value(details)
+        what = f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
+        if names := messages.choices(details):
+            return UserError(
+                what, where=where, remedy=f"{messages.did_you_mean(given or '', names)}Choose one of {', '.join(names)}"
+            )
+        if kinds := messages.wanted_kinds(details):
+            return UserError(what, where=where, remedy=f"give {' or '.join(kinds)}")
+        return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
+
+    def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
+        """Something is wrong with a ``class_path`` or its ``init_args``."""
+        if option := re.search(r"Option '([^']+)' is not accepted", problem):
+            names = messages.arguments_of(class_path)
+            near = nearest(option[1], names)
+            listed = f"it takes {', '.join(names)}" if names else "it takes no arguments"
+            return UserError(
+                f"{class_path} has no argument `{option[1]}` (under `{key}`)",
+                where=self._place_of_class(key, class_path, option[1]),
+                remedy=f"did you mean `{near}`?" if near else listed,
+            )
+        if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
+            name = f"{class_path.rpartition('.')[2]}.{inner[1]}"
+            return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))
+        where = self._place_of_class(key, class_path)
+        if required := re.search(r"arguments are required: (.*)", problem):
+            names = " and ".join(f"`{name}`" for name in required[1].split(", "))
+            return UserError(
+                f"{class_path} needs {names} (under `{key}`)", where=where, remedy="add it under `init_args:`"
+            )
+        first = next((line.strip() for line in problem.splitlines() if line.strip()), problem)[:200]
+        separator = " " if first.startswith("is no ") else ": "
+        what = f"`{key}`: {class_path!r}{separator}{first}"
+        return UserError(what, where=where, remedy=_instead(class_path, first))
+
+    def _place_of_class(self, key: str, class_path: str, argument: str | None = None) -> str:
+        """Where a class, or one of its arguments, stands below ``key``."""
+        if argument is not None and (option := self._option(lambda name: name == f"{key}.{argument}")) is not None:
+            return option
+        found = find(self.layers, key)
+        if found is None or self._option(lambda name: name == key) is not None:
+            return self.place(key)
+        layer, _, value = found
+        for node in mappings_of_class(value, class_path):
+            pair = child(node, argument) if argument is not None else None
+            return str(layer.place(pair[0] if pair else node))
+        # A class may be written as its bare path, and a dataclass (an optional part) without any.
+        pair = child(value, argument) if argument is not None else None
+        named: Node | None = pair[0] if pair else _scalar(value, class_path)
+        return str(layer.place(named)) if named is not None else self.place(key)
+
+
+def _scalar(node: Node, text: str) -> Node | None:
+    if isinstance(node, ScalarNode):
+        return node if node.value == text else None
+    for item in node.value if isinstance(node.value, list) else ():
+        for part in item if isinstance(item, tuple) else (item,):
+            if (found := _scalar(part, text)) is not None:
+                return found
+    return None
+
+
+def _instead(class_path: str, problem: str) -> str:
+    if problem.startswith("is no ") and problem != "is no import path":
+        return f"name a class that derives from {problem.removeprefix('is no ')}"
+    return messages.similar_class(class_path)

@@ -1,0 +1,162 @@
+"""The configuration files of a command, read only to say where a key stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from lit_grpo.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a configuration file."""
+
+    file: str
+    line: int
+    """From 1."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}\n{self.line:>4} | {self.text.rstrip()}"
+
+
+@dataclass
+class Layer:
+    """One configuration file as a tree of YAML nodes."""
+
+    file: str
+    lines: list[str]
+    root: MappingNode | None
+
+    def place(self, node: Node) -> Place:
+        line = node.start_mark.line
+        return Place(self.file, line + 1, self.lines[line] if line < len(self.lines) else "")
+
+
+def config_files(argv: Sequence[str], command: str) -> list[str]:
+    """The files named by ``--config`` (or ``-c``), in order; below them that of the environment."""
+    files = [os.environ[name] for name in (f"LIT_GRPO_{command.upper()}__CONFIG",) if os.environ.get(name)]
+    words = iter(argv)
+    for word in words:
+        if word in ("-c", "--config"):
+            if (value := next(words, None)) is not None:
+                files.append(value)
+        elif word.startswith("--config="):
+            files.append(word.removeprefix("--config="))
+    return files
+
+
+def read_layers(argv: Sequence[str], command: str) -> list[Layer]:
+    """Read every configuration file.
+
+    Raises:
+        UserError: a file is missing, is not YAML, is no mapping, or has a key twice (YAML would silently
+            take the last).
+    """
+    return [_read(file) for file in config_files(argv, command)]
+
+
+def _read(file: str) -> Layer:
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"there is no configuration file {file}", where="--config", remedy=_similar_file(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the configuration file {file} cannot be read: {error}", where="--config") from error
+    lines = text.splitlines()
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line if mark else 0
+        place = Place(file, line + 1, lines[line] if line < len(lines) else "")
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        hint = "indent with spaces" if "\t" in place.text else "look at this line and the one above it"
+        raise UserError(f"this is not valid YAML: {what}", where=str(place), remedy=hint) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"this is not valid YAML: {error}", where=file) from error
+    layer = Layer(file, lines, root if isinstance(root, MappingNode) else None)
+    if root is not None and layer.root is None:
+        raise UserError(
+            "a configuration file holds keys and values at its top, like `model:`", where=str(layer.place(root))
+        )
+    if layer.root is not None:
+        _refuse_double_keys(layer, layer.root)
+    return layer
+
+
+def _similar_file(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist either; you are in {Path.cwd()}"
+    near = nearest(path.name, [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".json")])
+    return f"did you mean {folder / near}?" if near else f"you are in {Path.cwd()}"
+
+
+def _refuse_double_keys(layer: Layer, node: Node) -> None:
+    if isinstance(node, MappingNode):
+        seen: dict[str, Node] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen and name != "<<":
+                raise UserError(
+                    f"the key `{name}` is there twice, first in line {seen[name].start_mark.line + 1}",
+                    where=str(layer.place(key)),
+                    remedy="keep one of them",
+                )
+            seen[name] = key
+            _refuse_double_keys(layer, value)
+    elif isinstance(node, SequenceNode):
+        for item in node.value:
+            _refuse_double_keys(layer, item)
+
+
+def find(layers: Sequence[Layer], key: str) -> tuple[Layer, Node, Node] | None:
+    """(layer, key node, value node) of a dotted key in the last file that has it. ``init_args`` may be left out."""
+    for layer in reversed(layers):
+        if layer.root is not None and (found := _descend(layer.root, key.split("."))) is not None:
+            return layer, *found
+    return None
+
+
+def _descend(node: Node, parts: Sequence[str]) -> tuple[Node, Node] | None:
+    if not isinstance(node, MappingNode):
+        return None
+    for key, value in node.value:
+        # `callbacks+` appends to a list and stands for the same key.
+        if str(key.value).rstrip("+") == parts[0]:
+            return (key, value) if len(parts) == 1 else _descend(value, parts[1:])
+    for key, value in node.value:
+        if key.value == "init_args":
+            return _descend(value, parts)
+    return None
+
+
+def mappings_of_class(node: Node, class_path: str) -> Iterator[MappingNode]:
+    """Every mapping below ``node`` whose ``class_path`` is this one; of a bare name in place of a mapping, nothing."""
+    if isinstance(node, MappingNode):
+        for key, value in node.value:
+            if key.value == "class_path" and isinstance(value, ScalarNode) and _same(value.value, class_path):
+                yield node
+            else:
+                yield from mappings_of_class(value, class_path)
+    elif isinstance(node, SequenceNode):
+        for item in node.value:
+            yield from mappings_of_class(item, class_path)
+
+
+def _same(written: str, resolved: str) -> bool:
+    # What is written may be a re-export of where the class lives.
+    return written == resolved or written.rpartition(".")[2] == resolved.rpartition(".")[2]
+
+
+def child(node: Node, name: str) -> tuple[Node, Node] | None:
+    """(key node, value node) of a key of a mapping or of its ``init_args``."""
+    return _descend(node, name.split("."))

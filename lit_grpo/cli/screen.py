@@ -1,0 +1,36 @@
+"""How an error that a person can mend is shown."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+from lit_grpo.errors import UserError
+
+NO_WRAP = " | "
+"""A line that holds this quotes a file and is not wrapped."""
+
+
+def render(error: UserError, command: str) -> str:
+    """The error as a few indented lines that fit a screen of at least 60 columns."""
+    width = max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
+    lines = [f"lit-grpo {command}: error", "", *_wrap(error.what, "  ", width)]
+    for name, text in (("where", error.where), ("remedy", error.remedy)):
+        if text:
+            wrapped = _wrap(text, " " * 10, width)
+            wrapped[0] = f"  {name + ':':<8}" + wrapped[0].lstrip()
+            lines += wrapped
+    return "\n".join(lines)
+
+
+def _wrap(text: str, indent: str, width: int) -> list[str]:
+    out: list[str] = []
+    for line in text.splitlines() or [""]:
+        if NO_WRAP in line:
+            out.append(indent + line)
+        else:
+            out += textwrap.wrap(
+                line, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
+                break_on_hyphens=False,
+            ) or [indent]  # fmt: skip
+    return out

@@ -1,0 +1,45 @@
+"""``lit-grpo fit | validate | test | predict``: LightningCLI with our defaults, files, and error screens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from lit_grpo.cli.layers import read_layers
+
+_CHATTER = (
+    "💡",
+    "Seed set to",
+    "TPU available",
+    "`Trainer.fit` stopped: `max_epochs=1` reached",
+    "Restoring states from",
+)
+
+
+def run(command: str, argv: list[str]) -> int:
+    """Parse, build and run; the exit code if no exception says more."""
+    layers = read_layers(argv, command)  # before anything heavy is imported
+    if str(Path.cwd()) not in sys.path:  # rewards and callbacks of the user, next to the configuration
+        sys.path.append(str(Path.cwd()))
+    _quiet()
+    from lit_grpo.callbacks import stop_reason
+    from lit_grpo.cli.lightning import TrainingCLI
+
+    cli = TrainingCLI(command, argv, layers)
+    reason = stop_reason(cli.trainer)
+    if reason is not None:
+        print(f"lit-grpo: stopped by {reason.monitor} at rollout {reason.step}: {reason.reason}", file=sys.stderr)
+        return 3
+    return 0
+
+
+def _quiet() -> None:
+    """Leave out what says nothing about the run."""
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    for package in ("fabric", "pytorch"):
+        logging.getLogger(f"lightning.{package}.utilities.rank_zero").addFilter(
+            lambda record: not record.getMessage().lstrip().startswith(_CHATTER)
+        )
