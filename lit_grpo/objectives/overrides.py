@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -137,7 +137,7 @@ def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objecti
 
 
 def _has(part: Any, key: str) -> bool:
-    return key != "function" and key != "path" and any(f.name == key for f in fields(part))
+    return key not in ("function", "path") and is_dataclass(part) and any(f.name == key for f in fields(part))
 
 
 def _checked(key: str, value: Any, part: Any) -> Any:

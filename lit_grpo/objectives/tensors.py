@@ -22,7 +22,7 @@ def over_ranks(value: Tensor, reduce: Reduce | None) -> Tensor:
 
 def masked(value: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     """``value`` where ``mask``, ``fill`` elsewhere. Junk (NaN too) spreads neither forward nor backward."""
-    return torch.where(mask, value, torch.full((), fill, dtype=value.dtype, device=value.device))
+    return torch.where(mask, value, fill)
 
 
 def exp_clamped(log_value: Tensor) -> Tensor:

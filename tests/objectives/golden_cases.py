@@ -192,10 +192,8 @@ def overrides(recipe: str, method: str, config: dict[str, Any], inputs: dict[str
     if recipe in ("reinforce", "imle", "raft", "reinforce_bstar", "rloo") and out.get("ratio", start.ratio) == "none":
         out = {k: v for k, v in out.items() if k not in ("clip_low", "clip_high", "dual_clip")}
 
-    if "bstar_weights" in out:
-        out["bstar_weights"] = (
-            out["bstar_weights"].replace("-", "_").removesuffix("_level").replace("token", "token_level")
-        )
+    if str(config.get("weight", "")).startswith("token"):
+        out["bstar_weights"] = "token_level"
     out |= _regularisers(recipe, config, inputs)
     out |= _sampler(config)
     out |= _filters(recipe, config)

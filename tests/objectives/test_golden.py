@@ -187,7 +187,7 @@ def test_nan_in_padding_changes_nothing(raw: dict[str, Any]) -> None:
     assert torch.equal(out.token_weights, out_nan.token_weights)
     for key, (total, count) in out.metrics.items():
         assert torch.equal(torch.as_tensor(total), torch.as_tensor(out_nan.metrics[key].total)), key
-        assert torch.equal(torch.as_tensor(count), torch.as_tensor(out_nan.metrics[key].count)), key
+        assert torch.equal(torch.as_tensor(count), torch.as_tensor(out_nan.metrics[key].weight)), key
 
 
 # ------------------------------------------------------------------------------------------------ diagnostics
@@ -196,7 +196,7 @@ BATCHES = sorted(golden.load().get("diagnostics", {})) if golden.PATH.exists() e
 
 
 def mean(pair: Any) -> float:
-    return float(pair.total) / float(pair.count) if float(pair.count) else float("nan")
+    return float(pair.total) / float(pair.weight) if float(pair.weight) else float("nan")
 
 
 def batch_inputs(batch: str) -> golden.Case:

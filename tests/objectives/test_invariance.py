@@ -1,4 +1,4 @@
-"""Promises about splits: micro-batches, order, padding, ranks. For every recipe, on random rollouts with NaN padding."""
+"""Promises about splits: micro-batches, order, padding, ranks. Every recipe, random rollouts, NaN in the padding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_micro_batches_order_and_padding(name: str, seed: int, old: bool) -> Non
             trimmed = Forward(*(getattr(small, f)[:, :width] for f in ("logprobs", "entropy", "values", "router")))
             part, part_grad = forward_loss(made, plan.select(rows), trimmed)
             total = total + part.loss.detach()
-            counted = counted + part.metrics["loss/policy"].count
+            counted = counted + part.metrics["loss/policy"].weight
             pieces[rows, :width] = part_grad
         same(total, out.loss.detach())
         same(pieces, grad)
@@ -86,13 +86,14 @@ def test_ranks(name: str, seed: int) -> None:
         return step(made, exp.select(shares[rank]), now.select(shares[rank]), reduce=reduce)
 
     results = Ranks(2).run(work)
-    same(sum(r[2].loss.detach() for r in results), out.loss.detach())
+    same(torch.stack([r[2].loss.detach() for r in results]).sum(), out.loss.detach())
     same(torch.cat([r[3] for r in results]), grad)
     assert all(r[1].empty == plan.empty for r in results)
-    for key, (total, count) in out.metrics.items():
+    for key, (total, weight) in out.metrics.items():
         if not key.startswith(("loss/", "value/")):
-            same(sum(torch.as_tensor(r[2].metrics[key].total) for r in results), torch.as_tensor(total))
-            same(sum(torch.as_tensor(r[2].metrics[key].count) for r in results), torch.as_tensor(count))
+            for field, want in (("total", total), ("weight", weight)):
+                pieces = [torch.as_tensor(getattr(r[2].metrics[key], field)) for r in results]
+                same(torch.stack(pieces).sum(0), torch.as_tensor(want))
 
 
 @pytest.mark.parametrize("name", NAMES)

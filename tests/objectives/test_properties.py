@@ -67,8 +67,7 @@ def test_uniform_group_and_group_of_one_are_exactly_zero(kind: str, value: float
         lengths=torch.full((4,), 3),
         prompt_ids=["a", "a", "a", "b"],
     )
-    full = {k: torch.rand(4, 3, dtype=torch.float64) for k in ("old_logprobs", "sum_squared_probs")}
-    exp = replace(exp, **full)
+    exp.old_logprobs, exp.sum_squared_probs = torch.rand(2, 4, 3, dtype=torch.float64).neg().unbind()
     estimator = ADVANTAGES[kind]
     inputs = AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids), state=estimator.new_state())
     result = estimator(inputs)
@@ -148,7 +147,7 @@ def test_token_sampler_weights_multiply_the_policy_gradient(name: str, kind: str
     assert grad.any()
 
 
-@pytest.mark.parametrize("kind", [k for k in SAMPLER_CORRECTIONS])
+@pytest.mark.parametrize("kind", list(SAMPLER_CORRECTIONS))
 def test_no_mismatch_no_correction(kind: str) -> None:
     exp, now = batch(2, groups=3, size=3, width=4)
     exp = replace(exp, sampler_logprobs=exp.old_logprobs)

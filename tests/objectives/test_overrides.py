@@ -1,0 +1,320 @@
+"""Recipes cannot be half set: overrides, names, refusals, configuration, own parts."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_grpo.errors import UserError
+from lit_grpo.objectives import RECIPES, Objective, ObjectiveConfig, config
+from lit_grpo.objectives.advantages import AdvantageInputs, Estimator
+from lit_grpo.objectives.aggregation import SeqMean
+from lit_grpo.objectives.overrides import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CUSTOM,
+    RATIOS,
+    SAMPLER_CORRECTIONS,
+    TRUST_REGIONS,
+    known_overrides,
+)
+from lit_grpo.objectives.trust_regions import Surrogate, Terms
+from tests.objectives.random_batches import batch, step
+
+RUN: dict[str, Any] = {"group_size": 4, "updates_per_rollout": 1, "has_critic": False}
+
+
+def refused(**given: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        Objective.from_recipe(**given)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_itself(name: str) -> None:
+    made = Objective.from_recipe(name)
+    assert made.name == name
+    assert made == RECIPES[name].objective
+    assert json.loads(json.dumps(made.describe()))["recipe"] == name
+    made.check(**RUN | {"has_critic": made.advantage.critic})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"name": "dapo", "aggregation": "seq_mean"}, "dapo+aggregation=seq_mean"),
+        ({"name": "dapo", "clip_high": 0.3}, "dapo"),
+        ({"name": "dapo", "aggregation": "token_mean", "clip_low": 0.1}, "dapo"),
+        ({"name": "grpo", "kl_coef": 0.04}, "grpo"),
+        ({"name": "gspo", "kl_coef": 0.04}, "gspo+kl=k3_in_loss"),
+        ({"name": "grpo", "sampler_correction": "tis_token"}, "grpo+sampler_correction=tis_token"),
+        ({"name": "grpo", "top_entropy": 0.2}, "grpo+top_entropy=on"),
+        ({"name": "pl", "ratio": "self"}, "pl"),
+    ],
+)
+def test_names_tell_what_is_not_the_recipes(given: dict[str, Any], name: str) -> None:
+    assert Objective.from_recipe(**given).name == name
+
+
+def test_replacing_a_part_renames() -> None:
+    made = replace(Objective.from_recipe("dapo"), aggregation=SeqMean())
+    assert made.name == "dapo+aggregation=seq_mean"
+
+
+def test_override_keeps_the_rest_of_the_recipe() -> None:
+    made = Objective.from_recipe("dapo", clip_high=0.3)
+    described, original = made.describe(), Objective.from_recipe("dapo").describe()
+    assert {k for k in described if described[k] != original[k]} == {"clip_high"}
+    assert described["clip_high"] == 0.3
+
+
+def test_naming_the_recipes_own_part_keeps_its_numbers() -> None:
+    made = Objective.from_recipe("gspo", trust_region="clip")
+    assert made == Objective.from_recipe("gspo")
+
+
+def test_a_new_part_has_its_own_defaults() -> None:
+    made = Objective.from_recipe("gspo", trust_region="dcpo", ratio="token")
+    assert made.describe()["clip_high"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "dapoo"}, ["unknown recipe 'dapoo'", "did you mean 'dapo'"]),
+        ({"name": "grpo", "clip_hig": 0.3}, ["unknown override 'clip_hig'", "did you mean 'clip_high'"]),
+        ({"name": "grpo", "aggregation": "token_men"}, ["'token_men'", "did you mean 'token_mean'"]),
+        ({"name": "reinforce", "clip_high": 0.3}, ["does not apply to reinforce", "trust_region: clip"]),
+        ({"name": "grpo", "sampler_cap": 2.0}, ["sampler_cap", "tis_token"]),
+        ({"name": "dapo", "max_tokens": 100}, ["max_tokens", "sum_const"]),
+        ({"name": "grpo", "kl_estimator": "k2"}, ["no effect", "kl_coef is 0"]),
+        ({"name": "grpo", "kl_in": "reward"}, ["no effect"]),
+        ({"name": "grpo", "label_noise_seed": 3}, ["label_noise is 0"]),
+        ({"name": "grpo", "overlong_max": 100}, ["overlong_penalty is off"]),
+        ({"name": "grpo", "value_coef": 1.0}, ["no critic"]),
+        ({"name": "grpo", "value_clip": 0.2}, ["no critic"]),
+        ({"name": "grpo", "ratio": "none"}, ["bounds a ratio"]),
+        ({"name": "grpo", "trust_region": "gmpo"}, ["'geometric' goes with gmpo"]),
+        ({"name": "gmpo", "top_entropy": 0.2}, ["one term per completion"]),
+        ({"name": "ppo", "conflict_overlap": "or"}, ["one advantage per completion"]),
+        ({"name": "grpo", "aggregation": "conflict_tokens"}, ["conflict_overlap"]),
+        ({"name": "grpo", "label_noise": 1.5}, ["[0, 1]"]),
+        ({"name": "grpo", "top_entropy": -0.1}, ["[0, 1]"]),
+        ({"name": "grpo", "clip_high": "wide"}, ["clip_high is a float"]),
+        ({"name": "grpo", "mask_truncated": 1}, ["mask_truncated is a bool"]),
+        ({"name": "dr_grpo", "max_tokens": 1.5}, ["whole number"]),
+        ({"name": "grpo", "keep": "positive"}, ["did you mean 'positives'"]),
+        ({"name": "grpo", "custom_advantage": "no_such_package.f"}, ["cannot import"]),
+        ({"name": "grpo", "custom_objective": "math.pi", "clip_low": 0.1}, ["a custom objective is whole"]),
+    ],
+)
+def test_refusals_name_the_reason(given: dict[str, Any], words: list[str]) -> None:
+    error = refused(**given)
+    for word in words:
+        assert word in str(error), str(error)
+    assert str(error.where).startswith("model.objective.")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "run", "word"),
+    [
+        ("ppo", {}, "critic"),
+        ("vapo", {}, "critic"),
+        ("grpo", {"has_critic": True}, "uses no critic"),
+        ("grpo", {"group_size": 1}, "group_size is 1"),
+        ("dcpo", {"group_size": 1}, "group_size is 1"),
+        ("reinforce_rej", {"group_size": 1}, "uniform"),
+        ("reinforce", {"updates_per_rollout": 2}, "on-policy only"),
+        ("reinforce_bstar", {"updates_per_rollout": 2}, "on-policy only"),
+        ("gtpo", {"updates_per_rollout": 4}, "on-policy only"),
+        ("rloo", {"updates_per_rollout": 2}, "on-policy only"),
+        ("imle", {"updates_per_rollout": 2}, "on-policy only"),
+        ("olmo3", {"old_from_sampler": True}, "count it twice"),
+        ("grpo", {"updates_per_rollout": 0}, "at least 1"),
+    ],
+)
+def test_contradictions_with_the_run(recipe: str, run: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        Objective.from_recipe(recipe).check(**RUN | run)
+
+
+def test_what_may_be_off_policy() -> None:
+    Objective.from_recipe("rloo", ratio="token").check(**RUN | {"updates_per_rollout": 4})
+    Objective.from_recipe("pl", ratio="self").check(**RUN | {"updates_per_rollout": 4})
+    Objective.from_recipe("raft").check(**RUN | {"updates_per_rollout": 4})
+    with pytest.raises(UserError, match="on-policy only"):
+        Objective.from_recipe("grpo", ratio="self").check(**RUN | {"updates_per_rollout": 4})
+
+
+def test_singleton_groups_by_choice() -> None:
+    Objective.from_recipe("grpo", singleton="raw").check(**RUN | {"group_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "updates", "needs"),
+    [
+        ("grpo", {}, 1, set()),
+        ("grpo", {}, 4, {"old_logprobs"}),
+        ("grpo", {"kl_coef": 0.1}, 1, {"ref_logprobs"}),
+        ("grpo", {"sampler_correction": "tis_token"}, 1, set()),
+        ("grpo", {"sampler_correction": "mis_token", "sampler_denominator": "kept"}, 1, {"old_logprobs"}),
+        ("raft", {}, 4, set()),
+        ("raft", {"sampler_correction": "tis_token"}, 4, {"old_logprobs"}),
+        ("rloo", {}, 1, {"old_logprobs", "ref_logprobs"}),
+        ("dcpo", {}, 1, set()),
+        ("lopti", {}, 1, {"old_logprobs", "ref_logprobs"}),
+        ("advantage_reweighting", {"kl_coef": 0.0}, 1, set()),
+        ("reinforce_bstar", {}, 1, set()),
+        ("reinforce_bstar", {"bstar_weights": "given"}, 1, {"score_sqnorm"}),
+        ("reinforce_bstar", {"bstar_weights": "logit"}, 1, {"old_logprobs", "sum_squared_probs"}),
+        ("ppo", {}, 1, {"values"}),
+        ("gtpo", {}, 1, {"entropy"}),
+        ("rent", {"kl_coef": 0.0}, 1, {"entropy"}),
+        ("dapo", {"top_entropy": 0.2}, 1, {"entropy"}),
+        ("rspo", {}, 1, set()),
+        ("rspo", {}, 2, {"old_logprobs", "router_logscores_old"}),
+    ],
+)
+def test_requires_only_what_is_needed(recipe: str, changes: dict[str, Any], updates: int, needs: set[str]) -> None:
+    assert Objective.from_recipe(recipe, **changes).requires(updates) == needs
+
+
+def test_loss_requires() -> None:
+    assert Objective.from_recipe("grpo").loss_requires() == frozenset()
+    assert Objective.from_recipe("psr").loss_requires() == {"entropy"}
+    assert Objective.from_recipe("ppo").loss_requires() == {"values"}
+    assert Objective.from_recipe("rspo").loss_requires() == {"router_logscores"}
+    exp, now = batch(0, groups=2, size=2, width=3)
+    made = Objective.from_recipe("psr")
+    state = made.new_state()
+    plan = made.plan(exp, made.advantages(exp, state), state)
+    with pytest.raises(UserError, match="needs entropy of the current forward"):
+        made.loss(now.logprobs, plan)
+
+
+def test_run_constants() -> None:
+    made = Objective.from_recipe("dr_grpo")
+    exp, _ = batch(0, groups=2, size=2, width=3)
+    state = made.new_state()
+    with pytest.raises(UserError, match="generation limit"):
+        made.plan(exp, made.advantages(exp, state), state)
+    assert made.for_run(256).describe()["max_tokens"] == 256
+    assert made.for_run(256).name == "dr_grpo"
+    assert Objective.from_recipe("dr_grpo", max_tokens=3000).for_run(256).describe()["max_tokens"] == 3000
+    dapo = Objective.from_recipe("dapo")
+    with pytest.raises(UserError, match="overlong"):
+        dapo.advantages(exp, dapo.new_state())
+    assert dapo.for_run(20480).describe()["overlong_max"] == 20480
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+def test_config_lists_every_choice_and_every_number() -> None:
+    """The YAML face and the parts cannot drift apart."""
+    names = {f.name for f in fields(ObjectiveConfig)} - {"recipe"}
+    assert names == known_overrides() | set(CUSTOM)
+    choices: dict[Any, Iterable[str]] = {
+        config.RecipeName: RECIPES, config.AdvantageName: ADVANTAGES, config.RatioName: RATIOS,
+        config.TrustRegionName: TRUST_REGIONS, config.SamplerName: SAMPLER_CORRECTIONS,
+        config.AggregationName: AGGREGATIONS,
+    }  # fmt: skip
+    for literal, known in choices.items():
+        assert set(typing.get_args(literal)) == set(known)
+    assert all(getattr(ObjectiveConfig(), name) is None for name in names)
+
+
+def test_config_resolves() -> None:
+    assert ObjectiveConfig().resolve() == Objective.from_recipe("grpo")
+    given = ObjectiveConfig(recipe="dapo", clip_high=0.3)
+    assert given.resolve() == Objective.from_recipe("dapo", clip_high=0.3)
+    with pytest.raises(UserError, match="does not apply"):
+        ObjectiveConfig(recipe="reinforce", clip_high=0.3).resolve()
+
+
+def test_config_in_yaml(tmp_path: Any) -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--objective", type=ObjectiveConfig, default=ObjectiveConfig())
+    path = tmp_path / "o.yaml"
+    path.write_text("recipe: dapo\nclip_high: 0.3\n")
+    made = parser.instantiate(parser.parse_args([f"--objective={path}", "--objective.kl_coef=0.01"]))
+    assert made.objective.resolve() == Objective.from_recipe("dapo", clip_high=0.3, kl_coef=0.01)
+    with pytest.raises(jsonargparse.ArgumentError):
+        parser.parse_args(["--objective.recipe=dapoo"])
+
+
+# ------------------------------------------------------------------------------------------------ own parts
+
+
+def double_mean(inputs: AdvantageInputs) -> Tensor:
+    """Twice the reward above the mean of the group."""
+    groups = inputs.groups
+    return 2 * (inputs.rewards - groups.spread(groups.mean(inputs.rewards)))
+
+
+class Scaled(Estimator):
+    """The same, with the factor as an argument."""
+
+    kind = "scaled"
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor = factor
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return double_mean(inputs) * self.factor / 2
+
+
+def no_bound(terms: Terms) -> Tensor:
+    """F = rho A."""
+    return terms.ratio * terms.advantages
+
+
+def one_sided(terms: Terms) -> Surrogate:
+    """Only the upper clip."""
+    high = (terms.advantages > 0) & (terms.ratio > 1.1)
+    value = torch.where(high, 1.1 * terms.advantages, terms.ratio * terms.advantages)
+    return Surrogate(value, torch.zeros_like(high), high, torch.zeros_like(high))
+
+
+def own_objective(clip: float = 0.2) -> Objective:
+    """A whole objective."""
+    return Objective.from_recipe("grpo", clip_low=clip, clip_high=clip)
+
+
+HERE = __name__
+
+
+def test_own_advantage() -> None:
+    exp, now = batch(1, groups=2, size=3, width=4)
+    plain = step(Objective.from_recipe("dr_grpo", max_tokens=8), exp, now)[3]
+    own = Objective.from_recipe("dr_grpo", max_tokens=8, custom_advantage=f"{HERE}.double_mean")
+    assert own.name.startswith("dr_grpo+advantage=custom")
+    torch.testing.assert_close(step(own, exp, now)[3], 2 * plain)
+    spec = {"class_path": f"{HERE}.Scaled", "init_args": {"factor": 3.0}}
+    scaled = ObjectiveConfig(recipe="dr_grpo", max_tokens=8, custom_advantage=spec).resolve()
+    torch.testing.assert_close(step(scaled, exp, now)[3], 3 * plain)
+
+
+def test_own_trust_region() -> None:
+    exp, now = batch(1, groups=2, size=3, width=4)
+    plain = step(Objective.from_recipe("grpo", trust_region="none"), exp, now)[3]
+    own = Objective.from_recipe("grpo", custom_trust_region=f"{HERE}.no_bound")
+    torch.testing.assert_close(step(own, exp, now)[3], plain)
+    clipped = Objective.from_recipe("grpo", custom_trust_region=f"{HERE}.one_sided")
+    wide = Objective.from_recipe("grpo", clip_high=0.1, clip_low=1.0)
+    torch.testing.assert_close(step(clipped, exp, now)[3], step(wide, exp, now)[3])
+
+
+def test_own_objective() -> None:
+    made = ObjectiveConfig(
+        custom_objective={"class_path": f"{HERE}.own_objective", "init_args": {"clip": 0.1}}
+    ).resolve()
+    assert made == Objective.from_recipe("grpo", clip_low=0.1, clip_high=0.1)

@@ -1,0 +1,212 @@
+"""Methods that remember: DCPO's history, adaptive beta, initial entropy, label noise; and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.errors import UserError
+from lit_grpo.objectives import RECIPES, Objective
+from lit_grpo.objectives.diagnostics import prefix_penalty
+from lit_grpo.objectives.pass_at_k import maj_at_k, pass_at_k
+from lit_grpo.objectives.tensors import Groups
+from lit_grpo.types import Experience
+from tests.objectives.random_batches import NAMES, batch, objective, step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_survives_a_checkpoint(name: str) -> None:
+    """Plain types only: torch.load(weights_only=True) reads it, and the next rollout is the same."""
+    made = objective(name)
+    state = made.new_state()
+    first, _ = batch(1, groups=2, size=3, width=3)
+    second, _ = batch(2, groups=2, size=3, width=3)
+    made.advantages(first, state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    restored = torch.load(file, weights_only=True)
+    torch.testing.assert_close(
+        made.advantages(second, restored), made.advantages(second, state), rtol=0, atol=0, equal_nan=True
+    )
+    assert restored == state
+
+
+def test_history_of_ranks_is_merged() -> None:
+    made = objective("dcpo")
+    exp, _ = batch(3, groups=4, size=3, width=3)
+    whole = made.new_state()
+    parts = [made.new_state(), made.new_state()]
+    for _ in range(2):
+        made.advantages(exp, whole)
+        for rank, rows in enumerate((torch.arange(6), torch.arange(6, 12))):
+            made.advantages(exp.select(rows), parts[rank])
+        merged = made.merge_states(parts)
+        assert merged == whole
+        parts = [made.merge_states(parts), made.merge_states(parts)]
+
+
+def test_dcpo_uniform_group_teaches_on_a_later_visit() -> None:
+    made = objective("dcpo")
+    exp, now = batch(3, groups=1, size=4, width=3)
+    exp = replace(exp, lengths=torch.full((4,), 3), truncated=torch.zeros(4, dtype=torch.bool))
+    for key in ("old_logprobs", "sampler_logprobs"):
+        setattr(exp, key, torch.full((4, 3), -1.0, dtype=torch.float64))
+    now.logprobs = torch.full((4, 3), -1.0, dtype=torch.float64)
+    state = made.new_state()
+    mixed = replace(exp, rewards=torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
+    uniform = replace(exp, rewards=torch.ones(4, dtype=torch.float64))
+    assert not made.advantages(uniform, made.new_state()).any()
+    made.advantages(mixed, state)
+    assert (made.advantages(uniform, state) > 0).all()
+
+
+def test_adaptive_beta() -> None:
+    made = Objective.from_recipe("trpo_penalty", trpo_target_kl=0.01)
+    state = made.new_state()
+    exp, now = batch(3, groups=2, size=3, width=3)
+    for kl, beta in ((0.016, 2.0), (0.01, 2.0), (0.006, 1.0)):
+        made.end_of_rollout(state, {"kl/old_k3": kl})
+        assert state["beta"] == beta
+    state["beta"] = 7.0
+    advantages = made.advantages(exp, state)
+    assert made.plan(exp, advantages, state).beta == 7.0
+    fixed = Objective.from_recipe("trpo_penalty")
+    assert fixed.new_state() == {}
+    assert fixed.plan(exp, fixed.advantages(exp, {}), {}).beta == 1.0
+    assert step(fixed, exp, now)[2].metrics["loss/kl_old"].total > 0
+
+
+def test_initial_entropy_is_measured_first() -> None:
+    made = Objective.from_recipe("gtpo")
+    assert made.initial_entropy_prompts == 100
+    state = made.new_state()
+    exp, _ = batch(3, groups=2, size=3, width=3)
+    advantages = made.advantages(exp, state)
+    with pytest.raises(UserError, match="untouched model"):
+        made.plan(exp, advantages, state)
+    made.set_initial_entropy(state, 0.3)
+    plan = made.plan(exp, advantages, state)
+    assert plan.active.any()
+    assert objective("gtpo").initial_entropy_prompts == 0
+    assert Objective.from_recipe("grpo").initial_entropy_prompts == 0
+
+
+def test_label_noise_flips_its_share_and_is_seeded() -> None:
+    made = Objective.from_recipe("grpo", label_noise=0.25)
+    exp, _ = batch(3, groups=200, size=4, width=1)
+    flips = made.shaping.flips(exp, 0)
+    assert 0.2 < flips.double().mean() < 0.3
+    assert torch.equal(flips, made.shaping.flips(exp, 0))
+    assert not torch.equal(flips, made.shaping.flips(exp, 1))
+    other = Objective.from_recipe("grpo", label_noise=0.25, label_noise_seed=1)
+    assert not torch.equal(flips, other.shaping.flips(exp, 0))
+    # A step of some prompts sees the flips that the rollout's advantages were made with.
+    state = made.new_state()
+    made.advantages(exp, state)
+    base, _ = made.rewards(exp, state)
+    assert torch.equal(base, torch.where(flips, 1 - exp.rewards, exp.rewards))
+    rows = torch.arange(40, 80)
+    assert torch.equal(made.rewards(exp.select(rows), state)[0], base[rows])
+    made.advantages(exp, state)
+    assert not torch.equal(made.rewards(exp, state)[0], base)
+
+
+def test_lopti_passes_share_the_tokens() -> None:
+    made = Objective.from_recipe("lopti", kl_coef=0.0)
+    assert made.passes == 2
+    exp, now = batch(5, groups=3, size=3, width=4)
+    one = step(Objective.from_recipe("lopti", kl_coef=0.0, lopti_eta=0.0), exp, now)
+    low, high = (step(made, exp, now, pass_index=p) for p in (0, 1))
+    torch.testing.assert_close(low[3] + high[3], one[3])
+    assert not (low[3].bool() & high[3].bool()).any()
+    assert Objective.from_recipe("lopti", lopti_eta=0.0).passes == 1
+
+
+def test_router_drift_weakens_the_update() -> None:
+    made = objective("rspo")
+    exp, now = batch(5, groups=3, size=3, width=4)
+    assert exp.router_logscores_old is not None
+    still = replace(now, router=exp.router_logscores_old)
+    gmpo = step(objective("gmpo"), exp, now)
+    torch.testing.assert_close(step(made, exp, still)[3], gmpo[3])
+    moved = step(made, exp, now)
+    assert moved[3].abs().sum() < gmpo[3].abs().sum()
+    with pytest.raises(UserError, match="router_logscores"):
+        made.loss(now.logprobs, moved[1])
+
+
+def test_dynamic_sampling_is_told_to_the_trainer() -> None:
+    assert {n for n, r in RECIPES.items() if r.objective.dynamic_sampling} == {"dapo", "olmo3"}
+
+
+def _without(exp: Experience, field: str) -> Experience:
+    bare = replace(exp)
+    setattr(bare, field, None)
+    return bare
+
+
+def test_missing_inputs_are_named() -> None:
+    exp, now = batch(5, groups=2, size=3, width=4)
+    for recipe, changes, field in (
+        ("grpo", {"sampler_correction": "tis_token"}, "sampler_logprobs"),
+        ("grpo", {"kl_coef": 0.1}, "ref_logprobs"),
+        ("ppo", {}, "values"),
+        ("rent", {}, "entropy"),
+        ("reinforce_bstar", {"bstar_weights": "given"}, "score_sqnorm"),
+    ):
+        made = Objective.from_recipe(recipe, **changes)
+        with pytest.raises(UserError, match=field.split("_")[0]):
+            step(made, _without(exp, field), now)
+
+
+def test_soft_overlong_does_not_rescue_a_uniform_group() -> None:
+    """DAPO drops groups by correctness; different lengths do not make them mixed."""
+    made = Objective.from_recipe("dapo", overlong_max=4, overlong_cache=3)
+    exp, _ = batch(5, groups=1, size=3, width=4)
+    exp = replace(exp, rewards=torch.zeros(3, dtype=torch.float64), lengths=torch.tensor([1, 3, 4]))
+    state: dict[str, Any] = made.new_state()
+    advantages = made.advantages(exp, state)
+    assert advantages.any()
+    assert made.plan(exp, advantages, state).empty
+
+
+def test_prefix_penalty() -> None:
+    ids = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 0]])
+    lengths = torch.tensor([3, 3, 2])
+    mask = torch.arange(3)[None] < lengths[:, None]
+    a = torch.tensor([1.0, -0.5, -0.5])
+    got = prefix_penalty(ids, mask, lengths, a, Groups.of(torch.zeros(3, dtype=torch.long)))
+    first = 1 / 3 - 0.5 / 3 - 0.5 / 2
+    shared = 1 / 3 - 0.5 / 3
+    want = torch.tensor([[first, shared, 1 / 3], [first, shared, -0.5 / 3], [first, -0.25, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(got, want)
+
+
+def test_pass_and_maj_at_k_edges() -> None:
+    assert pass_at_k(4, 0, 4) == 0
+    assert pass_at_k(4, 4, 1) == 1
+    assert maj_at_k([None, None, "x"], "x", 3) == 1
+    assert maj_at_k([None, None, "x"], "x", 3, none_votes=True) == 0
+    assert maj_at_k(["y"], "x", 1) == 0
+    with pytest.raises(UserError, match="samples"):
+        pass_at_k(2, 1, 3)
+
+
+def test_maj_at_k_equals_enumeration() -> None:
+    from collections import Counter
+    from itertools import combinations
+
+    answers = ["a", "a", "b", "b", "c", None, "d", "a"]
+    for k in range(1, len(answers) + 1):
+        wins = []
+        for subset in combinations(answers, k):
+            votes = Counter(x for x in subset if x is not None)
+            best = max(votes.values(), default=0)
+            top = [x for x, v in votes.items() if v == best]
+            wins.append(1 / len(top) if "a" in top else 0.0)
+        assert maj_at_k(answers, "a", k) == pytest.approx(sum(wins) / len(wins))
