@@ -108,7 +108,11 @@ class RolloutDataModule(pl.LightningDataModule):
                 remedy="use lit_grpo.LitGRPO or a subclass",
             )
         if stage == "fit":
-            module.check_rollouts(group_size=self.group_size, prompts_per_rollout=self.prompts_per_rollout)
+            module.prepare_for(
+                group_size=self.group_size,
+                prompts_per_rollout=self.prompts_per_rollout,
+                max_new_tokens=self.sampling.max_new_tokens,
+            )
             if self.prompts_per_rollout % trainer.world_size:
                 raise UserError(
                     f"{self.prompts_per_rollout} prompts per rollout cannot be shared out over "

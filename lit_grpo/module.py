@@ -106,12 +106,13 @@ class LitGRPO(pl.LightningModule):
             self._tokenizer = load_tokenizer(self.policy_config)
         return self._tokenizer
 
-    def check_rollouts(self, *, group_size: int, prompts_per_rollout: int) -> None:
-        """Called by the data module in set-up, before the model is loaded.
+    def prepare_for(self, *, group_size: int, prompts_per_rollout: int, max_new_tokens: int) -> None:
+        """Called by the data module in set-up, before the model is loaded: fit the objective to the rollouts.
 
         Raises:
             UserError: the objective, the updates and the shape of the rollouts contradict each other.
         """
+        self.objective = self.objective.for_run(max_new_tokens)
         self.objective.check(group_size=group_size, updates_per_rollout=self.updates_per_rollout, has_critic=False)
         size = self.minibatch_prompts or prompts_per_rollout
         if size < 1 or prompts_per_rollout % size:
@@ -173,7 +174,7 @@ class LitGRPO(pl.LightningModule):
             raise RuntimeError(
                 f"rollout {batch.index} was sampled with weights of version {batch.policy_version}, but the policy is "
                 f"at version {self.policy_version}: {staleness} rollouts old, allowed are {self.max_staleness}. "
-                f"the recipe {self.objective.name} needs {", ".join(sorted(unknown))}: not computed by this version",
+                "Lightning reads ahead of a loader without a length: use RolloutDataModule's loader or give yours one."
             )
         return staleness
 
@@ -183,7 +184,7 @@ class LitGRPO(pl.LightningModule):
         unknown = needed - {"old_logprobs", "entropy"}
         if unknown:
             raise UserError(
-                f"the recipe {self.objective.name} needs {', '.join(sorted(unknown))}, not computed by this version",
+                f"{self.objective.name} needs {', '.join(sorted(unknown))}, which this version does not compute",
                 where="model.objective.recipe",
             )
         if not needed:

@@ -1,0 +1,109 @@
+"""A tiny training run that tests share: a random model, single-digit addition, the transformers engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_grpo import LitGRPO, RolloutDataModule
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
+from lit_grpo.rewards.base import Reward
+from lit_grpo.tasks import AdditionPrompts
+from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling, Score
+
+TINY = TinyModel(width=32, layers=2, heads=2)
+
+
+class EvenReward(Reward):
+    """1 where the completion's ids sum to an even number: about half of a random model's, so groups have spread."""
+
+    def score(self, batch: Any) -> list[Score]:
+        return [Score(float(sum(item.completion.token_ids) % 2 == 0)) for item in batch]
+
+
+def module(**changes: Any) -> LitGRPO:
+    settings: dict[str, Any] = {
+        "policy": PolicyConfig(tiny=TINY),
+        "objective": ObjectiveConfig(),
+        "optimizer": OptimizerConfig(lr=1e-2),
+        "micro_batch_size": 8,
+    }
+    return LitGRPO(**(settings | changes))
+
+
+def data(**changes: Any) -> RolloutDataModule:
+    settings: dict[str, Any] = {
+        "prompts": AdditionPrompts(digits=1),
+        "rewards": [EvenReward()],
+        "group_size": 4,
+        "prompts_per_rollout": 4,
+        "rollouts": 3,
+        "sampling": Sampling(max_new_tokens=5),
+    }
+    return RolloutDataModule(**(settings | changes))
+
+
+def trainer(**changes: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(**(settings | changes))
+
+
+def rollout(rewards: list[float], lengths: list[int], group_size: int, *, seed: int = 0, **changes: Any) -> Rollout:
+    """A rollout of random ids with given rewards and lengths, prompts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 12, (count,), generator=generator).tolist())
+
+    groups = len(rewards) // group_size
+    settings: dict[str, Any] = {
+        "index": 0,
+        "prompts": [Prompt(f"p{g}", "", ids(2 + g), "0") for g in range(groups)],
+        "completions": [
+            Completion(i // group_size, i % group_size, ids(n), tuple([-1.0] * n), "stop", 0)
+            for i, n in enumerate(lengths)
+        ],
+        "texts": [""] * len(rewards),
+        "rewards": {"even": torch.tensor(rewards)},
+        "reward": torch.tensor(rewards),
+        "group_size": group_size,
+    }
+    return Rollout(**(settings | changes))
+
+
+class Recorder(pl.Callback):
+    """Keeps what a run did: metrics of each rollout, ids of each completion, versions, weights after each step."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+        self.ids: list[list[tuple[int, ...]]] = []
+        self.prompts: list[list[str]] = []
+        self.versions: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
+        self.versions.append((batch.policy_version, pl_module.policy_version))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Rollout, batch_idx: int) -> None:
+        timed = ("time/", "tokens_per_second")
+        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(timed)})
+        self.ids.append([c.token_ids for c in batch.completions])
+        self.prompts.append([p.id for p in batch.prompts])
+
+
+def weights(module: LitGRPO) -> torch.Tensor:
+    """All weights as one vector."""
+    return torch.cat([w.flatten() for _, w in module.named_weights()]).clone()
+
+
+__all__ = ["TINY", "EvenReward", "Recorder", "RewardInput", "data", "module", "rollout", "trainer", "weights"]
