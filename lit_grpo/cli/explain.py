@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from yaml.nodes import Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode
 
 from lit_grpo.cli import messages
 from lit_grpo.cli.layers import Layer, child, find, mappings_of_class
@@ -46,6 +46,24 @@ class Explainer:
             return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
         return UserError(message, where=self.sources())
 
+    def check_keys(self) -> None:
+        """Refuse keys in the files that the command does not have; the parser overlooks those with nothing in them.
+
+        Raises:
+            UserError: for the first one.
+        """
+        for layer in self.layers:
+            if layer.root is not None:
+                self._check_mapping(layer.root, "")
+
+    def _check_mapping(self, node: MappingNode, prefix: str) -> None:
+        for key, value in node.value:
+            path = prefix + str(key.value).rstrip("+")
+            if key.value != "<<" and path not in self._known:
+                raise self._unknown_key(path)
+            if isinstance(value, MappingNode) and any(known.startswith(f"{path}.") for known in self.keys):
+                self._check_mapping(value, f"{path}.")
+
     # Where things stand.
 
     def place(self, key: str) -> str:
@@ -65,11 +83,11 @@ class Explainer:
                 return str(found[0].place(found[1]))
         return self.sources()
 
-    def _option(self, matches: object) -> str | None:
+    def _option(self, matches: Callable[[str], bool]) -> str | None:
         """``command line, --key value`` of the last option whose key satisfies ``matches``."""
         for i in range(len(self.argv) - 1, -1, -1):
             option, equals, value = self.argv[i].partition("=")
-            if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):  # type: ignore[operator]
+            if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):
                 value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
                 return f"command line, {option} {value}".rstrip()
         return None
@@ -177,9 +195,9 @@ class Explainer:
             return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))
         where = self._place_of_class(key, class_path)
         if required := re.search(r"arguments are required: (.*)", problem):
-            names = " and ".join(f"`{name}`" for name in required[1].split(", "))
+            needed = " and ".join(f"`{name}`" for name in required[1].split(", "))
             return UserError(
-                f"{class_path} needs {names} (under `{key}`)", where=where, remedy="add it under `init_args:`"
+                f"{class_path} needs {needed} (under `{key}`)", where=where, remedy="add it under `init_args:`"
             )
         first = next((line.strip() for line in problem.splitlines() if line.strip()), problem)[:200]
         separator = " " if first.startswith("is no ") else ": "

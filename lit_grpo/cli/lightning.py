@@ -21,7 +21,7 @@ from lit_grpo.data import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.module import LitGRPO
 from lit_grpo.tracking import RunSummary
-from lit_grpo.tracking.mlflow_logger import RUN_FILE
+from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 
@@ -93,6 +93,7 @@ class TrainingCLI(LightningCLI):
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self._explainer().check_keys()
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
@@ -109,26 +110,12 @@ class TrainingCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         # Lightning lets the checkpoint's arguments win over the given ones, silently. Here what is given holds.
         path = self.config[self._command].get("ckpt_path")
-        if path is None:
-            return
-        if path in ("last", "best", "hpc") or not Path(path).exists():
+        if path is not None and (path in ("last", "best", "hpc") or not Path(path).exists()):
             raise UserError(
                 f"there is no checkpoint {path}",
                 where="ckpt_path",
                 remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt",
             )
-        if self._command == "fit":
-            self._continue_run(Path(path).absolute())
-
-    def _continue_run(self, checkpoint: Path) -> None:
-        """Let a run that is resumed from its own folder go on there, unless the logger is told where to write."""
-        logger = self.config[self._command].trainer.logger
-        folder = checkpoint.parent.parent
-        if not (folder / RUN_FILE).is_file() or not hasattr(logger, "init_args"):
-            return
-        arguments = logger.init_args
-        if logger.class_path.endswith(".RunLogger") and not (arguments.get("run_dir") or arguments.get("run_name")):
-            arguments["run_dir"] = str(folder)
 
     # Building.
 
@@ -161,6 +148,7 @@ class TrainingCLI(LightningCLI):
             ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
         ours = [callback for callback in ours if not any(isinstance(other, type(callback)) for other in given)]
         config["strategy"] = resolve_strategy(config["strategy"])
+        self._continue_run(config.get("logger"))
         try:
             return super()._instantiate_trainer(config, ours)
         except UserError:
@@ -168,6 +156,14 @@ class TrainingCLI(LightningCLI):
         except (MisconfigurationException, ValueError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
             raise UserError(f"the Trainer refuses this: {text}", where="trainer") from error
+
+    def _continue_run(self, logger: Any) -> None:
+        """Let a run that is resumed from its own folder go on there, unless the logger is told where to write."""
+        path = self.config[self._command].get("ckpt_path")
+        if self._command == "fit" and path is not None and isinstance(logger, RunLogger):
+            folder = Path(path).absolute().parent.parent
+            if (folder / RUN_FILE).is_file():
+                logger.continue_run(folder)
 
 
 def _user_error(error: BaseException | None) -> UserError | None:

@@ -12,6 +12,8 @@ from lit_grpo.cli.layers import read_layers
 _CHATTER = (
     "💡",
     "Seed set to",
+    "Loading `train_dataloader` to estimate",
+    "Seed set to",
     "TPU available",
     "`Trainer.fit` stopped: `max_epochs=1` reached",
     "Restoring states from",
@@ -39,7 +41,8 @@ def _quiet() -> None:
     """Leave out what says nothing about the run."""
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    for package in ("fabric", "pytorch"):
-        logging.getLogger(f"lightning.{package}.utilities.rank_zero").addFilter(
+    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
+    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed"):
+        logging.getLogger(f"lightning.{name}").addFilter(
             lambda record: not record.getMessage().lstrip().startswith(_CHATTER)
         )

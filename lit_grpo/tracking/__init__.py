@@ -1,6 +1,12 @@
 """Where a run leaves its traces: the run folder, MLflow, and the summary at the end."""
 
+from typing import TYPE_CHECKING
+
 from lit_grpo.tracking.spool import read_metrics
+
+if TYPE_CHECKING:
+    from lit_grpo.tracking.mlflow_logger import RunLogger
+    from lit_grpo.tracking.summary import RunSummary
 
 __all__ = ["RunLogger", "RunSummary", "read_metrics"]
 

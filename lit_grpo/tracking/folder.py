@@ -14,6 +14,9 @@ def run_folder(trainer: Trainer) -> Path:
 
     The logger's folder if it has one (:class:`lit_grpo.tracking.RunLogger` always has), else ``default_root_dir``.
     """
+    logger = run_logger(trainer)
+    if logger is not None:
+        return Path(trainer.strategy.broadcast(str(logger.run_dir)))
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 

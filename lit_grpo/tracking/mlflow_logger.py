@@ -92,6 +92,7 @@ class RunLogger(Logger):
         self._stop: str | None = None
         self._reported = 0
         self._run_id: str | None = None
+        self._default_name: str | None = None
         self._spool_failed = False
         self._note_lock = threading.Lock()
 
@@ -104,9 +105,18 @@ class RunLogger(Logger):
 
     def _make_run_dir(self) -> Path:
         if self._run_dir is None:
-            self._run_dir = _new_folder(self.root, self._run_name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+            self._run_dir = _new_folder(self.root, self._folder_name())
         self._run_dir.mkdir(parents=True, exist_ok=True)
         return self._run_dir
+
+    def _folder_name(self) -> str:
+        self._default_name = self._default_name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        return self._run_name or self._default_name
+
+    def continue_run(self, folder: Path) -> None:
+        """Go on with the run in ``folder``, unless a run name or folder was given."""
+        if self._run_dir is None and self._run_name is None:
+            self._run_dir = folder
 
     @property
     def started(self) -> bool:
@@ -137,9 +147,11 @@ class RunLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """The run folder as a string: ``trainer.log_dir`` and stock callbacks write there."""
-        run_dir = self.run_dir
-        return str(run_dir) if run_dir else None
+        """The run folder as a string: ``trainer.log_dir`` and stock callbacks write there.
+
+        Lightning asks for it before the data is checked, so unlike :attr:`run_dir` it makes no folder.
+        """
+        return str(self._run_dir or self.root / self._folder_name()) if _is_rank_zero() else None
 
     @property
     def experiment(self) -> MlflowClient | None:

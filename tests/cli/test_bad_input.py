@@ -1,0 +1,250 @@
+"""Bad input: exit code 2, no traceback, no usage, one screen with key, place, value and the nearest valid name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_grpo.cli import main
+
+ROOT = Path(__file__).parents[2]
+MODEL = "model:\n  policy: {tiny: {}}\n"
+DATA = """\
+data:
+  prompts: {class_path: lit_grpo.tasks.AdditionPrompts}
+  rewards:
+    - {class_path: lit_grpo.rewards.ExactMatch}
+"""
+GOOD = MODEL + DATA
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch, tmp_path):
+    """Nothing here may get as far as a model, a run folder or MLflow."""
+    from lit_grpo import module
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(module, "load_model", loaded)
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def screen(tmp_path, capsys):
+    def screen(*arguments, **files):
+        for name, text in files.items():
+            (tmp_path / f"{name}.yaml").write_text(text)
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        assert "usage:" not in captured.err
+        lines = captured.err.splitlines()
+        assert len(lines) < 20
+        return " ".join(" ".join(lines).split())
+
+    return screen
+
+
+# (the file, what must be on the screen)
+IN_A_FILE = {
+    "key of a dataclass": (
+        "model:\n  policy:\n    pth: x\n" + DATA,
+        ["`model.policy` has no key `pth`", "a.yaml:3", "pth: x", "did you mean `model.policy.path`?"],
+    ),
+    "key of an optional dataclass": (
+        "model:\n  policy:\n    tiny:\n      widht: 3\n" + DATA,
+        ["no argument `widht`", "a.yaml:4", "did you mean `width`?"],
+    ),
+    "top-level key": ("modle:\n  policy: {tiny: {}}\n" + DATA, ["no key `modle`", "a.yaml:1", "did you mean `model`?"]),
+    "key of the trainer": (
+        "trainer:\n  max_epoch: 3\n" + GOOD,
+        ["`trainer` has no key `max_epoch`", "a.yaml:2", "`trainer.max_epochs`"],
+    ),
+    "key in the wrong place": ("trainer:\n  lr: 1\n" + GOOD, ["a.yaml:2", "did you mean `model.optimizer.lr`?"]),
+    "recipe": (
+        "model:\n  policy: {tiny: {}}\n  objective:\n    recipe: dappo\n" + DATA,
+        ["`model.objective.recipe` cannot be 'dappo'", "a.yaml:4", "did you mean 'dapo'", "dr_grpo"],
+    ),
+    "optional choice": (
+        "model:\n  policy: {tiny: {}}\n  objective: {advantage: gruop_std}\n" + DATA,
+        ["`model.objective.advantage` cannot be 'gruop_std'", "a.yaml:3", "'group_std'"],
+    ),
+    "number": (
+        "model:\n  policy: {tiny: {}}\n  optimizer:\n    lr: fast\n" + DATA,
+        ["`model.optimizer.lr` cannot be 'fast'", "a.yaml:4", "give a number"],
+    ),
+    "whole number": (
+        MODEL + DATA + "  group_size: 2.5\n",
+        ["`data.group_size` cannot be '2.5'", "a.yaml:7", "give a whole number"],
+    ),
+    "engine": (GOOD + "  engine: {name: vlm}\n", ["`data.engine.name` cannot be 'vlm'", "a.yaml:7", "'vllm'"]),
+    "class": (
+        MODEL + DATA.replace("AdditionPrompts", "AdditionPromts"),
+        ["AdditionPromts", "a.yaml:4", "did you mean lit_grpo.tasks.AdditionPrompts?"],
+    ),
+    "class in a list": (
+        MODEL + DATA.replace("ExactMatch", "ExactMtch"),
+        ["ExactMtch", "a.yaml:6", "did you mean lit_grpo.rewards.ExactMatch?"],
+    ),
+    "class without module": (
+        MODEL + DATA.replace("lit_grpo.rewards.ExactMatch", "ExactMtch"),
+        ["'ExactMtch' is no import path", "a.yaml:6", "lit_grpo.rewards.ExactMatch"],
+    ),
+    "module": (
+        MODEL + DATA.replace("lit_grpo.rewards.", "lit_grpo.rewrads."),
+        ["lit_grpo.rewrads", "a.yaml:6", "did you mean lit_grpo.rewards.ExactMatch?"],
+    ),
+    "module of somebody": (
+        MODEL + DATA.replace("lit_grpo.rewards.ExactMatch", "my_rewards.Mine"),
+        ["my_rewards", "a.yaml:6", "is it installed, or in the folder you are in?"],
+    ),
+    "class of another kind": (
+        MODEL + DATA.replace("lit_grpo.rewards.ExactMatch", "lit_grpo.tasks.AdditionPrompts"),
+        ["is no Reward", "a.yaml:6"],
+    ),
+    "argument of a class": (
+        MODEL + DATA.replace("ExactMatch}", "ExactMatch, init_args: {wieght: 2}}"),
+        ["no argument `wieght`", "a.yaml:6", "did you mean `weight`?"],
+    ),
+    "value of a class's argument": (
+        MODEL + DATA.replace("ExactMatch}", "ExactMatch, init_args: {weight: heavy}}"),
+        ["ExactMatch.weight` cannot be 'heavy'", "a.yaml:6", "give a number"],
+    ),
+    "missing argument of a class": (
+        MODEL + DATA.replace("AdditionPrompts", "JsonlPrompts"),
+        ["JsonlPrompts needs `path`", "a.yaml:4"],
+    ),
+    "callback": (
+        "trainer:\n  callbacks:\n    - class_path: lit_grpo.callbacks.RolloutChekpoint\n" + GOOD,
+        ["RolloutChekpoint", "a.yaml:3", "did you mean lit_grpo.callbacks.RolloutCheckpoint?"],
+    ),
+    "value a callback refuses": (
+        "trainer:\n  callbacks:\n    - class_path: lit_grpo.callbacks.RolloutCheckpoint\n"
+        "      init_args:\n        keep_last: 0\n" + GOOD,
+        ["keep_last is 0", "a.yaml:5"],
+    ),
+    "value a module refuses": (
+        GOOD + "  group_size: 0\n",
+        ["group_size is 0, must be at least 1", "a.yaml:7"],
+    ),
+    "missing model folder": (
+        "model:\n  policy: {path: ./no/such/model}\n" + DATA,
+        ["there is no model folder no/such/model", "a.yaml:2"],
+    ),
+    "what manual optimization cannot do": (
+        "trainer: {gradient_clip_val: 1.0}\n" + GOOD,
+        ["trainer.gradient_clip_val does not work", "a.yaml:1", "set model.max_grad_norm"],
+    ),
+    "strategy": ("trainer: {strategy: ddpp}\n" + GOOD, ["invalid strategy name", "ddpp", "a.yaml:1"]),
+    "YAML": ("model: [\n" + DATA, ["not valid YAML", "a.yaml:3"]),
+    "tab": ("model:\n\tpolicy: 1\n", ["not valid YAML", "a.yaml:2", "indent with spaces"]),
+    "double key": (GOOD + "model:\n  policy: 1\n", ["`model` is there twice, first in line 1", "a.yaml:7"]),
+    "no mapping": ("- a\n", ["holds keys and values", "a.yaml:1"]),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), IN_A_FILE.values(), ids=IN_A_FILE.keys())
+def test_in_a_file(screen, text, expected):
+    shown = screen("fit", "--config", "a.yaml", a=text)
+    for part in expected:
+        assert part in shown
+
+
+# (arguments behind a good configuration, what must be on the screen)
+ON_THE_COMMAND_LINE = {
+    "option": (["--model.policy.pth", "x"], ["no option --model.policy.pth", "did you mean `model.policy.path`?"]),
+    "option misspelt at its top": (["--modle.policy.path", "x"], ["did you mean `model.policy.path`?"]),
+    "choice": (
+        ["--model.objective.recipe", "dappo"],
+        ["cannot be 'dappo'", "where: command line, --model.objective.recipe dappo", "did you mean 'dapo'"],
+    ),
+    "argument of a class": (
+        ["--trainer.logger.rot=x"],
+        ["RunLogger has no argument `rot`", "command line, --trainer.logger.rot x", "did you mean `root`?"],
+    ),
+    "value a class refuses": (["--data.prompts.digits=0"], ["0 is no range of digits", "--data.prompts.digits 0"]),
+    "value missing": (["--data.rollouts"], ["data.rollouts: expected one argument"]),
+    "word": (["stray"], ["'stray' is not expected here"]),
+    "file": (["--config", "b.yaml"], ["no configuration file b.yaml", "did you mean a.yaml?"]),
+    "checkpoint": (["--ckpt_path", "last"], ["there is no checkpoint last", "--ckpt_path last"]),
+    "sharding": (["--trainer.strategy", "fsdp"], ["cannot be sharded", "command line, --trainer.strategy fsdp"]),
+    "store": (["--trainer.logger.tracking_uri", "file:x"], ["plain files", "--trainer.logger.tracking_uri file:x"]),
+}
+
+
+@pytest.mark.parametrize(("words", "expected"), ON_THE_COMMAND_LINE.values(), ids=ON_THE_COMMAND_LINE.keys())
+def test_on_the_command_line(screen, words, expected):
+    shown = screen("fit", "--config", "a.yaml", *words, a=GOOD)
+    for part in expected:
+        assert part in shown
+
+
+def test_the_layer_that_is_wrong_is_named(screen):
+    shown = screen(
+        "fit", "--config", "a.yaml", "--config=b.yaml", a=GOOD + "  group_size: 4\n", b="\ndata:\n  group_size: many\n"
+    )
+    assert "b.yaml:3" in shown
+    assert "a.yaml" not in shown
+
+
+def test_the_environment_is_named(screen, monkeypatch):
+    monkeypatch.setenv("LIT_GRPO_FIT__DATA__GROUP_SIZE", "many")
+    assert "environment variable LIT_GRPO_FIT__DATA__GROUP_SIZE" in screen("fit", "--config", "a.yaml", a=GOOD)
+
+
+def test_missing_keys(screen):
+    assert "`data.prompts` and `data.rewards` are missing" in screen("fit", "--model.policy.tiny", "{}")
+
+
+def test_commands(screen):
+    assert "did you mean 'fit'?" in screen("fti")
+    assert "the command comes first" in screen("--config", "a.yaml", "fit")
+    assert "did you mean --checkpoint?" in screen("export", "--output", "x", "--checkpoint", "y", "--checkpiont", "z")
+
+
+def test_bad_data_is_found_before_a_model_is_loaded(screen, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    data = DATA.replace("AdditionPrompts}", "JsonlPrompts, init_args: {path: bad.jsonl}}")
+    assert "bad.jsonl:2" in screen("fit", "--config", "a.yaml", a=MODEL + data)
+
+
+def test_debug_shows_the_traceback_too(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LIT_GRPO_DEBUG", "1")
+    assert main(["fit", "--config", "none.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert "there is no configuration file none.yaml" in captured.err
+
+
+def test_help_and_early_errors_import_nothing_heavy(tmp_path):
+    """Also the promise that `lit-grpo --help` takes less than two seconds, most of which is Python's own start."""
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from lit_grpo.cli import main\n"
+        "assert main(['--help']) == 0 and main(['--version']) == 0\n"
+        "assert main(['fit', '--config', 'none.yaml']) == 2\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'mlflow', 'jsonargparse', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert time.process_time() < 2\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for word in ("fit", "validate", "test", "predict", "export", "--config", "examples:", "exit codes"):
+        assert word in done.stdout
+    assert "lit-grpo " in done.stdout.splitlines()[-1]
+
+
+def test_an_unknown_key_with_nothing_in_it_is_found(screen):
+    assert "no key `sumary`" in screen("fit", "--config", "a.yaml", a="sumary: {}\n" + GOOD)
