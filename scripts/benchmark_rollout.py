@@ -2,7 +2,7 @@
 """Tokens per second of a rollout engine beside its bare library on the same requests, in one run.
 
     python scripts/benchmark_rollout.py --model models/SmolLM2-135M-Instruct
-    python scripts/benchmark_rollout.py --shape qwen2-1.5b --prompts 64 --samples 8 --max-new-tokens 128 --dtype bfloat16
+    python scripts/benchmark_rollout.py --shape qwen2-1.5b --dtype bfloat16 --prompts 64 --max-new-tokens 128
 
 Every round runs each contestant once, in turn, so that a busy machine slows all of them alike; the last line is the
 ratio of medians, bare over ours: at most 1.05 is the goal.

@@ -10,6 +10,12 @@ import torch
 
 from lit_grpo.types import Completion, Request, Sampling
 
+ON_GPU = torch.cuda.is_available()
+DTYPE = "bfloat16" if ON_GPU else "float32"
+GAP = 0.3 if ON_GPU else 5e-5
+"""Bound on a log-probability's difference from a float32 model's, in nats: bfloat16 keeps 8 bits."""
+WRONG_WEIGHTS = 1.0
+"""Any other weights differ by more than this somewhere."""
 VOCABULARY = 128
 EOS = 1
 MAX_MODEL_LEN = 192
@@ -45,7 +51,7 @@ def start_engine(folder: Path, model: Any, **options: Any) -> Any:
     from lit_grpo.engines.vllm import VLLMEngine
 
     model.save_pretrained(folder)
-    small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "kv_cache_memory_bytes": 2**26}
+    small = {"dtype": DTYPE, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "kv_cache_memory_bytes": 2**26}
     return VLLMEngine(folder, **{**small, **options})
 
 
@@ -68,7 +74,7 @@ def greedy(engine: Any, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[tu
 
 @torch.no_grad()
 def largest_gap(model: Any, asked: Sequence[Request], completions: Sequence[Completion], temperature: float) -> float:
-    """Largest difference, in nats, of a completion's log-probabilities from those of ``model``."""
+    """Largest difference, in nats, of a completion's log-probabilities from those of ``model`` in float32."""
     prompts = {r.index: r.token_ids for r in asked}
     gap = 0.0
     for c in completions:
