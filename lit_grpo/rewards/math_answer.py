@@ -6,6 +6,7 @@ not cut off, what its last sentence ends in. An answer that was mentioned on the
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Literal
 
@@ -19,7 +20,8 @@ _NEXT_QUESTION = re.compile(
 )
 _ANCHOR = re.compile(
     r"####(?!#)"
-    r"|\banswers?\b(?:[ \t]+(?:to|of|for)\b[^.\n]{0,80}?)?[*_ \t]*(?:\b(?:is|are|was|equals|would be|should be)\b[*_ \t]*:?|[:=：])"
+    r"|\banswers?\b(?:[ \t]+(?:to|of|for)\b[^.\n]{0,80}?)?[*_ \t]*"
+    r"(?:\b(?:is|are|was|equals|would be|should be)\b[*_ \t]*:?|[:=：])"
     r"|答案(?:是|为|為)?[:：]?",
     re.IGNORECASE,
 )
@@ -36,7 +38,10 @@ _OPTION = re.compile(r"(?:option|choice|choose|answer|is|select|pick)\s*:?\s*(?:
 _LONE_OPTION = re.compile(r"^[\s*(]*([A-J])[\s).*]*$")
 
 _LONGEST_CLAUSE = 2_000
+_WINDOW = 50_000
+"""Characters from the end in which "answer is" is looked for; a box counts wherever it stands."""
 
+_MOST_QUESTIONS = 20
 
 Kind = Literal["number", "option", "other"]
 """What the gold answer is decides how prose is read."""
@@ -69,11 +74,10 @@ def gold_answer(gold: str) -> str:
 
 
 def _before_next_question(text: str) -> str:
-    answer = _BOX.search(text) or _ANCHOR.search(text)
-    if answer is None:
-        return text
-    cut = _NEXT_QUESTION.search(text, answer.end())
-    return text[: cut.start()] if cut else text
+    for cut in itertools.islice(_NEXT_QUESTION.finditer(text), _MOST_QUESTIONS):
+        if _BOX.search(text, 0, cut.start()) or _ANCHOR.search(text, max(0, cut.start() - _WINDOW), cut.start()):
+            return text[: cut.start()]
+    return text
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
@@ -119,6 +123,7 @@ def _box_at(text: str, position: int, limit: int | None = None) -> tuple[str | N
 
 
 def _after_last_anchor(text: str, kind: Kind) -> str | None:
+    text = text[-_WINDOW:]
     anchors = list(_ANCHOR.finditer(text))
     for anchor in reversed(anchors[-5:]):
         rest = text[anchor.end() : anchor.end() + _LONGEST_CLAUSE].lstrip(" \t\n*:：")
@@ -176,7 +181,7 @@ def _end_of_last_sentence(text: str, kind: Kind) -> str | None:
 
 def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
     """Several numbers offered with "or" are a list: a guess among many is no answer."""
-    for before, after in zip(numbers, numbers[1:], strict=False):
+    for before, after in itertools.pairwise(numbers):
         if re.fullmatch(r"[\s,$]*(?:or|或)[\s,$]*", clause[before.end() : after.start()]):
             return ", ".join(n[0] for n in numbers)
     return None

@@ -7,6 +7,7 @@ it belongs in a worker of :class:`lit_grpo.rewards.pool.WorkerPool`. Rules that 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -101,7 +102,7 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+    return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # 4 2 is not 42
 
 
 def _agree_in_words(gold: str, answer: str) -> bool | None:
@@ -133,7 +134,7 @@ def _parts(text: str) -> _Parts:
         inside = text[2:-2]
         if not _builder(inside):
             return _Parts("many", _items(inside))
-    if is_wrapped(text, r"\langle", r"\rangle"):
+    if text.startswith(r"\langle") and text.endswith(r"\rangle") and text.count(r"\rangle") == 1:
         return _Parts("tuple", _items(text[7:-7]), "()")
     if text[:1] in {"(", "["} and _closes_at_end(text):
         items = _items(text[1:-1])
@@ -168,11 +169,8 @@ def _builder(inside: str) -> str | None:
 
 def _agree_as_tuples(g: _Parts, a: _Parts, gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     if len(g.items) != len(a.items):
-        if len(g.items) == 2 and a.kind == "one":  # an interval against an inequality or a column vector
-            return _agree_singly(gold, answer, symbolic, depth)
-        if len(a.items) == 2 and g.kind == "one":
-            return _agree_singly(gold, answer, symbolic, depth)
-        return False
+        # an interval against an inequality, or a point against a column vector
+        return "one" in (g.kind, a.kind) and _agree_singly(gold, answer, symbolic, depth)
     if g.kind == a.kind and g.brackets != a.brackets and len(g.items) == 2:
         return False  # (2,5) is not [2,5)
     if "tuple" in (g.kind, a.kind) and is_wrapped(gold if a.kind == "tuple" else answer, r"\{", r"\}"):
@@ -320,7 +318,7 @@ def _agree_as_matrices(
     numbers = [parse_number(cell) for row in g for cell in row]
     rounded = [n for n in numbers if n and n.decimals is not None]
     places = max((n.decimals or 0 for n in rounded if n.digits >= 3), default=None)
-    for g_cell, a_cell in zip(sum(g, []), sum(a, []), strict=True):
+    for g_cell, a_cell in zip(itertools.chain(*g), itertools.chain(*a), strict=True):
         g_number, a_number = parse_number(g_cell), parse_number(a_cell)
         if g_number and a_number:
             if not same_number(g_number, a_number, places):
@@ -331,7 +329,8 @@ def _agree_as_matrices(
 
 
 _NAME = re.compile(
-    r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho|sigma))(?:_\{?\w+\}?)?'?(?:\s*\([a-zA-Z, ]+\))?"
+    r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho|sigma))"
+    r"(?:_\{?\w+\}?)?'?(?:\s*\([a-zA-Z, ]+\))?"
 )
 _MEMBERSHIP = re.compile(rf"{_NAME.pattern}\s*\\in(?![a-zA-Z])")
 

@@ -64,8 +64,8 @@ def _is_relation(value: Any) -> bool:
 def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
     """Compare values, relative to their size and at several points; subtracting first would hide that both are tiny."""
     g, a = _prepared(g), _prepared(a)
-    if g == a:
-        return True
+    if g == a or g.is_infinite or a.is_infinite:
+        return bool(g == a)
     symbols = sorted(g.free_symbols | a.free_symbols, key=str)
     if g.is_Rational and a.is_Rational and not _is_decimal(gold) and not _is_decimal(answer):
         return False
@@ -95,9 +95,8 @@ _CONSTANTS = {"i": sympy.I, "e": sympy.E}
 
 def _value(value: sympy.Expr, point: dict[Any, Any]) -> Any:
     number = sympy.N(value.subs(point), _DIGITS)
-    if not (number.is_Number or number.is_complex) or number.free_symbols or number.has(sympy.nan, sympy.zoo, sympy.oo):
-        raise _UnknownError
-    if not number.is_Number and not all(part.is_Number for part in number.as_real_imag()):
+    parts = (number,) if number.is_Number else number.as_real_imag()
+    if not all(part.is_Number and part.is_finite for part in parts):
         raise _UnknownError
     return number
 
@@ -108,7 +107,7 @@ def _is_decimal(text: str) -> bool:
 
 
 def _same_decimal(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
-    sides = []
+    sides: list[Number] = []
     for text, value in ((gold, g), (answer, a)):
         number = parse_number(text)
         if number is None:
@@ -117,7 +116,7 @@ def _same_decimal(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
                 return False
             number = Number(Fraction(str(x)))
         sides.append(number)
-    return same_number(*sides)
+    return same_number(sides[0], sides[1])
 
 
 def _same_relation(g: Relational, a: Relational) -> bool | None:
@@ -126,7 +125,9 @@ def _same_relation(g: Relational, a: Relational) -> bool | None:
     if not same_way and type(g) is not a.reversed.func:
         return False if {type(g), type(a)} <= _ORDERS else None
     left, right = _prepared(g.lhs - g.rhs), _prepared(a.lhs - a.rhs)
-    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    if left.free_symbols != right.free_symbols:
+        return False
+    symbols = sorted(left.free_symbols, key=str)
     try:
         factors = []
         for place in _PLACES:

@@ -17,7 +17,8 @@ _SIGNS = {
     **dict.fromkeys("−–—‐‑‒﹣－", "-"), **dict.fromkeys("×✕", r"\times "), **dict.fromkeys("·⋅∙•", r"\cdot "),
     "÷": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "⩽": r"\leq ",
     "⩾": r"\geq ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ",
-    "°": r"^\circ ", "º": r"^\circ ", "…": r"\ldots ", "⋯": r"\cdots ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "∀": r"\forall ",
+    "°": r"^\circ ", "º": r"^\circ ", "…": r"\ldots ", "⋯": r"\cdots ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+    "∀": r"\forall ",
     "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ",
     "φ": r"\phi ", "ω": r"\omega ", "ρ": r"\rho ", "σ": r"\sigma ", "、": ",", "⟨": r"\langle ", "⟩": r"\rangle ",
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""), "“": "", "”": "",
@@ -114,6 +115,7 @@ def _sign(char: str) -> str:
     return char
 
 
+_END_MARKS = re.compile(r"(?<!\\)[.,;:。，；！\s]+$")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
@@ -121,7 +123,7 @@ def _strip_outer(text: str) -> str:
     """Take away formula marks, full stops and brackets around the whole."""
     while True:
         before = text
-        text = text.strip().rstrip(".;:。；！").rstrip(",，").strip()
+        text = _END_MARKS.sub("", text.strip())
         for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
             inner = text[len(opening) : -len(closing)]
             if (
@@ -142,7 +144,7 @@ def _strip_brackets(text: str) -> str:
         return text
     match: dict[int, int] = {}
     stack: list[int] = []
-    commas: dict[int, bool] = {}  # opening position -> a comma directly inside
+    commas: set[int] = set()  # opening brackets with a comma directly inside
     for i, char in enumerate(text):
         if char in "{([":
             stack.append(i)
@@ -153,10 +155,10 @@ def _strip_brackets(text: str) -> str:
             if _CLOSING[text[start]] == char:
                 match[start] = i
         elif char == "," and stack:
-            commas[stack[-1]] = True
+            commas.add(stack[-1])
     begin, end = 0, len(text)
     while begin < end and text[begin] in "{(" and match.get(begin) == end - 1:
-        if text[end - 2 : end - 1] == "\\" or (text[begin] == "(" and _holds_comma(text, begin, commas, match)):
+        if text[end - 2 : end - 1] == "\\" or (text[begin] == "(" and begin in commas):
             break
         begin, end = begin + 1, end - 1
         while begin < end and text[begin] == " ":
@@ -164,14 +166,6 @@ def _strip_brackets(text: str) -> str:
         while begin < end and text[end - 1] == " ":
             end -= 1
     return text[begin:end]
-
-
-def _holds_comma(text: str, begin: int, commas: dict[int, bool], match: dict[int, int]) -> bool:
-    while begin in match:  # ((1,2)) holds one as well
-        if commas.get(begin):
-            return True
-        begin += 1
-    return False
 
 
 _GROUPED = re.compile(
@@ -217,7 +211,7 @@ _MOST_EXPONENT = 4_000
 
 
 def parse_number(text: str) -> Number | None:
-    """The number a cleaned text writes out: integer, decimal, fraction, mixed, scientific, repeating, with or without %."""
+    """The number a cleaned text writes out: integer, decimal, fraction, mixed, scientific, repeating; maybe %."""
     text = text.strip()
     percent = text.endswith("%")
     text = text.removesuffix("%").rstrip()
@@ -300,17 +294,17 @@ def same_number(gold: Number, answer: Number, places: int | None = None) -> bool
     if places is None or gold.decimals is None or (gold.digits < 3 and places == gold.decimals):
         return False
     finer = answer.decimals is None or answer.decimals >= places + 3
-    whole = answer.decimals is None and answer.value.denominator == 1
-    return finer and not whole and 2 * gap * 10**places <= 1
+    integer = answer.decimals is None and answer.value.denominator == 1
+    return finer and not integer and 2 * gap * 10**places <= 1
 
 
 # Units
 
 _UNITS: dict[str, tuple[str, Fraction]] = {}
 for _dimension, _table in {
-    "length": "mm=1/1000 millimeter=1/1000 millimetre=1/1000 cm=1/100 centimeter=1/100 centimetre=1/100 dm=1/10 m=1 meter=1 "
-    "metre=1 km=1000 kilometer=1000 kilometre=1000 in=127/5000 inch=127/5000 inche=127/5000 ft=381/1250 foot=381/1250 "
-    "feet=381/1250 yd=1143/1250 yard=1143/1250 mi=201168/125 mile=201168/125",
+    "length": "mm=1/1000 millimeter=1/1000 millimetre=1/1000 cm=1/100 centimeter=1/100 centimetre=1/100 dm=1/10 m=1 "
+    "meter=1 metre=1 km=1000 kilometer=1000 kilometre=1000 in=127/5000 inch=127/5000 inche=127/5000 ft=381/1250 "
+    "foot=381/1250 feet=381/1250 yd=1143/1250 yard=1143/1250 mi=201168/125 mile=201168/125",
     "mass": "mg=1/1000 g=1 gram=1 kg=1000 kilogram=1000 lb=45359237/100000 pound=45359237/100000 oz=45359237/1600000 "
     "ounce=45359237/1600000 ton=1000000",
     "time": "ms=1/1000 s=1 sec=1 second=1 min=60 minute=60 h=3600 hr=3600 hour=3600 day=86400 week=604800 "

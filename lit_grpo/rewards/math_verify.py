@@ -24,13 +24,15 @@ class Verdict(NamedTuple):
     """The final answer that was found in the text."""
     error: str = ""
     """Why a worker could not judge it; such an answer counts as wrong."""
+    crashed: bool = False
+    """The worker process died of it."""
 
 
 class MathReward(Reward):
     """1 for a right final answer, else 0, judged by its written form where that is enough and by math-verify otherwise.
 
     math-verify and SymPy run in processes that are killed at the time limit, so no answer can hold up or end a run. A
-    timeout is a wrong answer with ``Score.timed_out``.
+    timeout is a wrong answer with ``Score.timed_out``, a worker that died of it one with ``Score.failed``.
 
     Which answer counts: the last ``\\boxed`` (several joined by "or" are a list); else what follows the last ``####``
     or "answer is"; else what the last sentence ends in, unless the completion was cut off or refuses. What a base model
@@ -71,20 +73,20 @@ class MathReward(Reward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         golds = [x.prompt.answer or "" for x in batch]
         verdicts = self.judge(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
-        return [Score(float(v.correct), timed_out=v.timed_out) for v in verdicts]
+        return [Score(float(v.correct), timed_out=v.timed_out, failed=v.crashed) for v in verdicts]
 
     def judge(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None
     ) -> list[Verdict]:
         """Verdicts on ready texts, in order. ``truncated``: texts cut by a length limit; None: none is."""
         cut = truncated or [False] * len(texts)
-        known: dict[str, tuple[str, str]] = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
+        known = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
         pairs: list[tuple[str, str | None]] = []
         for gold, text, short in zip(golds, texts, cut, strict=True):
             answer, kind = known[gold]
             pairs.append((answer, final_answer(text, kind, short)))
         # The samples of one prompt often agree: judge each pair once.
-        quick = {pair: grade_quickly(*pair) if pair[1] else False for pair in dict.fromkeys(pairs)}
+        quick = {(g, a): grade_quickly(g, a) if a else False for g, a in dict.fromkeys(pairs)}
         hard = [pair for pair, verdict in quick.items() if verdict is None]
         outcomes = dict(zip(hard, self._pool.map(hard), strict=True))
         verdicts = []
@@ -93,8 +95,16 @@ class MathReward(Reward):
             if outcome is None:
                 verdicts.append(Verdict(bool(quick[pair]), answer=pair[1]))
             else:
-                correct, late = outcome.status == "ok" and outcome.value is True, outcome.status == "timeout"
-                verdicts.append(Verdict(correct, late, outcome.seconds, pair[1], outcome.error))
+                verdicts.append(
+                    Verdict(
+                        correct=outcome.status == "ok" and outcome.value is True,
+                        timed_out=outcome.status == "timeout",
+                        seconds=outcome.seconds,
+                        answer=pair[1],
+                        error=outcome.error,
+                        crashed=outcome.status == "crash",
+                    )
+                )
         return verdicts
 
     def close(self) -> None:

@@ -97,6 +97,7 @@ class WorkerPool:
             8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         )
         self._setup = {"module": module, "function": name, "memory": memory}
+        self._thread: threading.Thread | None = None
         self._reset()
         _POOLS.add(self)
 
@@ -148,7 +149,7 @@ class WorkerPool:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._tasks: deque[_Task] = deque()
-        self._thread: threading.Thread | None = None
+        self._thread = None
         self._closing = False
         self._bell, self._rope = Pipe(duplex=False)
         os.set_blocking(self._rope.fileno(), False)
@@ -178,24 +179,26 @@ class WorkerPool:
             _answer(task, Outcome("crash", error="the pool was closed"), error)
 
     def _hand_out(self) -> None:
-        while True:
+        while self._tasks:
             worker = next((w for w in self._all if w.task is None), None)
-            if worker is None and len(self._all) >= self.workers:
-                return
-            with self._lock:
-                if not self._tasks:
+            if worker is None:
+                if len(self._all) >= self.workers:
                     return
-                task = self._tasks.popleft()
-            worker = worker or self._start()
-            worker.task, worker.started = task, time.monotonic()
+                worker = self._start()  # may raise, so the item stays in the queue until then
+            with self._lock:
+                worker.task = self._tasks.popleft()
+            worker.started = time.monotonic()
             worker.served += 1
             try:
-                worker.connection.send_bytes(task.payload)
-            except OSError:  # died while idle: not the item's doing
-                worker.task = None
+                worker.connection.send_bytes(worker.task.payload)
+            except OSError:
+                if worker.served > 1:  # died while idle: not the item's doing
+                    with self._lock:
+                        self._tasks.appendleft(worker.task)
+                    worker.task = None
+                else:
+                    _finish(worker, Outcome("crash", error="the worker process died"))
                 self._discard(worker)
-                with self._lock:
-                    self._tasks.appendleft(task)
 
     def _collect(self) -> None:
         busy = [w for w in self._all if w.task is not None]

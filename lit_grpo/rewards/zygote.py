@@ -75,7 +75,7 @@ def _import(module: str, name: str) -> Callable[[Any], Any]:
     warm_up = getattr(imported, "warm_up", None)
     if callable(warm_up):
         warm_up()
-    return getattr(imported, name)  # type: ignore[no-any-return]
+    return getattr(imported, name)
 
 
 def _serve(connection: Connection, function: Callable[[Any], Any], memory: int | None) -> None:
