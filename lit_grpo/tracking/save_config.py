@@ -29,8 +29,8 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        text = self.parser.dump(self.config, skip_none=False)
-        name = self.config_filename if stage == "fit" else f"config-{stage}.yaml"
+        text = self.parser.dump(self.config, skip_unset=False)
+        name = self.config_filename if stage == "fit" else f"config-{getattr(stage, 'value', stage)}.yaml"  # an enum
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / name
         if path.exists() and path.read_text() != text:

@@ -57,14 +57,19 @@ class RunSummary(Callback):
         if stage == "fit":
             self._folder = run_folder(trainer)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._record(trainer)
+
+    def _record(self, trainer: Trainer) -> None:
         logged = trainer.callback_metrics
         self._steps.append(trainer.fit_loop.epoch_loop.total_batch_idx + 1)
         for key, values in self._metrics.items():
             values.append(float(logged.get(key, torch.nan)))
-        self._batch = batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps), "metrics": {key: list(values) for key, values in self._metrics.items()}}
@@ -101,8 +106,15 @@ class RunSummary(Callback):
             self._tell(trainer, f"stopped by {reason.monitor}: {reason.reason}" if reason else "finished", bool(reason))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not self._steps or trainer.state.fn != "fit":
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        if trainer.state.fn != "fit" or not batches.processed:
             return
+        if batches.processed == batches.ready and batches.ready not in self._steps[-1:]:
+            # Another callback broke off before our turn, and before Lightning's to log the step, which is saved below.
+            self._record(trainer)
+            metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.on_exception(trainer, pl_module, exception)
         for callback in trainer.checkpoint_callbacks:

@@ -127,7 +127,7 @@ class FakeParser:
     def __init__(self, text):
         self.text = text
 
-    def dump(self, config, skip_none):
+    def dump(self, config, skip_unset):
         return self.text
 
 
