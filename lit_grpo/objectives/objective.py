@@ -279,8 +279,10 @@ class Objective:
         mask = exp.mask & kept[:, None]
         conflicts = None
         factors = torch.ones_like(advantages)
-        if exp.token_ids is not None and not self.advantage.per_token and exp.width:
-            sign = advantages[:, 0]
+        if self.token_weights.conflict_overlap != "none":
+            _known(exp, "token_ids")
+        if exp.token_ids is not None and not self.advantage.per_token:
+            sign = advantages[:, 0] if exp.width else advantages.sum(1)
             found = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
             conflicts = found.either
             if self.token_weights.conflict_overlap != "none":

@@ -189,6 +189,22 @@ def test_nothing_left_is_exactly_zero(name: str) -> None:
         assert not grad.any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_without_completions_or_tokens(name: str) -> None:
+    made = objective(name)
+    exp, now = batch(4, groups=2, size=3, width=4)
+    none = torch.zeros(0, dtype=torch.long)
+    _, plan, out, grad = step(made, exp.select(none), now.select(none))
+    assert plan.empty
+    assert out.loss.item() == 0
+    assert grad.shape == (0, 4)
+    bare, bare_now = batch(4, groups=2, size=3, width=0)
+    _, plan, out, grad = step(made, bare, bare_now)
+    assert plan.empty
+    assert out.loss.item() == 0
+    assert grad.shape == (6, 0)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "gmpo", "cispo", "sapo", "olmo3", "lite_ppo"])
 def test_all_correct_batch_teaches_nothing(name: str) -> None:
     exp, now = batch(4, groups=2, size=3, width=4)

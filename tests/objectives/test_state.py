@@ -158,6 +158,7 @@ def test_missing_inputs_are_named() -> None:
         ("ppo", {}, "values"),
         ("rent", {}, "entropy"),
         ("reinforce_bstar", {"bstar_weights": "given"}, "score_sqnorm"),
+        ("gtpo", {"initial_entropy": 0.3}, "token_ids"),
     ):
         made = Objective.from_recipe(recipe, **changes)
         with pytest.raises(UserError, match=field.split("_")[0]):
