@@ -109,6 +109,7 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         if stage == "fit":
             module.prepare_for(
+                rollouts=self.rollouts * max(1, self._trainer.max_epochs or 1),
                 group_size=self.group_size,
                 prompts_per_rollout=self.prompts_per_rollout,
                 max_new_tokens=self.sampling.max_new_tokens,

@@ -90,10 +90,13 @@ class LitGRPO(pl.LightningModule):
         self.objective_state = self.objective.new_state()
         self.policy_version = 0
         """Rollouts trained on."""
+        self.step_metrics: dict[str, float] = {}
+        """What the last rollout logged. Trainer.callback_metrics also keeps keys that only earlier rollouts had."""
         self.optimizer_steps = 0
         self.skipped_steps = 0
         self.empty_steps = 0
         self._skipped_in_a_row = 0
+        self._planned_rollouts = 0
         self._tokenizer: Any = None
         self._restored_rng: dict[str, Any] | None = None
 
@@ -106,12 +109,13 @@ class LitGRPO(pl.LightningModule):
             self._tokenizer = load_tokenizer(self.policy_config)
         return self._tokenizer
 
-    def prepare_for(self, *, group_size: int, prompts_per_rollout: int, max_new_tokens: int) -> None:
-        """Called by the data module in set-up, before the model is loaded: fit the objective to the rollouts.
+    def prepare_for(self, *, rollouts: int, group_size: int, prompts_per_rollout: int, max_new_tokens: int) -> None:
+        """Called by the data module in set-up, before the model is loaded: fit objective and schedule to the rollouts.
 
         Raises:
             UserError: the objective, the updates and the shape of the rollouts contradict each other.
         """
+        self._planned_rollouts = rollouts
         self.objective = self.objective.for_run(max_new_tokens)
         self.objective.check(group_size=group_size, updates_per_rollout=self.updates_per_rollout, has_critic=False)
         size = self.minibatch_prompts or prompts_per_rollout
@@ -136,7 +140,9 @@ class LitGRPO(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.policy is not None
-        steps = int(self.trainer.estimated_stepping_batches) * self.updates_per_rollout * self.objective.passes
+        # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
+        # resumed run would then begin with its first prompts again.
+        steps = self._planned_rollouts * self.updates_per_rollout * self.objective.passes
         optimizer, scheduler = make_optimizer(self.policy, self.optimizer_config, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -365,6 +371,7 @@ class LitGRPO(pl.LightningModule):
         }
         busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in ("generate", "reward", "sync"))
         values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
+        self.step_metrics = dict(values)
         shown = {key: values.pop(key) for key in SHOWN_IN_PROGRESS_BAR if key in values}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict(values, batch_size=1)

@@ -64,6 +64,7 @@ class OptimizerConfig:
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         schedule: after the warm-up: stay, or fall to ``final_lr_ratio * lr`` over the run's optimizer steps.
+        total_steps: optimizer steps at which ``linear`` and ``cosine`` end; None: those of the run.
         warmup_steps: optimizer steps over which the rate rises linearly from 0.
         final_lr_ratio: where ``linear`` and ``cosine`` end.
     """
@@ -73,5 +74,6 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_steps: int | None = None
     warmup_steps: int = 0
     final_lr_ratio: float = 0.0

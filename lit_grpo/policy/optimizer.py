@@ -20,6 +20,13 @@ def make_optimizer(
     """
     if config.lr <= 0:
         raise UserError(f"the learning rate is {config.lr}, must be above 0", where="model.optimizer.lr")
+    total_steps = config.total_steps or total_steps
+    if config.schedule != "constant" and total_steps < 1:
+        raise UserError(
+            f"the {config.schedule} schedule needs the length of the run, which only RolloutDataModule tells",
+            where="model.optimizer.total_steps",
+            remedy="set total_steps to the number of optimizer steps",
+        )
     trainable = [p for p in policy.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
