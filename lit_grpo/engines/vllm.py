@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.vllm_start import KEY, check_installed, checked_path, process_left_alone, start
+from lit_grpo.engines.vllm_start import KEY, check_installed, checked_path, forget_graph_pool, process_left_alone, start
 from lit_grpo.engines.vllm_weights import reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
@@ -139,6 +139,8 @@ class VLLMEngine:
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
         call = next(self._calls)
+        # Sampling makes many short-lived objects; without this each collection would walk all that the process holds.
+        gc.freeze()
         inbox: deque[Completion] = deque()
         waiting: set[str] = set()
         try:
@@ -162,6 +164,8 @@ class VLLMEngine:
                     self._step()
         finally:
             self._abort([key for key in waiting if key in self._routes])
+            if not self._routes:
+                gc.unfreeze()
 
     def _step(self) -> None:
         """One forward pass for all running samples; hand out those that ended with it."""
@@ -303,6 +307,7 @@ class VLLMEngine:
             return
         self._routes.clear()
         client, self._engine = self._engine.engine_core, None
+        gc.unfreeze()
         # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()
@@ -313,6 +318,7 @@ class VLLMEngine:
         del llm, client, core, finalizer
         gc.collect()
         if not self._on_cpu:
+            forget_graph_pool()
             torch.cuda.empty_cache()
 
     def _require_open(self) -> None:
@@ -347,6 +353,7 @@ def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> Any:
         logprobs=0,  # of the sampled id alone
         flat_logprobs=True,  # lists of numbers instead of one object per token
         detokenize=False,
+        skip_clone=True,  # made for this request alone
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -121,3 +121,10 @@ def process_left_alone(offline: bool) -> Iterator[None]:
         gc.unfreeze()
         if offline and hub is None:
             del os.environ["HF_HUB_OFFLINE"]
+
+
+def forget_graph_pool() -> None:
+    """After an engine was closed: CUDA has freed the memory pool of its graphs, and vLLM would give it to the next."""
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
