@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--data", default="../shared/data/gsm8k_test.jsonl.gz", help="JSONL with golds in 'answer'")
     parser.add_argument("--count", type=int, default=1024, help="completions")
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
-    parser.add_argument("--limit", type=float, default=3.0, help="seconds for one answer")
+    parser.add_argument("--limit", type=float, default=5.0, help="seconds for one answer")
     options = parser.parse_args()
     golds = [row.answer or "" for row in JsonlPrompts(options.data).rows()]
     golds = list(itertools.islice(itertools.cycle(golds), options.count))

@@ -12,7 +12,9 @@ from typing import Literal
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 # Between two boxes that form one answer: dollars, brackets and space around at least one joining word or sign.
-_JOINT = re.compile(r"(?:[\s$]|\\[()\[\]]|\\quad|\\text\{\s*(?:and|or)\s*\}|and\b|or\b|[,;，、或和])+")
+_JOINT = re.compile(
+    r"(?:[\s$*]|\\[()\[\]]|\\quad|\\text\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly|even|also|else)\b|[,;，、或和])+"
+)
 _JOINING = re.compile(r"and|or|[,;，、或和]")
 # A base model that runs on invents the next question.
 _NEXT_QUESTION = re.compile(
@@ -27,11 +29,17 @@ _ANCHOR = re.compile(
 )
 _BECAUSE = re.compile(r",?\s+(?:because|since|as we|which|where|but)\b|[.!?。](?:\s|$)|\n", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?:[.!?](?=\s)|[。！？\n])")
+_FINISHED = re.compile(r"[.!?。！)*]$")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(
     r"[-−–+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+|\s+\d+\s*/\s*\d+)?\s*%?|[-−–]?\.\d+"
 )
-_REFUSAL = re.compile(r"\b(?:not|no|cannot|neither|nor|unable|never)\b|n't\b", re.IGNORECASE)
+# A sentence that withdraws or only tries what it names.
+_REFUSAL = re.compile(
+    r"\b(?:cannot|can't|unable|neither|nor|never|try|trying|tried|suppose|assum\w+|guess\w*|maybe|perhaps|might)\b"
+    r"|(?:\bnot|n't)\s+(?:[\s$\\(]*\d|right|correct|sure|it\b|the answer|work|fit|hold|know|clear|enough)",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
 _FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "sec", "csc", "cot", "min", "max", "inf", "theta"})
 _OPTION = re.compile(r"(?:option|choice|choose|answer|is|select|pick)\s*:?\s*(?:\\text\{)?[*(]*([A-J])[)}*]*\s*$")
@@ -135,16 +143,20 @@ def _after_last_anchor(text: str, kind: Kind) -> str | None:
 
 def _first_clause(text: str, kind: Kind) -> str | None:
     """The answer at the start of ``text``: a formula, a number, or the words up to the end of the clause."""
-    formula = _MATH.match(text)
-    if formula:
-        return next(group for group in formula.groups() if group is not None)
+    formulas = [formula for formula in [_MATH.match(text)] if formula]
+    while formulas:
+        following = _MATH.search(text, formulas[-1].end())
+        between = text[formulas[-1].end() : following.start()] if following else ""
+        if following is None or not _JOINT.fullmatch(between) or not _JOINING.search(between):
+            return ", ".join(map(_content, formulas))
+        formulas.append(following)
     end = _BECAUSE.search(text)
     clause = _trim(text[: end.start()] if end else text)
     if not clause:
         return None
     formulas = list(_MATH.finditer(clause))
     if formulas:
-        return next(group for group in formulas[-1].groups() if group is not None)
+        return _content(formulas[-1])
     if _LONE_OPTION.match(clause):
         return clause
     if not _is_prose(clause):
@@ -159,24 +171,35 @@ def _first_clause(text: str, kind: Kind) -> str | None:
 
 def _end_of_last_sentence(text: str, kind: Kind) -> str | None:
     tail = text.rstrip()[-_LONGEST_CLAUSE:]
+    closing = [formula for formula in _MATH.finditer(tail) if not tail[formula.end() :].strip(" .。*")]
     ends = [m.end() for m in _SENTENCE_END.finditer(tail)]
     sentence = _trim(tail[ends[-1] :] if ends else tail)
-    if not sentence or _REFUSAL.search(sentence):
+    if _REFUSAL.search(sentence):
+        return None
+    if closing:
+        return _content(closing[-1])
+    if not sentence:
         return None
     lone, option = _LONE_OPTION.match(sentence), _OPTION.search(sentence)
     if lone or (option and kind == "option"):
         return lone[1] if lone else option[1]  # type: ignore[index]
     formulas = list(_MATH.finditer(sentence))
     if formulas:
-        last = formulas[-1]
-        return next(group for group in last.groups() if group is not None)
+        return _content(formulas[-1])
     if not _is_prose(sentence):
         return sentence
     if kind == "number":
         numbers = list(_NUMBER.finditer(sentence))
-        return (_joined(sentence, numbers) or _with_unit(sentence, numbers[-1])) if numbers else None
+        finished = bool(_FINISHED.search(tail))
+        if not numbers or not (finished or len(sentence[numbers[-1].end() :].split()) <= 2):
+            return None  # the sentence breaks off behind its last number
+        return _joined(sentence, numbers) or _with_unit(sentence, numbers[-1])
     said = re.split(r"\b(?:is|are|equals)\b|:", sentence)[-1].strip()
     return said if said and not _is_prose(said) else None
+
+
+def _content(formula: re.Match[str]) -> str:
+    return next(group for group in formula.groups() if group is not None)
 
 
 def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:

@@ -98,6 +98,8 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
         return g.kind == a.kind and [*map(_squeeze, g.items)] == [*map(_squeeze, a.items)]
     if "tuple" in (g.kind, a.kind):
         return _agree_as_tuples(g, a, gold, answer, symbolic, depth)
+    if "one" in (g.kind, a.kind) and _ORDER.search(gold if g.kind == "one" else answer) and r"\cup" in gold + answer:
+        return symbolic(gold, answer)  # |x| > 2 against a union
     return _agree_unordered(g.items, a.items, symbolic, depth)
 
 
@@ -241,17 +243,17 @@ def _agree_singly(gold: str, answer: str, symbolic: Symbolic, depth: int) -> boo
 def _agree_with_units(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | None:
     (g, g_unit), (a, a_unit) = split_unit(gold), split_unit(answer)
     g_number, a_number = parse_number(g), parse_number(a)
+    degrees, radians = Unit("angle"), (None, Unit("radian"))
+    if g_unit == degrees and a_unit in radians and r"\pi" in a:
+        return _agree(rf"\frac{{({g}) \pi}}{{180}}", a, symbolic, depth + 1)
+    if a_unit == degrees and g_unit in radians and r"\pi" in g:
+        return _agree(g, rf"\frac{{({a}) \pi}}{{180}}", symbolic, depth + 1)
     if g_unit and a_unit and g_unit.dimension and a_unit.dimension and g_unit != a_unit:
         if g_unit.dimension != a_unit.dimension or not (g_number and a_number):
             return False
         return g_number.value * g_unit.factor == a_number.value * a_unit.factor
     if g_number and a_number:
         return same_number(g_number, a_number)
-    degrees, radians = Unit("angle"), {None, Unit("angle", Unit("angle").factor * 0)}
-    if g_unit == degrees and a_unit in radians and r"\pi" in a:
-        return _agree(rf"\frac{{({g}) \pi}}{{180}}", a, symbolic, depth + 1)
-    if a_unit == degrees and g_unit in radians and r"\pi" in g:
-        return _agree(g, rf"\frac{{({a}) \pi}}{{180}}", symbolic, depth + 1)
     if g_unit or a_unit:
         return _agree(g, a, symbolic, depth + 1)
     return None
@@ -332,6 +334,7 @@ _NAME = re.compile(
     r"(?:[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|rho|sigma))"
     r"(?:_\{?\w+\}?)?'?(?:\s*\([a-zA-Z, ]+\))?"
 )
+_NAMES = re.compile(rf"\(\s*{_NAME.pattern}(?:\s*,\s*{_NAME.pattern})*\s*\)")
 _MEMBERSHIP = re.compile(rf"{_NAME.pattern}\s*\\in(?![a-zA-Z])")
 
 
@@ -391,7 +394,8 @@ def _name_of(text: str) -> str | None:
     """The name that an assignment gives to its value: x for ``x = 5``, f(x) for ``f(x) = x + 1``."""
     sides = split_top(text, "=")
     name = sides[0].strip()
-    return _squeeze(name) if len(sides) > 1 and (_NAME.fullmatch(name) or as_words(name)) else None
+    named = _NAME.fullmatch(name) or _NAMES.fullmatch(name) or as_words(name)
+    return _squeeze(name) if len(sides) > 1 and named else None
 
 
 def _agree_as_equations(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:

@@ -86,7 +86,8 @@ def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
 
 def _prepared(value: sympy.Expr) -> sympy.Expr:
     """Evaluate what is written unevaluated; in answers, i is the imaginary unit and e Euler's number."""
-    names = {symbol: constant for symbol in value.free_symbols if (constant := _CONSTANTS.get(str(symbol)))}
+    # The parser gives symbols assumptions that depend on the text around them, and then x is not x.
+    names = {symbol: _CONSTANTS.get(str(symbol), sympy.Symbol(str(symbol))) for symbol in value.free_symbols}
     return value.subs(names).doit()
 
 
@@ -139,7 +140,9 @@ def _same_relation(g: Relational, a: Relational) -> bool | None:
     except _UnknownError:
         return None
     if max(factors) - min(factors) > sympy.Rational(_EXACT) * max(map(abs, factors)):
-        return None
+        # y = 1/x is xy = 1 although no constant factor leads from one to the other; among lines that cannot be.
+        polynomials = left.is_polynomial(*symbols) and right.is_polynomial(*symbols)
+        return False if polynomials else None
     if isinstance(g, (sympy.Eq, sympy.Ne)):
         return bool(factors[0] != 0)
     return bool(factors[0] > 0) if same_way else bool(factors[0] < 0)

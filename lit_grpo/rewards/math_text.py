@@ -61,6 +61,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![\\a-zA-Z])(sin|cos|tan|sec|csc|cot|log|ln|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![\\a-zA-Z])sqrt\s*(\d+)", r"\\sqrt{\1}"),
         (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
         (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
@@ -311,14 +312,15 @@ for _dimension, _table in {
     "month=2629746 year=31556952 yr=31556952",
     "volume": "ml=1/1000 milliliter=1/1000 l=1 liter=1 litre=1 gallon=473176473/125000000",
     "money": "cent=1/100 ¢=1/100",
-    "angle": "°=1 rad=0 radian=0",
+    "angle": "°=1",
+    "radian": "rad=1 radian=1",
 }.items():  # fmt: skip
     for _entry in _table.split():
         _word, _, _factor = _entry.partition("=")
         _UNITS[_word] = (_dimension, Fraction(_factor))
 
 _QUANTITY = re.compile(
-    r"(.*?[\d}%])\s*((?:square|cubic|sq\.?|cu\.?)\s*)?([^\W\d_][^\d_^{}\\=<>()+*/,]*?)\.?\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
+    r"(.*?[\d}%])\s*((?:square|cubic|sq\.?|cu\.?)\s*)?([^\W\d_][^\d_^{}\\=<>()+*,]*?)\.?\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
 )
 
 
@@ -341,12 +343,22 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     if len(word) == 1 and word.isascii() and not text[: match.start(3)].endswith(" "):
         return text, None  # 5m is five times m, 5 m five metres
     exponent = int(power or (2 if area.startswith("s") else 3 if area else 1))
-    key = word if word in _UNITS else word.lower()
-    key = key if key in _UNITS else key.removesuffix("s")
-    if key not in _UNITS:
-        return (number, Unit("")) if len(word) > 2 or not word.isascii() else (text, None)
-    dimension, factor = _UNITS[key]
+    units = [_unit_of(part) for part in re.split(r"\s*/\s*|\s+per\s+", word)]
+    if None in units:
+        unknown = (len(word) > 2 and "/" not in word) or not word.isascii()
+        return (number, Unit("")) if unknown else (text, None)
+    dimensions, factor = [unit[0] for unit in units if unit], Fraction(1)
+    for i, (_, one) in enumerate(unit for unit in units if unit):
+        factor = factor / one if i else factor * one
+    dimension = "/".join(dimensions)
     return number, Unit(f"{dimension}^{exponent}" if exponent > 1 else dimension, factor**exponent)
+
+
+def _unit_of(word: str) -> tuple[str, Fraction] | None:
+    for key in (word, word.lower(), word.lower().removesuffix("s")):
+        if key in _UNITS:
+            return _UNITS[key]
+    return None
 
 
 # Structure

@@ -58,7 +58,7 @@ class MathReward(Reward):
 
     def __init__(
         self,
-        limit: float = 3.0,
+        limit: float = 5.0,
         workers: int | None = None,
         memory: int = 2048,
         weight: float = 1.0,

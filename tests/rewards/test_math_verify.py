@@ -23,8 +23,11 @@ from tests.rewards import pool_functions as work
 from tests.rewards.verifier_cases import CASES
 
 SHARED = Path(__file__).parents[3] / "shared"
-LIMIT = 3.0
-GRACE = 0.5
+LIMIT = 5.0
+GRACE = 3.0
+"""Seconds that a busy machine may add to a limit before a test calls it a hang (0.1 s on a quiet one)."""
+AMPLE = 30.0
+"""Limit where verdicts matter and nothing hangs: a busy machine must not turn a right answer into a wrong one."""
 HANG = 60.0
 
 KNOWN_EXCEPTIONS: dict[str, str] = {}
@@ -38,15 +41,24 @@ needs_data = pytest.mark.skipif(not (SHARED / "data").exists(), reason="the shar
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[MathReward]:
-    reward = MathReward(limit=LIMIT, workers=2)
+    reward = MathReward(limit=AMPLE, workers=2)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[MathReward]:
+    reward = MathReward(limit=1.0, workers=2)
     yield reward
     reward.close()
 
 
 @needs_cases
-def test_the_shared_cases_are_judged_as_expected(verifier):
+def test_the_shared_cases_are_judged_as_expected():
+    verifier = MathReward(limit=LIMIT, workers=2)
     cases = [json.loads(line) for line in (SHARED / "verifier/cases.jsonl").read_text("utf-8").splitlines()]
     verdicts = verifier.judge([c["gold"] for c in cases], [c["prediction"] for c in cases])
+    verifier.close()
     wrong = {
         case["id"]: case["why"] for case, verdict in zip(cases, verdicts, strict=True)
         if verdict.correct != case["expected"]
@@ -59,7 +71,11 @@ def test_the_shared_cases_are_judged_as_expected(verifier):
 
 def test_answers_in_many_ways_of_writing(verifier):
     verdicts = verifier.judge([gold for gold, _, _ in CASES], [text for _, text, _ in CASES])
-    wrong = [(case, v) for case, v in zip(CASES, verdicts, strict=True) if v.correct != case[2] or v.timed_out]
+    wrong = [
+        (gold[:80], text[-80:], verdict)
+        for (gold, text, right), verdict in zip(CASES, verdicts, strict=True)
+        if verdict.correct != right or verdict.timed_out
+    ]
     assert not wrong
 
 
@@ -104,18 +120,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("gold", ["42", r"\frac{x^2+1}{3}"])
-def test_hostile_answers_cost_their_limit_at_most(gold):
-    reward = MathReward(limit=1.0, workers=2)
+def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
     start = time.monotonic()
-    verdicts = reward.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
-    reward.close()
+    verdicts = impatient.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
     assert time.monotonic() - start < HANG
     assert not any(v.correct for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
 def test_a_timeout_is_a_wrong_answer_and_says_so(judged):
-    reward = MathReward(limit=1.0, workers=1)
+    reward = MathReward(limit=AMPLE / 10, workers=1)
     bad, good = judged(r"\boxed{9^{9^{9^{9}}}}", "1"), judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
     scores = reward.score([bad, good])
     reward.close()
@@ -163,7 +177,7 @@ def test_from_threads_and_asyncio(verifier, judged):
 def test_from_a_spawned_process():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=work.judge, args=(MathReward(limit=2.0, workers=1), queue), daemon=True)
+    process = context.Process(target=work.judge, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
     process.start()
     assert queue.get(timeout=HANG * 2) == [True, False]
     process.join(30)
@@ -213,14 +227,14 @@ def test_reading_never_raises_and_always_agrees_with_itself(gold, text):
 
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=20, max_size=20))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-def test_judging_never_raises(verifier, pairs):
-    verdicts = verifier.judge([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
+def test_judging_never_raises(impatient, pairs):
+    verdicts = impatient.judge([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
     assert len(verdicts) == len(pairs)
     assert not any(v.crashed for v in verdicts)
-    assert max(v.seconds for v in verdicts) < LIMIT + GRACE
+    assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
-def test_mutated_answers_never_crash_a_worker(verifier):
+def test_mutated_answers_never_crash_a_worker(impatient):
     rng = random.Random(7)
     golds, texts = [], []
     for gold, text, _ in rng.sample(CASES, 80):
@@ -228,9 +242,9 @@ def test_mutated_answers_never_crash_a_worker(verifier):
         change = rng.choice(["{", "}", r"\frac", "^", ",", "=", "x", "!", text[:place], r"\sqrt{"])
         golds.append(gold)
         texts.append(text[:place] + change + text[place + rng.randrange(3) :])
-    verdicts = verifier.judge(golds, texts)
+    verdicts = impatient.judge(golds, texts)
     assert not any(v.crashed for v in verdicts)
-    assert max(v.seconds for v in verdicts) < LIMIT + GRACE
+    assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
 def test_quick_verdicts_are_those_of_the_full_grading():
