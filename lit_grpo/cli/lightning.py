@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.cli.explain import Explainer
 from lit_grpo.cli.layers import Layer
+from lit_grpo.cli.leaks import refuse_leaks
 from lit_grpo.cli.strategy import resolve_strategy
 from lit_grpo.data import RolloutDataModule
 from lit_grpo.errors import UserError
@@ -70,6 +71,9 @@ class TrainingCLI(LightningCLI):
         datamodule_class: type[RolloutDataModule] = RolloutDataModule,
     ) -> None:
         self._command, self._argv, self._layers = command, list(argv), list(layers)
+        # Only the parser that is asked for: each of the four takes a noticeable time to build.
+        only = {command: LightningCLI.subcommands()[command]}
+        self.subcommands = lambda: only  # type: ignore[method-assign]
         try:
             super().__init__(
                 model_class,
@@ -94,6 +98,7 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self._explainer().check_keys()
+        refuse_leaks(self._layers, self._argv)
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers.logger import Logger
@@ -23,9 +23,6 @@ from lit_grpo.tracking.folder import shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +151,12 @@ class RunLogger(Logger):
         return str(self._run_dir or self.root / self._folder_name()) if _is_rank_zero() else None
 
     @property
-    def experiment(self) -> MlflowClient | None:
-        """MLflow's own client, for what this class does not offer; calls on it wait for the server. None if not rank 0.
+    def experiment(self) -> Any:
+        """MLflow's own ``MlflowClient``, for what this class does not offer; calls on it wait for the server. None if not rank 0.
 
         Use it with :attr:`run_id`, and only after :meth:`flush` said that the run is there.
         """
-        return cast("MlflowClient", _LazyClient(self)) if _is_rank_zero() else None
+        return _LazyClient(self) if _is_rank_zero() else None
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -248,3 +248,19 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path):
 
 def test_an_unknown_key_with_nothing_in_it_is_found(screen):
     assert "no key `sumary`" in screen("fit", "--config", "a.yaml", a="sumary: {}\n" + GOOD)
+
+
+JSONL = "data:\n  prompts:\n    class_path: lit_grpo.tasks.JsonlPrompts\n    init_args:\n      path: x.jsonl\n"
+HUB = "data:\n  prompts:\n    class_path: lit_grpo.tasks.ParquetPrompts\n"
+
+
+def test_arguments_of_one_class_do_not_become_anothers(screen):
+    """The parser would read x.jsonl as Parquet, and say nothing."""
+    shown = screen("fit", "--config", "a.yaml", "--config", "b.yaml", "--config", "c.yaml", a=GOOD, b=JSONL, c=HUB)
+    assert "would take over `path`, set for the other class in b.yaml:5" in shown
+    assert "c.yaml:3" in shown
+    shown = screen("fit", "--config", "a.yaml", "--config", "b.yaml", "--data.prompts=lit_grpo.tasks.ParquetPrompts")
+    assert "would take over `path`" in shown
+    # Set again, it is nobody else's: then only the file itself is missing.
+    own = ["--data.prompts=lit_grpo.tasks.ParquetPrompts", "--data.prompts.path=y.parquet"]
+    assert "y.parquet" in screen("fit", "--config", "a.yaml", "--config", "b.yaml", *own)
