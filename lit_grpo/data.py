@@ -171,8 +171,12 @@ class RolloutDataModule(pl.LightningDataModule):
                 f"the prompt of row {longest.id!r} has {len(longest.token_ids)} tokens; with {new} new tokens that is "
                 f"more than the {limit} positions of the model",
                 where=places.get(longest.id) or where,
-                remedy="lower data.sampling.max_new_tokens, or set data.format: "
-                f"{{max_prompt_tokens: {max(1, limit - new)}, on_long: drop}}",
+                remedy="lower data.sampling.max_new_tokens"
+                + (
+                    f", or set data.format: {{max_prompt_tokens: {limit - new}, on_long: drop}}"
+                    if limit - new > 0
+                    else f" below {limit - len(longest.token_ids) + 1}"
+                ),
             )
 
     @property

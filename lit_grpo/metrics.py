@@ -1,38 +1,4 @@
-"""Step metrics: added over micro-batches and ranks, divided once. The keys logged by the library are listed here.
-
-======================  ================================================================================
-``reward``              mean total reward of the rollout's completions
-``reward/std``          standard deviation of the total reward over the rollout
-``reward/<name>``       mean of one reward, before its weight
-``timeouts/<name>``     share of completions whose reward ran into its time limit
-``entropy``             mean over generated tokens of the next-token entropy (nats, temperature 1), before the update
-``length``              mean number of generated tokens
-``length/max``          longest completion
-``length/correct``      mean length of completions with a reward above 0; left out if there is none
-``length/incorrect``    the same for the others
-``truncated``           share of completions cut by the length limit
-``empty``               share of completions without a token
-``groups/zero_gradient``  share of groups whose rewards are all equal
-``groups/all_correct``  share of groups with equal rewards above 0
-``groups/all_wrong``    share of groups with equal rewards of 0 or less
-``loss``                loss of the last optimizer step
-``grad_norm``           largest global gradient norm of the rollout's optimizer steps, before clipping
-``lr``                  learning rate of the last optimizer step
-``optimizer_steps``     optimizer steps taken since the start
-``skipped_steps``       optimizer steps skipped since the start because loss or gradient was not finite
-``empty_steps``         optimizer steps skipped since the start because nothing was left in the loss
-``policy_version``      rollouts trained on, this one included
-``staleness``           rollouts trained on between sampling and training of the oldest completion
-``tokens``              generated tokens of the rollout
-``time/generate``       seconds from the first request to the last completion
-``time/reward``         seconds spent waiting for rewards after the last completion
-``time/sync``           seconds to bring the weights to the engine
-``time/update``         seconds of the training step
-``tokens_per_second``   generated tokens over all of these times
-======================  ================================================================================
-
-The objective adds its own (ratios, clip fractions, KL, sampler mismatch): see :mod:`lit_grpo.objectives`.
-"""
+"""Step metrics: added over micro-batches and ranks, divided once. docs/metrics.md says what each key means."""
 
 from __future__ import annotations
 

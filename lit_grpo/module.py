@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_grpo import rng
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.metrics import StepMetrics, add_rollout_metrics
-from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.policy.batching import pad_rows, share_prompts
 from lit_grpo.policy.config import OptimizerConfig, PolicyConfig
@@ -359,7 +359,7 @@ class LitGRPO(pl.LightningModule):
     def _log(self, batch: Rollout, metrics: StepMetrics, staleness: int, seconds: float) -> None:
         many = self.trainer.world_size > 1
         values = metrics.compute(self._reduce if many else None, self._reduce_max if many else None)
-        values |= batch.metrics
+        values |= diagnostics.derive(values) | batch.metrics
         values |= {
             "lr": cast("torch.optim.Optimizer", self.optimizers()).param_groups[0]["lr"],
             "optimizer_steps": float(self.optimizer_steps),
