@@ -27,7 +27,7 @@ ranks. :func:`derive` turns the reduced means into the numbers that are no means
 ``filter/dropped``            share of completions that a filter took out of the loss
 ``value/correct``             mean value on tokens of correct completions; ``value/incorrect`` of the others
 ``value/outside``             share of values outside the rewards' range
-``mismatch/ess``              derived: (mean c)^2 / mean c^2; ``mismatch/chi2_token``, ``chi2_sequence``: mean square - 1
+``mismatch/ess``              derived: (mean c)^2/mean c^2; ``mismatch/chi2_token``, ``chi2_sequence``: mean c^2 - 1
 ``value/explained_variance``  derived: 1 - Var(return - V) / Var(return)
 ============================  =========================================================================================
 """

@@ -104,6 +104,27 @@ def loops(kind: str, ratio: str, agg: str, corr: str, drop: bool, exp: Any, lp: 
     return loss, grad
 
 
+@pytest.mark.parametrize("recipe", ["rloo", "gspo"])
+def test_one_term_per_completion(recipe: str) -> None:
+    """RLOO with the product ratio and GSPO: (1/N) min(R A, clip(R) A), R of the whole completion."""
+    exp, now = batch(12, groups=3, size=3, width=4)
+    changes: dict[str, Any] = {"ratio": "sequence_product", "kl_coef": 0.0} if recipe == "rloo" else {}
+    made = Objective.from_recipe(recipe, clip_low=0.2, clip_high=0.2, **changes)
+    advantages, _, out, got = step(made, exp, now)
+    some = [i for i, n in enumerate(exp.lengths.tolist()) if n]
+    loss, grad = 0.0, torch.zeros_like(got)
+    for i in some:
+        n, a = int(exp.lengths[i]), float(advantages[i, 0])
+        total = float((now.logprobs[i, :n] - exp.old_logprobs[i, :n]).sum())  # type: ignore[index]
+        ratio = math.exp(total if recipe == "rloo" else total / n)
+        loss -= min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / len(some)
+        moves = not (a > 0 and ratio > 1.2) and not (a < 0 and ratio < 0.8)
+        grad[i, :n] = -a * ratio * moves / len(some) / (1 if recipe == "rloo" else n)
+    assert out.loss.item() == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close(got, grad, rtol=1e-9, atol=1e-12)
+    assert grad.any()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from lit_grpo.objectives.overrides import (
 from lit_grpo.objectives.trust_regions import Surrogate, Terms
 from tests.objectives.random_batches import batch, step
 
+ROOT = Path(__file__).parents[2]
 RUN: dict[str, Any] = {"group_size": 4, "updates_per_rollout": 1, "has_critic": False}
 
 
@@ -249,6 +253,15 @@ def test_config_in_yaml(tmp_path: Any) -> None:
     assert made.objective.resolve() == Objective.from_recipe("dapo", clip_high=0.3, kl_coef=0.01)
     with pytest.raises(jsonargparse.ArgumentError):
         parser.parse_args(["--objective.recipe=dapoo"])
+
+
+def test_imports_torch_alone() -> None:
+    """Objectives know nothing of Lightning, models or engines."""
+    code = (
+        "import sys, lit_grpo.objectives; print([m for m in ('lightning', 'transformers', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 # ------------------------------------------------------------------------------------------------ own parts

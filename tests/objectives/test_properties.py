@@ -216,6 +216,24 @@ def test_all_correct_batch_teaches_nothing(name: str) -> None:
     assert not grad.any()
 
 
+def test_what_dropped_completions_count_for() -> None:
+    """Uniform groups stay in the denominator if so chosen; truncated completions never do."""
+    exp, now = batch(9, groups=2, size=3, width=4)
+    exp = replace(
+        exp,
+        lengths=torch.full((6,), 2),
+        rewards=torch.tensor([1.0, 0, 0, 1, 1, 1], dtype=torch.float64),
+        truncated=torch.tensor([False, True, False, False, False, True]),
+    )
+    for kept, tokens in (("kept", 4), ("all", 8)):
+        made = Objective.from_recipe(
+            "grpo", aggregation="token_mean", drop_zero_variance=True, mask_truncated=True, filtered_denominator=kept
+        )
+        plan = step(made, exp, now)[1]
+        assert plan.kept.tolist() == [True, False, True, False, False, False]
+        assert plan.weights.tolist() == [1 / tokens, 0, 1 / tokens, 0, 0, 0]
+
+
 def test_rows_that_are_dropped_may_hold_anything() -> None:
     """No forward is needed for them: NaN in their log-probabilities does not spread."""
     exp, now = batch(9, groups=3, size=3, width=4)
