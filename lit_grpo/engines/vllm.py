@@ -109,7 +109,8 @@ class VLLMEngine:
         self._version = -1
         self._unusable = "it was started without weights" if engine_args.get("load_format") == "dummy" else None
         """Why the weights in the engine must not be sampled from."""
-        self._asleep = False
+        self._asleep: set[str] = set()
+        """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
         self._routes: dict[str, tuple[deque[Completion], int, int]] = {}
         """Where a running sample's completion goes: (inbox of its generate call, request index, sample)."""
@@ -273,6 +274,8 @@ class VLLMEngine:
     def sleep(self, level: int = 2) -> None:
         """Give the card's memory to the learner; no-op on CPU. Needs ``enable_sleep_mode=True``.
 
+        vLLM 0.26 allows one engine with sleep mode in the life of a process.
+
         Args:
             level: 1 keeps the weights in main memory; 2 drops them, and a sync must follow before sampling.
         """
@@ -288,17 +291,16 @@ class VLLMEngine:
         if self._routes:
             raise EngineError(f"cannot sleep while {len(self._routes)} samples are running")
         self._llm.sleep(level=level)
-        self._asleep = True
+        self._asleep = {"weights", "kv_cache"}
         if level == 2:
             self._version, self._unusable = -1, "sleep level 2 dropped the weights"
 
     def wake(self, *parts: str) -> None:
         """Take the memory back: ``weights``, ``kv_cache``, or all. ``sync`` and ``generate`` do it themselves."""
         self._require_open()
-        if self._on_cpu or not self._asleep:
-            return
-        self._llm.wake_up(tags=list(parts) or None)
-        self._asleep = bool(parts) and parts != ("weights", "kv_cache")
+        for part in sorted(self._asleep & set(parts or self._asleep), reverse=True):
+            self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
 
     def close(self) -> None:
         """Free the engine's memory. Safe to call twice."""
