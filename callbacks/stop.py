@@ -10,6 +10,9 @@ from lit_grpo.tracking.folder import run_logger
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+KEYBOARD = "keyboard"
+"""The monitor's name where a person stopped the run."""
+
 _ATTRIBUTE = "_lit_grpo_stop_reason"
 
 

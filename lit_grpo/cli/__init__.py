@@ -63,6 +63,7 @@ examples:
 
 A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.
 
+Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C ends it at once.
 exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
 LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
 """

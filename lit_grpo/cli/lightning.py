@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.cli.explain import Explainer
+from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.layers import Layer
 from lit_grpo.cli.leaks import refuse_leaks
 from lit_grpo.cli.strategy import resolve_strategy
@@ -144,7 +145,7 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        ours: list[Callback] = [*callbacks, RunSummary()]
+        ours: list[Callback] = [*callbacks, RunSummary(), FirstCtrlC()]
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             ours.append(LineProgress())
         if any(isinstance(callback, ProgressBar) for callback in given):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from lit_grpo.cli import INTERRUPTED, STOPPED
 from lit_grpo.cli.layers import read_layers
 
 _CHATTER = (
@@ -26,14 +27,16 @@ def run(command: str, argv: list[str]) -> int:
     if str(Path.cwd()) not in sys.path:  # rewards and callbacks of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()
-    from lit_grpo.callbacks import stop_reason
+    from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
     from lit_grpo.cli.lightning import TrainingCLI
 
     cli = TrainingCLI(command, argv, layers)
     reason = stop_reason(cli.trainer)
+    if reason is not None and reason.monitor == KEYBOARD:
+        return INTERRUPTED
     if reason is not None:
         print(f"lit-grpo: stopped by {reason.monitor} at rollout {reason.step}: {reason.reason}", file=sys.stderr)
-        return 3
+        return STOPPED
     return 0
 
 

@@ -152,9 +152,9 @@ class RunLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """MLflow's own ``MlflowClient``, for what this class does not offer; calls on it wait for the server. None if not rank 0.
+        """MLflow's own ``MlflowClient``, for what this class does not offer; its calls wait for the server.
 
-        Use it with :attr:`run_id`, and only after :meth:`flush` said that the run is there.
+        None on ranks other than 0. Use it with :attr:`run_id`, and only after :meth:`flush` said that the run is there.
         """
         return _LazyClient(self) if _is_rank_zero() else None
 

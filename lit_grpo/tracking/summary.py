@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
-from lit_grpo.callbacks.stop import stop_reason
+from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
 from lit_grpo.errors import StopRun
 from lit_grpo.tracking.curves import PANELS, draw_curves
 from lit_grpo.tracking.folder import run_folder, run_logger, shown
@@ -103,7 +103,11 @@ class RunSummary(Callback):
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.teardown(trainer, pl_module, stage)
             reason = stop_reason(trainer)
-            self._tell(trainer, f"stopped by {reason.monitor}: {reason.reason}" if reason else "finished", bool(reason))
+            if reason is None:
+                how = "finished"
+            else:
+                how = "interrupted" if reason.monitor == KEYBOARD else f"stopped by {reason.monitor}: {reason.reason}"
+            self._tell(trainer, how, unfinished=reason is not None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total

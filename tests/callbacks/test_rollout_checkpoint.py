@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -97,12 +98,17 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])
-def test_a_stopped_run_is_saved_and_goes_on(tmp_path, hook):
+def test_a_stopped_run_is_saved_and_goes_on(tmp_path, hook, monkeypatch):
     """Also where the stop comes after the checkpoint's own hook, as from a module."""
     whole, _ = fit(tmp_path / "a", 6)
     module = StandIn()
     if hook == "on_train_batch_start":
-        module.on_train_batch_end = lambda *args: args[-1] == 2 and request_stop(module.trainer, "enough", "test")
+
+        def stops(outputs, batch, batch_idx):
+            if batch_idx == 2:
+                request_stop(module.trainer, "enough", "test")
+
+        monkeypatch.setattr(module, "on_train_batch_end", stops)
         fit(tmp_path / "b", 6, module=module)
     else:
         fit(tmp_path / "b", 6, At(2, hook, lambda trainer: request_stop(trainer, "enough", "test")))
@@ -112,7 +118,7 @@ def test_a_stopped_run_is_saved_and_goes_on(tmp_path, hook):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), StopRun("collapse")])
-def test_broken_between_rollouts_is_saved(tmp_path, error):
+def test_broken_between_rollouts_is_saved(tmp_path, error, monkeypatch):
     """In a monitor, before the checkpoint's turn, and while the next rollout is made."""
     whole, _ = fit(tmp_path / "whole", 4)
     with pytest.raises((type(error), SystemExit)):
@@ -120,7 +126,7 @@ def test_broken_between_rollouts_is_saved(tmp_path, error):
     assert names(tmp_path / "a") == ["last.ckpt", "rollout-000001.ckpt"]
 
     loader = StandInLoader(4)
-    loader.before_yield = lambda index: raises(error)(None) if index == 1 else None
+    monkeypatch.setattr(loader, "before_yield", lambda index: raises(error)(None) if index == 1 else None)
     with pytest.raises((type(error), SystemExit)):
         fit(tmp_path / "b", 4, loader=loader)
     assert names(tmp_path / "b") == ["last.ckpt", "rollout-000001.ckpt"]
@@ -129,9 +135,10 @@ def test_broken_between_rollouts_is_saved(tmp_path, error):
         assert torch.equal(resumed.weight, whole.weight)
 
 
-def test_broken_inside_a_rollout_is_not_saved(tmp_path):
+def test_broken_inside_a_rollout_is_not_saved(tmp_path, monkeypatch):
     module = StandIn()
-    module.during_step = lambda batch_idx: raises(RuntimeError("boom"))(None) if batch_idx == 3 else None
+    boom = raises(RuntimeError("boom"))
+    monkeypatch.setattr(module, "during_step", lambda batch_idx: boom(None) if batch_idx == 3 else None)
     with pytest.raises(RuntimeError, match="boom"):
         fit(tmp_path, 6, module=module)
     assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]  # rollout 4 had changed the weights already
@@ -176,7 +183,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_half_one(tmp_path, m
 
 def test_a_folder_checkpoint_is_put_in_place_and_replaced(tmp_path, monkeypatch):
     """As sharded strategies write it."""
-    written = []
+    written: list[Path] = []
 
     def as_folder(self, path, **kwargs):
         path.mkdir()

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -56,7 +57,10 @@ class Breaks(pl.Callback):
         elif self.how == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.how == "Ctrl-C":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+        elif self.how == "Ctrl-C twice":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         elif self.how == "error":
             raise ZeroDivisionError("boom")
 
@@ -64,7 +68,7 @@ class Breaks(pl.Callback):
 class Seen(pl.Callback):
     """Lets a test look at what a run was made of."""
 
-    trainer: pl.Trainer
+    trainer: Any
 
     def setup(self, trainer, pl_module, stage):
         Seen.trainer = trainer
@@ -102,7 +106,9 @@ def mlflow_run(place):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{place}/runs/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("lit-grpo").experiment_id])
+    experiment = client.get_experiment_by_name("lit-grpo")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     return client, run
 
 
@@ -158,6 +164,7 @@ def test_a_run_leaves_everything_behind(place, capsys):
         ("StopRun", 3, "KILLED", "stopped: too many skipped steps"),
         ("SIGTERM", 143, "KILLED", "ended by SIGTERM"),
         ("Ctrl-C", 130, "KILLED", "interrupted"),
+        ("Ctrl-C twice", 130, "KILLED", "interrupted"),
         ("error", None, "FAILED", "failed: ZeroDivisionError"),
     ],
 )
@@ -179,7 +186,7 @@ def test_how_a_run_ends_and_goes_on(place, capsys, how, code, status, title):
     client, run = mlflow_run(place)
     assert run.info.status == status
 
-    if how in ("StopRun", "Ctrl-C"):
+    if how in ("StopRun", "SIGTERM", "Ctrl-C twice"):
         return  # the rest would be the same
     # The command that the summary gives.
     config = yaml.safe_load((folder / "config.yaml").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 
@@ -73,7 +75,7 @@ class StandIn(pl.LightningModule):
         self.policy_version = 0
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward((self.weight**2).sum())
         optimizer.step()

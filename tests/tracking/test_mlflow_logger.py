@@ -40,6 +40,11 @@ def root(tmp_path, empty_store, monkeypatch):
     return root
 
 
+def folder(logger) -> Path:
+    assert logger.run_dir is not None
+    return logger.run_dir
+
+
 def stored_run(logger):
     from mlflow.tracking import MlflowClient
 
@@ -52,7 +57,7 @@ def test_a_fit_ends_up_on_disk_and_in_mlflow(root):
     make_trainer(logger).fit(StandIn(), StandInLoader(5))
 
     assert logger.run_dir == root / "first"
-    records = read_metrics(logger.run_dir)
+    records = read_metrics(folder(logger))
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
     assert [round(record["reward"], 6) for record in records] == [0, 0.1, 0.2, 0.3, 0.4]
     assert all(record["wall_time"] > 1.7e9 for record in records)
@@ -87,7 +92,7 @@ def test_a_resumed_run_goes_on_in_the_same_folder_and_mlflow_run(root):
     second.finalize("success")
 
     assert second.run_id == first.run_id
-    assert [r["reward"] for r in read_metrics(first.run_dir)] == [0.1, 0.2]
+    assert [r["reward"] for r in read_metrics(folder(first))] == [0.1, 0.2]
     client, run = stored_run(second)
     assert run.info.status == "FINISHED"
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward")] == [0, 1]
@@ -172,7 +177,7 @@ def test_metrics_mlflow_cannot_take_are_kept_on_disk(root):
     logger.finalize("success")
     assert logger.unsent == 0
     assert set(stored_run(logger)[1].data.metrics) == {"clip/frac_high", "nan", "inf"}
-    assert set(read_metrics(logger.run_dir)[0]) == {"step", "wall_time", "clip/frac@high", "nan", "inf"}
+    assert set(read_metrics(folder(logger))[0]) == {"step", "wall_time", "clip/frac@high", "nan", "inf"}
 
 
 def test_the_address_is_read_when_the_logger_is_made(monkeypatch, tmp_path):
@@ -195,8 +200,8 @@ def test_nothing_is_made_before_something_is_logged(tmp_path):
 
 
 def test_two_runs_of_one_name_get_two_folders(tmp_path):
-    folders = [RunLogger(root=str(tmp_path), run_name="same").run_dir.name for _ in range(3)]
-    assert folders == ["same", "same-2", "same-3"]
+    loggers = [RunLogger(root=str(tmp_path), run_name="same") for _ in range(3)]
+    assert [folder(logger).name for logger in loggers] == ["same", "same-2", "same-3"]
 
 
 def test_a_disk_that_is_full_stops_nothing(root, monkeypatch, caplog):
@@ -229,7 +234,7 @@ def test_a_server_that_never_answers_delays_only_the_end(tmp_path, monkeypatch, 
         started = time.monotonic()
         logger.finalize("success")
         assert time.monotonic() - started < 20
-    assert len(read_metrics(logger.run_dir)) == 12
+    assert len(read_metrics(folder(logger))) == 12
     assert f"13 records could not be sent to {uri}" in caplog.text  # twelve lines and the final status
     assert f"all are in {logger.spool_path}" in caplog.text
 
@@ -273,12 +278,12 @@ def test_a_server_killed_in_mid_run_costs_no_step_and_no_record(root, caplog):
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
-    assert [record["step"] for record in read_metrics(logger.run_dir)] == list(range(8))
+    assert [record["step"] for record in read_metrics(folder(logger))] == list(range(8))
     assert f"could not be sent to {uri}" in caplog.text
     assert logger.unsent == 6  # steps 3 to 7 and the status
     from mlflow.tracking import MlflowClient
 
-    assert [m.step for m in MlflowClient(store).get_metric_history(logger.run_id, "reward")] == [0, 1, 2]
+    assert [m.step for m in MlflowClient(store).get_metric_history(str(logger.run_id), "reward")] == [0, 1, 2]
 
 
 def _wait_for(url, seconds):

@@ -1,6 +1,7 @@
 """The end of a run as a person sees it."""
 
 import signal
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -143,8 +144,9 @@ def test_the_configuration_is_kept_and_an_earlier_one_too(logger):
 
     def run(text, learning_rate):
         module = StandIn()
-        module.objective = Objective()
-        saver = SaveRunConfig(FakeParser(text), FakeConfig(model={"optimizer": {"lr": learning_rate}}))
+        object.__setattr__(module, "objective", Objective())
+        parser: Any = FakeParser(text)
+        saver = SaveRunConfig(parser, FakeConfig(model={"optimizer": {"lr": learning_rate}}))
         make_trainer(logger, [saver]).fit(module, StandInLoader(1))
 
     run("lr: 1\n", 1)
