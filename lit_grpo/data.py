@@ -14,9 +14,9 @@ from lit_grpo.errors import UserError
 from lit_grpo.policy.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards
 from lit_grpo.rewards.scoring import OnError
-from lit_grpo.rollouts import EvaluationLoader, RolloutLoader, RolloutProducer
+from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader, RolloutProducer
 from lit_grpo.tasks import PromptFormat, PromptSource
-from lit_grpo.types import Prompt, Sampling
+from lit_grpo.types import Prompt, Rollout, Sampling
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -198,6 +198,19 @@ class RolloutDataModule(pl.LightningDataModule):
                 engine, module, module.tokenizer, self.rewards, rng.run_seed(), self.on_reward_error
             )
         return self._producer
+
+    def initial_completions(self, n_prompts: int) -> Rollout:
+        """Completions of the first training prompts, for what is measured before the first update (entropy of the
+        untouched model).
+
+        ``group_size`` samples each of the first ``n_prompts`` prompts of the training order, or of all if there are
+        fewer; from random numbers of their own, so that training samples the same with and without. Every rank makes
+        all of them, and so measures the same.
+        """
+        prompts = self._encoded["train"]
+        order = PromptOrder(len(prompts), self.producer.seed)
+        chosen = [prompts[order[place]] for place in range(min(n_prompts, len(prompts)))]
+        return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
 
     def teardown(self, stage: str) -> None:
         if self._producer is not None:

@@ -15,6 +15,7 @@ from lit_grpo.module import make_experience
 from lit_grpo.policy import pad_rows, share_prompts
 from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader, RolloutProducer
 from lit_grpo.types import Completion, Prompt, Request, Sampling, Score
+from tests import tiny
 from tests.tiny import EvenReward, Reward
 
 
@@ -196,3 +197,23 @@ def test_evaluation_sees_each_prompt_once_over_all_ranks_with_the_same_seeds_eac
     assert len(whole) == 7
     assert evaluate(0, 2) | evaluate(1, 2) == whole
     assert not set(evaluate(0, 2)) & set(evaluate(1, 2))
+
+
+def test_initial_completions_are_of_the_first_training_prompts_and_change_nothing_that_follows():
+    class Measure(tiny.pl.Callback):
+        found: list[Any] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            few, many = (trainer.datamodule.initial_completions(n) for n in (3, 1000))
+            self.found.extend([few, many])
+
+    with_it, without = tiny.Recorder(), tiny.Recorder()
+    tiny.trainer(callbacks=[Measure(), with_it]).fit(tiny.module(), datamodule=tiny.data())
+    tiny.trainer(callbacks=[without]).fit(tiny.module(), datamodule=tiny.data())
+    few, many = Measure.found
+    assert (len(few.prompts), len(few.completions), few.policy_version) == (3, 12, 0)
+    assert [p.id for p in few.prompts] == with_it.prompts[0][:3]
+    assert [p.id for p in many.prompts[:3]] == [p.id for p in few.prompts]
+    assert len(many.prompts) == len({p.id for p in many.prompts}) == 100
+    assert [c.token_ids for c in few.completions] != with_it.ids[0][:12], "random numbers of their own"
+    assert with_it.ids == without.ids
