@@ -135,19 +135,25 @@ def test_broken_between_rollouts_is_saved(tmp_path, error, monkeypatch):
         assert torch.equal(resumed.weight, whole.weight)
 
 
-def test_broken_inside_a_rollout_is_not_saved(tmp_path, monkeypatch):
-    module = StandIn()
-    boom = raises(RuntimeError("boom"))
+class Stateless:
+    """A loader that does not say where it is."""
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(StandInLoader(6))
+
+
+@pytest.mark.parametrize("make_loader", [lambda: StandInLoader(6), Stateless], ids=["stateful", "stateless"])
+@pytest.mark.parametrize("where", ["inside the rollout", "before it"])
+def test_broken_off_with_a_rollout_taken_is_not_saved(tmp_path, monkeypatch, make_loader, where):
+    """The weights have changed already, or the loader has moved on past a rollout that is not trained on."""
+    module, boom = StandIn(), raises(RuntimeError("boom"))
     monkeypatch.setattr(module, "during_step", lambda batch_idx: boom(None) if batch_idx == 3 else None)
+    before = [At(3, "on_train_batch_start", boom)] if where == "before it" else []
     with pytest.raises(RuntimeError, match="boom"):
-        fit(tmp_path, 6, module=module)
-    assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]  # rollout 4 had changed the weights already
-
-
-def test_broken_before_a_taken_rollout_is_trained_on_is_not_saved(tmp_path):
-    """The loader has moved on: a run resumed from such a state would never see that rollout."""
-    with pytest.raises(RuntimeError, match="boom"):
-        fit(tmp_path, 6, At(3, "on_train_batch_start", raises(RuntimeError("boom"))))
+        fit(tmp_path, 6, *before, module=module, loader=make_loader())
     assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]
 
 
