@@ -5,25 +5,45 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lit_grpo import experience as shape
 from lit_grpo import rng
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.metrics import StepMetrics, add_rollout_metrics
+from lit_grpo.evaluation import means, records
+from lit_grpo.experience import make_experience
+from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
-from lit_grpo.objectives.objective import Objective, StepPlan
-from lit_grpo.policy.batching import pad_rows, share_prompts
-from lit_grpo.policy.config import OptimizerConfig, PolicyConfig
+from lit_grpo.objectives.objective import Objective
+from lit_grpo.objectives.trust_regions import Rspo
+from lit_grpo.passes import OptimizerStep, Passes
+from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
+from lit_grpo.policy.critic import Critic, make_critic
 from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
-from lit_grpo.policy.optimizer import make_optimizer
-from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats
-from lit_grpo.types import Experience, LossOutput, Rollout
+from lit_grpo.policy.optimizer import clip_gradients, make_optimizer
+from lit_grpo.policy.policy import Policy
+from lit_grpo.run_objective import check_objective, monte_carlo, resolve
+from lit_grpo.types import Rollout
+
+__all__ = ["LitGRPO", "make_experience"]
 
 SHOWN_IN_PROGRESS_BAR = ("reward", "entropy", "length")
+
+
+class Trained(NamedTuple):
+    """A model that learns."""
+
+    prefix: str
+    """Of its metrics."""
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    max_grad_norm: float | None
 
 
 class LitGRPO(pl.LightningModule):
@@ -36,11 +56,14 @@ class LitGRPO(pl.LightningModule):
         policy: the model that is trained.
         objective: the recipe and its overrides.
         optimizer: AdamW and its schedule.
+        reference: of objectives with a KL term to the policy before training.
+        critic: of objectives with a value function; those get the default one if this is None.
         micro_batch_size: completions in one forward and backward pass. Bounds memory, changes no gradient.
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups); None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
-        max_staleness: a batch sampled with weights more rollouts old than this is refused. 0: strictly on-policy.
+        max_staleness: a batch sampled with weights more rollouts old than this is refused. 0: strictly on-policy; above
+            0 the objective's ``sampler_correction`` is ``tis_token`` unless it is set.
         max_skipped_steps: the run stops after this many non-finite optimizer steps in a row.
     """
 
@@ -49,6 +72,8 @@ class LitGRPO(pl.LightningModule):
         policy: PolicyConfig,
         objective: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 - immutable default, shown by --print_config
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
+        reference: ReferenceConfig = ReferenceConfig(),  # noqa: B008
+        critic: CriticConfig | None = None,
         micro_batch_size: int = 16,
         updates_per_rollout: int = 1,
         minibatch_prompts: int | None = None,
@@ -61,11 +86,23 @@ class LitGRPO(pl.LightningModule):
         self.policy_config = _typed(PolicyConfig, policy)
         self.objective_config = _typed(ObjectiveConfig, objective)
         self.optimizer_config = _typed(OptimizerConfig, optimizer)
-        for name, value in (("micro_batch_size", micro_batch_size), ("updates_per_rollout", updates_per_rollout)):
-            if value < 1:
+        self.reference_config = _typed(ReferenceConfig, reference)
+        refresh_every = self.reference_config.refresh_every
+        for name, value in (
+            ("micro_batch_size", micro_batch_size),
+            ("updates_per_rollout", updates_per_rollout),
+            ("reference.refresh_every", refresh_every),
+        ):
+            if value is not None and value < 1:
                 raise UserError(f"{name} is {value}, must be at least 1", where=f"model.{name}")
         check_policy(self.policy_config)
-        self.objective: Objective = self.objective_config.resolve()
+        self.objective: Objective = resolve(self.objective_config, max_staleness)
+        self.critic_config: CriticConfig | None = None if critic is None else _typed(CriticConfig, critic)
+        if self.critic_config is None and self.objective.advantage.critic:
+            self.critic_config = CriticConfig()
+            rank_zero_info(
+                f"{self.objective.name} learns with a critic: model.critic is not set, so the default is used."
+            )
         self.micro_batch_size = micro_batch_size
         self.updates_per_rollout = updates_per_rollout
         self.minibatch_prompts = minibatch_prompts
@@ -77,6 +114,8 @@ class LitGRPO(pl.LightningModule):
                 "policy": asdict(self.policy_config),
                 "objective": asdict(self.objective_config),
                 "optimizer": asdict(self.optimizer_config),
+                "reference": asdict(self.reference_config),
+                "critic": None if self.critic_config is None else asdict(self.critic_config),
                 "micro_batch_size": micro_batch_size,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
@@ -87,12 +126,18 @@ class LitGRPO(pl.LightningModule):
             logger=False,
         )
         self.policy: Policy | None = None
+        self.critic: Critic | None = None
+        self.reference: Policy | None = None
+        """A reference that is refreshed: a submodule, so that checkpoints hold it."""
+        self._frozen_reference: list[Policy] = []  # in a list, so that it is no submodule and checkpoints do not grow
         self.objective_state = self.objective.new_state()
         self.policy_version = 0
         """Rollouts trained on."""
         self.step_metrics: dict[str, float] = {}
         """What the last rollout logged. Trainer.callback_metrics also keeps keys that only earlier rollouts had."""
         self.optimizer_steps = 0
+        """Of the policy."""
+        self.critic_steps = 0
         self.skipped_steps = 0
         self.empty_steps = 0
         self._skipped_in_a_row = 0
@@ -117,7 +162,12 @@ class LitGRPO(pl.LightningModule):
         """
         self._planned_rollouts = rollouts
         self.objective = self.objective.for_run(max_new_tokens)
-        self.objective.check(group_size=group_size, updates_per_rollout=self.updates_per_rollout, has_critic=False)
+        self.objective.check(
+            group_size=group_size,
+            updates_per_rollout=self.updates_per_rollout,
+            has_critic=self.critic_config is not None,
+        )
+        check_objective(self.objective, self.updates_per_rollout * self.objective.passes, self._warmup_rollouts)
         size = self.minibatch_prompts or prompts_per_rollout
         if size < 1 or prompts_per_rollout % size:
             raise UserError(
@@ -135,25 +185,53 @@ class LitGRPO(pl.LightningModule):
             )
 
     def configure_model(self) -> None:
-        if self.policy is None:
-            self.policy = Policy(load_model(self.policy_config), self.policy_config.logits_chunk)
+        if self.policy is not None:
+            return
+        self.policy = Policy(load_model(self.policy_config), self.policy_config.logits_chunk)
+        if self.critic_config is not None:
+            self.critic = make_critic(self.policy_config, self.critic_config)
+        if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
+            self.reference = self._initial_policy()
+
+    def _initial_policy(self) -> Policy:
+        """The policy before training, whatever has been trained or restored since; without gradient."""
+        return Policy(load_model(self.policy_config), self.policy_config.logits_chunk).requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
-        assert self.policy is not None
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
         # resumed run would then begin with its first prompts again.
-        steps = self._planned_rollouts * self.updates_per_rollout * self.objective.passes
-        optimizer, scheduler = make_optimizer(self.policy, self.optimizer_config, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        each = self.updates_per_rollout * self.objective.passes
+        learning = max(0, self._planned_rollouts - self._warmup_rollouts)
+        made = [make_optimizer(self._policy, self.optimizer_config, learning * each)]
+        if self.critic is not None:
+            settings = self.critic.config.optimizer or self.optimizer_config
+            made.append(make_optimizer(self.critic, settings, self._planned_rollouts * each, "model.critic.optimizer"))
+        return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in made)
 
     def on_fit_start(self) -> None:
         self._policy.check(shared_prompts=self.policy_config.share_prompts)
+        if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
+            self._frozen_reference.append(self._initial_policy().to(self.device))
+        if isinstance(self.objective.trust_region, Rspo) and not self._policy.routes:
+            rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
 
     @property
     def _policy(self) -> Policy:
         if self.policy is None:
             raise RuntimeError("the policy is made in configure_model, which has not run yet")
         return self.policy
+
+    @property
+    def _warmup_rollouts(self) -> int:
+        return 0 if self.critic_config is None else self.critic_config.warmup_rollouts
+
+    def _needs(self, name: str) -> bool:
+        return name in self.objective.requires(self.updates_per_rollout)
+
+    @property
+    def _passes(self) -> Passes:
+        reference = self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
+        return Passes(self._policy, reference, self.critic, self._micro_batches, self._inputs)
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
@@ -163,16 +241,34 @@ class LitGRPO(pl.LightningModule):
         metrics = StepMetrics()
         add_rollout_metrics(metrics, batch)
         experience = make_experience(batch, self.device)
-        experience = self._before_updates(batch, experience)
-        reduce = self._reduce if self.trainer.world_size > 1 else None
-        advantages = self.objective.advantages(experience, self.objective_state, reduce)
+        needed = self.objective.requires(self.updates_per_rollout)
+        self._passes.fill(batch, experience, needed if self._policy.routes else needed - {"router_logscores_old"})
+        warmup = self.policy_version < self._warmup_rollouts
+        objective = monte_carlo(self.objective) if warmup else self.objective
+        advantages = objective.advantages(experience, self.objective_state, self._reduce_or_none)
+        self._merge_states()
         for update, rows in enumerate(self._minibatches(batch)):
-            for pass_index in range(self.objective.passes):
-                first = update == 0 and pass_index == 0
-                self._update(batch, experience, advantages, rows, pass_index, metrics, first_pass=first)
+            for pass_index in range(objective.passes):
+                step = OptimizerStep(objective, experience, advantages, rows, pass_index, warmup)
+                self._update(batch, step, metrics, first_pass=update == 0 and pass_index == 0)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
+        self._refresh_reference()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
+
+    @torch.no_grad()
+    def _refresh_reference(self) -> None:
+        every = self.reference_config.refresh_every
+        if self.reference is not None and every is not None and self.policy_version % every == 0:
+            for old, new in zip(self.reference.parameters(), self._policy.parameters(), strict=True):
+                old.copy_(new)
+
+    def _merge_states(self) -> None:
+        """Ranks see different prompts; all keep the history of all."""
+        if self.trainer.world_size > 1 and self.objective_state:
+            states: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(states, self.objective_state)
+            self.objective_state = self.objective.merge_states(states)
 
     def _check_staleness(self, batch: Rollout) -> int:
         staleness = self.policy_version - batch.policy_version
@@ -184,64 +280,26 @@ class LitGRPO(pl.LightningModule):
             )
         return staleness
 
-    def _before_updates(self, batch: Rollout, experience: Experience) -> Experience:
-        """The no-gradient pass for what the objective must know before the first update, if anything."""
-        needed = self.objective.requires(self.updates_per_rollout)
-        unknown = needed - {"old_logprobs", "entropy"}
-        if unknown:
-            raise UserError(
-                f"{self.objective.name} needs {', '.join(sorted(unknown))}, which this version does not compute",
-                where="model.objective.recipe",
-            )
-        if not needed:
-            return experience
-        logprobs, entropies = [], []
-        with torch.no_grad():
-            for rows in self._micro_batches(batch, torch.arange(len(batch.completions))):
-                stats = self._forward(batch, rows, "detached" if "entropy" in needed else "none")
-                logprobs.append((rows, stats.logprobs))
-                entropies.append((rows, stats.entropy))
-        if "old_logprobs" in needed:
-            experience.old_logprobs = _gather_rows(logprobs, experience)
-        if "entropy" in needed:
-            experience.entropy = _gather_rows(cast("list[tuple[Tensor, Tensor]]", entropies), experience)
-        return experience
-
     def _minibatches(self, batch: Rollout) -> Iterator[Tensor]:
-        """Completions of each optimizer step: whole groups, each group equally often, in a seeded order."""
-        groups = len(batch.prompts)
-        size = min(self.minibatch_prompts or groups, groups)
-        generator = torch.Generator().manual_seed(rng.derive_seed("minibatches", self._seed, batch.index))
-        done = 0
-        while done < self.updates_per_rollout:
-            order = torch.arange(groups) if size == groups else torch.randperm(groups, generator=generator)
-            for start in range(0, groups, size):
-                chosen = order[start : start + size].sort().values
-                yield (chosen[:, None] * batch.group_size + torch.arange(batch.group_size)).flatten()
-                done += 1
+        seed = rng.derive_seed("minibatches", self._seed, batch.index)
+        return shape.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed)
 
-    def _update(
-        self,
-        batch: Rollout,
-        experience: Experience,
-        advantages: Tensor,
-        rows: Tensor,
-        pass_index: int,
-        metrics: StepMetrics,
-        *,
-        first_pass: bool,
-    ) -> None:
-        """One optimizer step. Weights, optimizer and scheduler stay untouched if it is empty or not finite."""
-        optimizer = cast("torch.optim.Optimizer", self.optimizers())
-        reduce = self._reduce if self.trainer.world_size > 1 else None
-        plan: StepPlan = self.objective.plan(
-            experience.select(rows), advantages[rows], self.objective_state, reduce=reduce, pass_index=pass_index
+    def _update(self, batch: Rollout, step: OptimizerStep, metrics: StepMetrics, *, first_pass: bool) -> None:
+        """One optimizer step. Weights, optimizers and schedulers stay untouched if it is empty or not finite."""
+        rows = step.rows
+        plan = step.objective.plan(
+            step.experience.select(rows),
+            step.advantages[rows],
+            self.objective_state,
+            reduce=self._reduce_or_none,
+            pass_index=step.pass_index,
         )
         if plan.empty:
             self.empty_steps += 1
             return
-        optimizer.zero_grad()
-        wants_entropy = "entropy" in self.objective.loss_requires()
+        models = self._models()
+        for model in models:
+            model.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         active = plan.active.cpu()
         # Completions that the objective multiplies by zero need no gradient, only their place in the metrics.
@@ -249,9 +307,8 @@ class LitGRPO(pl.LightningModule):
         parts += [(c, False) for c in self._micro_batches(batch, rows[~active])]
         for chosen, learns in parts:
             with torch.set_grad_enabled(learns):
-                stats = self._forward(batch, chosen, "grad" if wants_entropy else "detached")
-                part = plan.select(_positions(rows, chosen).to(self.device))
-                out: LossOutput = self.objective.loss(stats.logprobs, part, entropy=stats.entropy)
+                part = plan.select(shape.positions(rows, chosen).to(self.device))
+                out, stats = self._passes.loss(batch, step, chosen, part, metrics)
             if learns:
                 self.manual_backward(out.loss * self.trainer.world_size)
                 loss += out.loss.detach().double().cpu()
@@ -259,21 +316,37 @@ class LitGRPO(pl.LightningModule):
             if first_pass and stats.entropy is not None:
                 tokens = sum(len(batch.completions[i].token_ids) for i in chosen.tolist())
                 metrics.add("entropy", stats.entropy.detach().sum(), tokens)
-        norm = self._clip(optimizer)
+        if step.warmup:
+            models = models[1:]
+        norms = [clip_gradients(model.optimizer, model.max_grad_norm) for model in models]
         step_loss = self._reduce(loss)
         metrics.sums.pop("loss", None)
         metrics.add("loss", step_loss)
-        metrics.maximum("grad_norm", norm)
-        if not (torch.isfinite(norm) and torch.isfinite(step_loss)):
-            self._skip(optimizer)
+        for model, norm in zip(models, norms, strict=True):
+            metrics.maximum(f"{model.prefix}grad_norm", norm)
+        if not all(torch.isfinite(x) for x in (*norms, step_loss)):
+            self._skip()
             return
         self._skipped_in_a_row = 0
-        optimizer.step()
-        cast("torch.optim.lr_scheduler.LRScheduler", self.lr_schedulers()).step()
-        self.optimizer_steps += 1
+        for model in models:
+            model.optimizer.step()
+            model.scheduler.step()
+        self.optimizer_steps += not step.warmup
+        self.critic_steps += self.critic is not None
 
-    def _skip(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
+    def _models(self) -> list[Trained]:
+        """The policy, then the critic if there is one: each with its optimizer, schedule and clipping."""
+        optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
+        if self.critic is None:
+            return [Trained("", optimizers, schedulers, self.max_grad_norm)]
+        limits = (("", self.max_grad_norm), ("critic/", self.critic.config.max_grad_norm))
+        return [
+            Trained(prefix, o, s, limit) for (prefix, limit), o, s in zip(limits, optimizers, schedulers, strict=True)
+        ]
+
+    def _skip(self) -> None:
+        for model in self._models():
+            model.optimizer.zero_grad()
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.max_skipped_steps:
@@ -281,41 +354,13 @@ class LitGRPO(pl.LightningModule):
                 f"{self._skipped_in_a_row} optimizer steps in a row were skipped: loss or gradient not finite"
             )
 
-    def _clip(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Global gradient norm before clipping."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
-        return norm.detach().double().cpu()
-
     # ---------------------------------------------------------------------------------------------- forward
 
     def _micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
-        """Completions in an order that saves tokens, cut into micro-batches. Any order and cut gives the same sum."""
-        if not len(rows):
-            return
+        return shape.micro_batches(batch, rows, self.micro_batch_size, share=self.policy_config.share_prompts)
 
-        def size(i: int) -> tuple[int, int]:
-            group = i // batch.group_size
-            prompt = len(batch.prompts[group].token_ids)
-            if self.policy_config.share_prompts:  # the samples of a prompt stay together
-                return prompt, group
-            return prompt + len(batch.completions[i].token_ids), i
-
-        yield from torch.tensor(sorted(rows.tolist(), key=size)).split(self.micro_batch_size)
-
-    def _forward(self, batch: Rollout, rows: Tensor, entropy: EntropyMode) -> TokenStats:
-        chosen = rows.tolist()
-        build = share_prompts if self.policy_config.share_prompts else pad_rows
-        inputs = build(
-            [batch.prompts[i // batch.group_size].token_ids for i in chosen],
-            [batch.completions[i].token_ids for i in chosen],
-            width=max(len(c.token_ids) for c in batch.completions),
-            device=self.device,
-        )
-        stats: TokenStats = self._policy(inputs, batch.temperature, entropy)
-        return stats
+    def _inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
+        return shape.policy_input(batch, rows, share=self.policy_config.share_prompts, device=self.device)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
@@ -327,27 +372,14 @@ class LitGRPO(pl.LightningModule):
 
     def predict_step(self, batch: Rollout, batch_idx: int) -> list[dict[str, Any]]:
         """One record a completion: prompt id, question, completion, rewards."""
-        return [
-            {
-                "id": batch.prompts[i // batch.group_size].id,
-                "question": batch.prompts[i // batch.group_size].question,
-                "completion": text,
-                "finish_reason": batch.completions[i].finish_reason,
-                "reward": float(batch.reward[i]),
-                "rewards": {name: float(values[i]) for name, values in batch.rewards.items()},
-            }
-            for i, text in enumerate(batch.texts)
-        ]
+        return records(batch)
 
     def _evaluate(self, batch: Rollout, stage: str) -> None:
-        metrics = StepMetrics()
-        add_rollout_metrics(metrics, batch)
-        for key in ("reward", "length", "truncated", *(f"reward/{name}" for name in batch.rewards)):
-            total, count = metrics.sums[key]
+        for key, (mean, count) in means(batch).items():
             self.log(
                 f"{stage}/{key}",
-                float(total / count),
-                batch_size=int(count),
+                mean,
+                batch_size=count,
                 prog_bar=key == "reward",
                 on_step=False,
                 on_epoch=True,
@@ -361,7 +393,6 @@ class LitGRPO(pl.LightningModule):
         values = metrics.compute(self._reduce if many else None, self._reduce_max if many else None)
         values |= diagnostics.derive(values) | batch.metrics
         values |= {
-            "lr": cast("torch.optim.Optimizer", self.optimizers()).param_groups[0]["lr"],
             "optimizer_steps": float(self.optimizer_steps),
             "skipped_steps": float(self.skipped_steps),
             "empty_steps": float(self.empty_steps),
@@ -369,12 +400,23 @@ class LitGRPO(pl.LightningModule):
             "staleness": float(staleness),
             "time/update": seconds,
         }
+        for model in self._models():
+            values[f"{model.prefix}lr"] = model.optimizer.param_groups[0]["lr"]
+        if self.critic is not None:
+            values["critic/steps"] = float(self.critic_steps)
+        if "beta" in self.objective_state:
+            values["kl/beta"] = self.objective_state["beta"]
         busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in ("generate", "reward", "sync"))
         values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
         self.step_metrics = dict(values)
+        self.objective.end_of_rollout(self.objective_state, values)
         shown = {key: values.pop(key) for key in SHOWN_IN_PROGRESS_BAR if key in values}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict(values, batch_size=1)
+
+    @property
+    def _reduce_or_none(self) -> Reduce | None:
+        return self._reduce if self.trainer.world_size > 1 else None
 
     def _reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
@@ -397,6 +439,7 @@ class LitGRPO(pl.LightningModule):
         checkpoint["lit_grpo"] = {
             "policy_version": self.policy_version,
             "optimizer_steps": self.optimizer_steps,
+            "critic_steps": self.critic_steps,
             "skipped_steps": self.skipped_steps,
             "empty_steps": self.empty_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
@@ -408,6 +451,7 @@ class LitGRPO(pl.LightningModule):
         state = checkpoint["lit_grpo"]
         self.policy_version = state["policy_version"]
         self.optimizer_steps = state["optimizer_steps"]
+        self.critic_steps = state.get("critic_steps", 0)
         self.skipped_steps = state["skipped_steps"]
         self.empty_steps = state["empty_steps"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
@@ -419,39 +463,25 @@ class LitGRPO(pl.LightningModule):
         if self._restored_rng is not None:
             rng.set_state(self._restored_rng)
             self._restored_rng = None
+        self._measure_initial_entropy()
 
-
-def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
-    """The tensors of a rollout that the objective looks at. Masks come from lengths, never from ids."""
-    lengths = [len(c.token_ids) for c in batch.completions]
-    count, width = len(lengths), max(lengths, default=0)
-    ids = torch.tensor([[*c.token_ids, *([0] * (width - len(c.token_ids)))] for c in batch.completions])
-    unknown = [float("nan")] * width
-    sampled = torch.tensor([[*c.logprobs, *unknown[len(c.logprobs) :]] for c in batch.completions])
-    return Experience(
-        lengths=torch.tensor(lengths),
-        group_ids=torch.arange(count) // batch.group_size,
-        rewards=batch.reward.float(),
-        truncated=torch.tensor([c.truncated for c in batch.completions]),
-        width=width,
-        token_ids=ids.view(count, width).long(),
-        sampler_logprobs=sampled.view(count, width).float(),
-        prompt_ids=[batch.prompts[i // batch.group_size].id for i in range(count)],
-    ).to(device)
-
-
-def _gather_rows(parts: list[tuple[Tensor, Tensor]], experience: Experience) -> Tensor:
-    """[N, T] in the rollout's order from micro-batches of rows."""
-    out = parts[0][1].new_zeros(len(experience.lengths), experience.width)
-    for rows, values in parts:
-        out[rows] = values
-    return out
-
-
-def _positions(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Where each of ``chosen`` stands in ``rows``."""
-    order = rows.argsort()
-    return order[torch.searchsorted(rows[order], chosen)]
+    def _measure_initial_entropy(self) -> None:
+        """<H> of the untouched model, for objectives that compare with it: once in a run, resumed or not."""
+        count = self.objective.initial_entropy_prompts
+        if not count or self.objective_state.get("initial_entropy") is not None:
+            return
+        source = getattr(getattr(self.trainer, "datamodule", None), "initial_completions", None)
+        if source is None:
+            raise UserError(
+                f"{self.objective.name} compares with the entropy of the untouched model, "
+                "which only RolloutDataModule lets it measure",
+                where="model.objective.initial_entropy",
+                remedy="set initial_entropy to the measured mean, in nats",
+            )
+        entropy = self._passes.sequence_entropy(source(count)).double()
+        total, number = self._reduce(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
+        self.objective.set_initial_entropy(self.objective_state, total / number)
+        rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
 
 
 def _typed(cls: type, value: Any) -> Any:

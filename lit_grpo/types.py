@@ -169,6 +169,8 @@ class Experience:
     """Squared norm of the gradient of log pi(o|q), [N]."""
     router_logscores_old: Tensor | None = None
     """Log-scores of the experts that were active, old policy, [N, T, layers, K]."""
+    router_experts_old: Tensor | None = None
+    """The experts that were active, [N, T, layers, K] int64."""
     invalid: Tensor | None = None
     """[N] bool: completions without a parsable answer (RENT)."""
     prompt_ids: Sequence[str] | None = None

@@ -1,4 +1,4 @@
-"""The policy and its optimizer, as written in YAML."""
+"""The policy, its optimizer, its reference and its critic, as written in YAML."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class TinyModel:
         heads: attention heads; divides ``width``.
         max_position: longest prompt plus completion, in characters.
         seed: of the initial weights.
+        experts: experts of each layer: above 0 the model is a mixture of experts, Qwen3-MoE-shaped.
+        experts_per_token: experts that each token goes through.
     """
 
     alphabet: str = "0123456789+="
@@ -25,6 +27,8 @@ class TinyModel:
     heads: int = 4
     max_position: int = 64
     seed: int = 0
+    experts: int = 0
+    experts_per_token: int = 2
 
 
 @dataclass
@@ -77,3 +81,38 @@ class OptimizerConfig:
     total_steps: int | None = None
     warmup_steps: int = 0
     final_lr_ratio: float = 0.0
+
+
+@dataclass
+class ReferenceConfig:
+    """The reference of a KL term: the policy before training. Made only if the objective asks for it.
+
+    Attributes:
+        refresh_every: rollouts after which the reference becomes the policy of that moment; its weights are then part
+            of every checkpoint. None: it stays what ``policy`` describes, and is never saved.
+    """
+
+    refresh_every: int | None = None
+
+
+@dataclass
+class CriticConfig:
+    """The value function of methods with one: a copy of the policy's base model with a linear head, trained on its own.
+
+    Attributes:
+        optimizer: of the critic; None: as the policy's.
+        max_grad_norm: the critic's gradient norm is clipped to this; None: no clipping.
+        bounded: values are ``value_low + (value_high - value_low) * sigmoid(head)``, so that no value leaves the range
+            of the reward; otherwise the head itself.
+        value_low: smallest total reward.
+        value_high: largest total reward.
+        warmup_rollouts: first rollouts that train the critic alone, on Monte Carlo returns (VAPO, 2504.05118, trains
+            about 50 steps so); the policy stays untouched meanwhile.
+    """
+
+    optimizer: OptimizerConfig | None = None
+    max_grad_norm: float | None = 1.0
+    bounded: bool = False
+    value_low: float = 0.0
+    value_high: float = 1.0
+    warmup_rollouts: int = 0

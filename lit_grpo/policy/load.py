@@ -50,6 +50,12 @@ def _check_tiny(tiny: TinyModel) -> None:
             where=f"{KEY}.tiny.width",
             remedy="choose a width that is a multiple of 2 x heads",
         )
+    if tiny.experts and not 1 <= tiny.experts_per_token <= tiny.experts:
+        raise UserError(
+            f"a token cannot go through {tiny.experts_per_token} of {tiny.experts} experts",
+            where=f"{KEY}.tiny.experts_per_token",
+            remedy=f"choose 1 to {tiny.experts}",
+        )
 
 
 def _is_folder_name(path: str) -> bool:
@@ -169,22 +175,34 @@ class _named_errors:  # noqa: N801 - reads as a statement
 
 
 def _tiny_config(tiny: TinyModel) -> Any:
-    from transformers import Qwen2Config
-
     from lit_grpo.tasks import char_tokenizer
 
     tokenizer = char_tokenizer(tiny.alphabet)
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=tiny.width,
-        intermediate_size=4 * tiny.width,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.heads,
-        max_position_embeddings=tiny.max_position,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": tiny.width,
+        "intermediate_size": 4 * tiny.width,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.heads,
+        "max_position_embeddings": tiny.max_position,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+    }
+    if tiny.experts:
+        from transformers import Qwen3MoeConfig
+
+        shape["head_dim"] = tiny.width // tiny.heads  # a field that its signature does not show
+        return Qwen3MoeConfig(
+            **shape,
+            moe_intermediate_size=2 * tiny.width,
+            num_experts=tiny.experts,
+            num_experts_per_tok=tiny.experts_per_token,
+            norm_topk_prob=True,
+        )
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**shape)

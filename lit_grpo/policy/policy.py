@@ -24,6 +24,12 @@ class TokenStats:
     """Of the sampled tokens at the sampling temperature, float32."""
     entropy: Tensor | None
     """Of the whole next-token distribution at temperature 1, in nats, float32."""
+    sum_squared_probs: Tensor | None = None
+    """Sum over the vocabulary of pi squared at the sampling temperature, detached, float32."""
+    router_logscores: Tensor | None = None
+    """Log-probabilities of the chosen experts, over all experts of the layer, [n, T, layers, K], detached, float32."""
+    router_experts: Tensor | None = None
+    """The chosen experts, [n, T, layers, K] int64."""
 
 
 class Policy(nn.Module):
@@ -43,9 +49,22 @@ class Policy(nn.Module):
         self.model = model
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
-        _switch_off_dropout(model)
+        switch_off_dropout(model)
 
-    def forward(self, batch: PolicyInput, temperature: float = 1.0, entropy: EntropyMode = "detached") -> TokenStats:
+    @property
+    def routes(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(getattr(self.model.config.get_text_config(), "num_experts_per_tok", None))
+
+    def forward(
+        self,
+        batch: PolicyInput,
+        temperature: float = 1.0,
+        entropy: EntropyMode = "detached",
+        *,
+        squares: bool = False,
+        experts: Tensor | Literal["active"] | None = None,
+    ) -> TokenStats:
         """Log-probability (and entropy) of every completion token of the micro-batch.
 
         The head is applied to ``logits_chunk`` tokens at a time and recomputed in the backward pass, so memory does not
@@ -55,51 +74,61 @@ class Policy(nn.Module):
             batch: see :class:`PolicyInput`.
             temperature: logits are divided by it for ``logprobs``; the entropy is that of temperature 1.
             entropy: leave it out, compute it without gradient, or with.
+            squares: also the sum of squared probabilities.
+            experts: also the router's scores, for the experts that are ``active`` now or for given ones
+                [n, T, layers, K]; mixture-of-experts models only.
         """
-        hidden = self.hidden_states(batch).flatten(0, 1)[batch.source]  # [M, D]
-        logprobs, entropies = [], []
+        states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
+        hidden = states.flatten(0, 1)[batch.source]  # [M, D]
+        parts = []
         several = len(batch.target) > self.logits_chunk
         for start in range(0, len(batch.target), self.logits_chunk):
             part = slice(start, start + self.logits_chunk)
-            arguments = (hidden[part], batch.target[part], temperature, entropy)
+            arguments = (hidden[part], batch.target[part], temperature, entropy, squares)
             if several and torch.is_grad_enabled():
-                out = checkpoint(self._head, *arguments, use_reentrant=False)
+                parts.append(checkpoint(self._head, *arguments, use_reentrant=False))
             else:
-                out = self._head(*arguments)
-            logprobs.append(out[0])
-            entropies.append(out[1])
-        return TokenStats(
-            logprobs=batch.scatter(_cat(logprobs, hidden)),
-            entropy=None if entropy == "none" else batch.scatter(_cat(entropies, hidden)),
+                parts.append(self._head(*arguments))
+        logprobs, entropies, squared = (_cat([part[k] for part in parts], hidden) for k in range(3))
+        stats = TokenStats(
+            logprobs=batch.scatter(logprobs),
+            entropy=None if entropy == "none" else batch.scatter(entropies),
+            sum_squared_probs=batch.scatter(squared.detach()) if squares else None,
         )
+        if experts is not None:
+            stats.router_logscores, stats.router_experts = self._router_scores(batch, router, experts)
+        return stats
 
-    def hidden_states(self, batch: PolicyInput) -> Tensor:
-        """Last hidden states, [B, S, D], final norm applied."""
-        mask = batch.attention_mask
-        if mask is not None and self.model.config._attn_implementation == "eager":  # adds its mask to the scores
-            smallest = torch.finfo(self.model.dtype).min
-            mask = torch.where(mask, 0.0, smallest).to(self.model.dtype)
-        out = self.model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=mask,
-            use_cache=False,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+    @torch.no_grad()
+    def _router_scores(
+        self, batch: PolicyInput, router: list[Tensor], experts: Tensor | Literal["active"]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts, both [n, T, layers, K]; 0 where there is no token."""
+        logits = torch.stack([layer.flatten(0, -2)[batch.source] for layer in router], 1)  # [M, layers, experts]
+        scores = logits.float().log_softmax(-1)
+        if isinstance(experts, Tensor):
+            chosen = experts[batch.row, batch.column]  # [M, layers, K]
+        else:
+            chosen = scores.topk(int(self.model.config.get_text_config().num_experts_per_tok)).indices
+        place = (batch.row, batch.column)
+        out = scores.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, scores.gather(-1, chosen))
+        return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, chosen)
 
-    def _head(self, hidden: Tensor, target: Tensor, temperature: float, entropy: EntropyMode) -> tuple[Tensor, Tensor]:
-        """[m, D], [m] -> log-probability [m] and entropy [m] (zeros if not wanted), float32."""
+    def _head(
+        self, hidden: Tensor, target: Tensor, temperature: float, entropy: EntropyMode, squares: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[m, D], [m] -> log-probability, entropy, sum of squares; [m] each, zeros if not wanted, float32."""
         logits = self.model.get_output_embeddings()(hidden).float()
         scaled = logits if temperature == 1.0 else logits / temperature
         logprobs = scaled.gather(1, target[:, None])[:, 0] - scaled.logsumexp(1)
+        squared = scaled.detach().softmax(1).square().sum(1) if squares else torch.zeros_like(logprobs)
         if entropy == "none":
-            return logprobs, torch.zeros_like(logprobs)
+            return logprobs, torch.zeros_like(logprobs), squared
         with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
             logp = (logits if entropy == "grad" else logits.detach()).log_softmax(1)
             # xlogy semantics: a logit of minus infinity contributes nothing.
             plogp = torch.where(torch.isneginf(logp), torch.zeros_like(logp), logp.exp() * logp)
-            return logprobs, -plogp.sum(1)
+            return logprobs, -plogp.sum(1), squared
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes."""
@@ -143,12 +172,29 @@ class Policy(nn.Module):
                 )
 
 
+def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Last hidden states of a base model, [B, S, D], final norm applied; and each layer's router logits if wanted."""
+    mask = batch.attention_mask
+    if mask is not None and base.config._attn_implementation == "eager":  # adds its mask to the scores
+        mask = torch.where(mask, 0.0, torch.finfo(base.dtype).min).to(base.dtype)
+    options = {"output_router_logits": True} if router else {}
+    out = base(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=mask,
+        use_cache=False,
+        **options,
+    )
+    return out.last_hidden_state, list(out.router_logits) if router else []
+
+
 def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
     # With no completion token at all the result still has to hang on the graph, for a backward pass of exact zeros.
     return torch.cat(parts) if parts else like.sum(1).float()
 
 
-def _switch_off_dropout(model: nn.Module) -> None:
+def switch_off_dropout(model: nn.Module) -> None:
+    """For good: also in training mode."""
     config: Any = getattr(model, "config", None)
     module: Any
     for module in model.modules():

@@ -23,7 +23,8 @@ class Watch(tiny.pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         self.before.append(tiny.weights(pl_module))
         with torch.no_grad():
-            stats = pl_module._forward(batch, torch.arange(len(batch.completions)), "none")
+            inputs = pl_module._inputs(batch, torch.arange(len(batch.completions)))
+            stats = pl_module.policy(inputs, batch.temperature, "none")
         for i, completion in enumerate(batch.completions):
             own = stats.logprobs[i, : len(completion.token_ids)]
             self.gaps.append(float((own - torch.tensor(completion.logprobs)).abs().max()))

@@ -1,0 +1,143 @@
+"""A rollout on its way through the models: what is known before the first update, and the loss of a micro-batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_grpo.experience import gather_rows
+from lit_grpo.metrics import StepMetrics
+from lit_grpo.objectives.objective import Objective, StepPlan
+from lit_grpo.objectives.tensors import token_mean
+from lit_grpo.objectives.trust_regions import Rspo, router_factor
+from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.policy.critic import Critic
+from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats
+from lit_grpo.types import Experience, LossOutput, Rollout
+
+OF_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
+
+
+class OptimizerStep(NamedTuple):
+    """What one optimizer step is made from."""
+
+    objective: Objective
+    experience: Experience
+    advantages: Tensor
+    """Of the whole rollout, [N, T]."""
+    rows: Tensor
+    """Completions of the step."""
+    pass_index: int
+    warmup: bool
+    """Only the critic learns."""
+
+
+@dataclass
+class Passes:
+    """How a rollout goes through the models: the models, and the cut into micro-batches."""
+
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+    micro_batches: Callable[[Rollout, Tensor], Iterator[Tensor]]
+    inputs: Callable[[Rollout, Tensor], PolicyInput]
+
+    def fill(self, batch: Rollout, experience: Experience, needed: frozenset[str]) -> None:
+        """Put the fields named in ``needed`` (see ``Objective.requires``) into ``experience``.
+
+        Raises:
+            ValueError: a field that no pass can compute.
+        """
+        computable = OF_POLICY | {"ref_logprobs", "values", "score_sqnorm"}
+        if unknown := needed - computable:
+            raise ValueError(f"no pass computes {', '.join(sorted(unknown))}")
+        everything = torch.arange(len(batch.completions))
+        found: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        if needed & (OF_POLICY | {"ref_logprobs", "values"}):
+            for rows in self.micro_batches(batch, everything):
+                for name, values in self._without_gradient(batch, rows, needed).items():
+                    found[name].append((rows, values))
+        if "score_sqnorm" in needed:
+            norms = [self.score_sqnorm(batch, row) for row in everything.split(1)]
+            experience.score_sqnorm = torch.stack(norms)
+        for name, parts in found.items():
+            assert name in {f.name for f in fields(experience)}
+            setattr(experience, name, gather_rows(parts, len(batch.completions)))
+
+    @torch.no_grad()
+    def _without_gradient(self, batch: Rollout, rows: Tensor, needed: frozenset[str]) -> dict[str, Tensor]:
+        """Fields of some completions, [n, T, ...]."""
+        inputs = self.inputs(batch, rows)
+        out: dict[str, Tensor | None] = {}
+        if needed & OF_POLICY:
+            stats = self.policy(
+                inputs,
+                batch.temperature,
+                "detached" if "entropy" in needed else "none",
+                squares="sum_squared_probs" in needed,
+                experts="active" if "router_logscores_old" in needed else None,
+            )
+            out["old_logprobs"] = stats.logprobs if "old_logprobs" in needed else None
+            out["entropy"] = stats.entropy
+            out["sum_squared_probs"] = stats.sum_squared_probs
+            out["router_logscores_old"], out["router_experts_old"] = stats.router_logscores, stats.router_experts
+        if "ref_logprobs" in needed:
+            assert self.reference is not None
+            out["ref_logprobs"] = self.reference(inputs, batch.temperature, "none").logprobs
+        if "values" in needed:
+            assert self.critic is not None
+            out["values"] = self.critic(inputs)
+        return {name: values for name, values in out.items() if values is not None}
+
+    def loss(
+        self, batch: Rollout, step: OptimizerStep, rows: Tensor, plan: StepPlan, metrics: StepMetrics
+    ) -> tuple[LossOutput, TokenStats]:
+        """Loss of one micro-batch, and what the policy says of it now."""
+        objective, wanted = step.objective, step.objective.loss_requires()
+        inputs = self.inputs(batch, rows)
+        values = self.critic(inputs) if self.critic is not None and "values" in wanted else None
+        experts = None
+        if step.experience.router_experts_old is not None:
+            experts = step.experience.router_experts_old[rows.to(plan.lengths.device)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not step.warmup):
+            entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
+            stats: TokenStats = self.policy(inputs, batch.temperature, entropy, experts=experts)
+        if stats.router_logscores is not None and plan.router_logscores_old is not None:
+            assert isinstance(objective.trust_region, Rspo)
+            factor = router_factor(
+                stats.router_logscores, plan.router_logscores_old, objective.trust_region.router_floor
+            )
+            metrics.add("router/factor", (factor * plan.tokens).sum(), plan.tokens.sum())
+        out = objective.loss(
+            stats.logprobs, plan, entropy=stats.entropy, values=values, router_logscores=stats.router_logscores
+        )
+        return out, stats
+
+    def score_sqnorm(self, batch: Rollout, row: Tensor) -> Tensor:
+        """Squared norm of the gradient of log pi(o|q) with respect to all trainable weights, for one completion.
+
+        Exact, and slow: a backward pass for each completion by itself.
+        """
+        weights = [p for p in self.policy.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            stats = self.policy(self.inputs(batch, row), batch.temperature, "none")
+            gradients = torch.autograd.grad(stats.logprobs.sum(), weights, allow_unused=True)
+        squares = [g.double().square().sum() for g in gradients if g is not None]
+        return torch.stack(squares).sum().float()
+
+    @torch.no_grad()
+    def sequence_entropy(self, batch: Rollout) -> Tensor:
+        """<H>_i: mean entropy over the tokens of each completion, [N]; 0 for an empty one."""
+        parts = []
+        for rows in self.micro_batches(batch, torch.arange(len(batch.completions))):
+            stats = self.policy(self.inputs(batch, rows), batch.temperature, "detached")
+            lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()])
+            mask = torch.arange(stats.logprobs.shape[1])[None, :] < lengths[:, None]
+            assert stats.entropy is not None
+            parts.append((rows, token_mean(stats.entropy, mask.to(stats.entropy.device))))
+        return gather_rows(parts, len(batch.completions))

@@ -1,0 +1,63 @@
+"""Runs without an engine, shared by the tests of what is prepared before an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lit_grpo.types import Rollout
+from tests import tiny
+
+REWARDS = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+LENGTHS = [3, 1, 5, 2, 4, 4, 1, 6]
+
+
+class Given:
+    """A sized loader of given rollouts, each as if sampled by the weights before it."""
+
+    def __init__(self, *rollouts: Rollout) -> None:
+        self.rollouts = rollouts
+        for version, item in enumerate(rollouts):
+            for completion in item.completions:
+                object.__setattr__(completion, "policy_version", version)
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __iter__(self) -> Any:
+        return iter(self.rollouts)
+
+
+class Watch(tiny.Recorder):
+    """Also keeps the weights after each rollout, of policy and critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: list[torch.Tensor] = []
+        self.critic: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.policy.append(tiny.weights(pl_module))
+        if pl_module.critic is not None:
+            self.critic.append(vector(pl_module.critic))
+
+
+def vector(model: Any) -> torch.Tensor:
+    """All weights of a model as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def rollout(**changes: Any) -> Rollout:
+    settings: dict[str, Any] = {"rewards": REWARDS, "lengths": LENGTHS, "group_size": 4}
+    return tiny.rollout(**(settings | changes))
+
+
+def fit(count: int = 2, *, batches: Any = None, callbacks: Any = (), **changes: Any) -> tuple[Any, Watch]:
+    """Train on ``count`` given rollouts; the module, and what was seen."""
+    module, watch = tiny.module(**changes), Watch()
+    loader = Given(*(batches or [rollout(seed=k) for k in range(count)]))
+    module.prepare_for(rollouts=len(loader), group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    tiny.trainer(callbacks=[watch, *callbacks]).fit(module, loader)
+    return module, watch
