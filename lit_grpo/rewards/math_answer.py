@@ -11,6 +11,8 @@ import re
 from typing import Literal
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_END = re.compile(r"[$\n]|\\[\])]|[.,;]?(?:\s|$)")
 # Between two boxes that form one answer: dollars, brackets and space around at least one joining word or sign.
 _JOINT = re.compile(
     r"(?:[\s$*]|\\[()\[\]]|\\quad|\\text\{\s*(?:and|or)\s*\}|(?:and|or|maybe|perhaps|possibly|even|also|else)\b|[,;，、或和])+"
@@ -34,6 +36,8 @@ _MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", 
 _NUMBER = re.compile(
     r"[-−–+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+|\s+\d+\s*/\s*\d+)?\s*%?|[-−–]?\.\d+"
 )
+_UNIT = re.compile(r"\s*(?:\^?\\?circ|°|%|[A-Za-z]+(?:\^?\d)?)")
+_LEADING_WORDS = re.compile(r"^(?:[A-Za-z]+\s+)+(?=.*[\d\\=<>(\[])")
 # A sentence that withdraws or only tries what it names.
 _REFUSAL = re.compile(
     r"\b(?:cannot|can't|unable|neither|nor|never|try|trying|tried|suppose|assum\w+|guess\w*|maybe|perhaps|might)\b"
@@ -115,11 +119,11 @@ def _box_at(text: str, position: int, limit: int | None = None) -> tuple[str | N
     limit = len(text) if limit is None else limit
     if text[position : position + 1] != "{":
         # \boxed 5: up to the end of the formula or line. TeX would take one sign, a writer means the whole.
-        end = re.compile(r"[$\n]|\\[\])]|[.,;]?(?:\s|$)").search(text, position, limit)
+        end = _BARE_END.search(text, position, limit)
         stop = end.start() if end else limit
         return text[position:stop], stop
     depth = 0
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, position, limit):
+    for match in _BRACE.finditer(text, position, limit):
         sign = match[0]
         if sign == "{":
             depth += 1
@@ -166,7 +170,8 @@ def _first_clause(text: str, kind: Kind) -> str | None:
         numbers = list(_NUMBER.finditer(tail))
         if numbers:
             return _joined(tail, numbers) or _with_unit(tail, numbers[0])
-    return clause
+    bare = _LEADING_WORDS.sub("", clause, count=1)  # the interval [1, 2]
+    return clause if _is_prose(bare) else bare
 
 
 def _end_of_last_sentence(text: str, kind: Kind) -> str | None:
@@ -212,7 +217,7 @@ def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
 
 def _with_unit(clause: str, number: re.Match[str]) -> str:
     """The number and the word behind it, which may be its unit."""
-    unit = re.compile(r"\s*(?:\^?\\?circ|°|%|[A-Za-z]+(?:\^?\d)?)").match(clause, number.end())
+    unit = _UNIT.match(clause, number.end())
     return clause[number.start() : unit.end() if unit else number.end()]
 
 

@@ -144,8 +144,6 @@ class WorkerPool:
         self._reset()
         _POOLS.add(self)
 
-    # Everything below runs in the dispatcher's thread alone, which owns the workers; the queue is shared under a lock.
-
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._tasks: deque[_Task] = deque()
@@ -161,6 +159,8 @@ class WorkerPool:
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
             self._rope.send_bytes(b"!")
+
+    # Everything below runs in the dispatcher's thread alone, which owns the workers; the queue is shared under a lock.
 
     def _dispatch(self) -> None:
         error: PoolError | None = None

@@ -130,6 +130,9 @@ CASES: list[tuple[str, str, bool]] = [
     ("6", r"\boxed{\text{so } x = \boxed{6}}", RIGHT),
     ("3", r"\boxed{1, 2, 3}", WRONG),
     ("3", r"\boxed{y}", WRONG),
+    ("[1,2]", "The answer is the interval [1, 2].", RIGHT),
+    ("[1,2]", "The answer is the interval [1, 3].", WRONG),
+    ("(3,4)", "The answer is the point (3, 4), where both lines meet.", RIGHT),
     # Lists, sets, tuples, intervals
     ("1,2,3", r"\boxed{3, 1, 2}", RIGHT),
     ("1,2,3", r"\boxed{1, 2}", WRONG),
