@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed
 
 from lit_grpo import rng
 from lit_grpo.engines import make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
 from lit_grpo.policy.load import end_token_ids, load_model_config
+from lit_grpo.refill import OnShort, alone
 from lit_grpo.rewards import Reward, check_rewards
 from lit_grpo.rewards.scoring import OnError
 from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader, RolloutProducer
@@ -38,6 +41,10 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_sampling: how evaluation completions are drawn; None: greedily, with the training length limit.
         eval_group_size: completions of each evaluation prompt.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
+        max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
+            groups of a rollout have unequal rewards, at most this many times.
+        on_short_rollout: what happens then: uniform groups, which have no gradient, fill the rollout up, with a warning
+            and ``sampling/short`` (``fill``), or the run ends (``error``). It ends too without any mixed group.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_sampling: Sampling | None = None,
         eval_group_size: int = 1,
         on_reward_error: OnError = "raise",
+        max_generation_rounds: int = 10,
+        on_short_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
         self.prompts, self.rewards, self.engine_config, self.format = prompts, rewards, engine, format
@@ -64,13 +73,14 @@ class RolloutDataModule(pl.LightningDataModule):
         self.eval_sampling = eval_sampling or replace(sampling, temperature=0.0)
         self.eval_group_size = eval_group_size
         self.on_reward_error = on_reward_error
+        self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
         self.dropped_prompts = 0
         self._producer: RolloutProducer | None = None
         self._encoded: dict[str, list[Prompt]] = {}
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size"):
+        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_generation_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
         if self.sampling.max_new_tokens < 1:
@@ -229,6 +239,10 @@ class RolloutDataModule(pl.LightningDataModule):
             sampling=self.sampling,
             rank=self._trainer.global_rank,
             world_size=self._trainer.world_size,
+            dynamic=self._module.objective.dynamic_sampling,
+            max_rounds=self.max_generation_rounds,
+            on_short=self.on_short_rollout,
+            gather=_gather_over_ranks if self._trainer.world_size > 1 else alone,
         )
 
     def val_dataloader(self) -> Any:
@@ -255,3 +269,10 @@ class RolloutDataModule(pl.LightningDataModule):
             world_size=self._trainer.world_size,
             purpose=key,
         )
+
+
+def _gather_over_ranks(value: Any) -> list[Any]:
+    """What every rank gave, by rank."""
+    out: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(out, value)
+    return out

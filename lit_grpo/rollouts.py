@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_grpo.engines.base import NamedWeights, RolloutEngine
+from lit_grpo.refill import Gather, OnShort, alone, refill
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.scoring import OnError, score_all
 from lit_grpo.rng import derive_seed
@@ -187,6 +188,10 @@ class RolloutLoader:
         sampling: how to draw.
         rank: of this process.
         world_size: number of processes; divides ``prompts_per_rollout``.
+        dynamic: go on sampling until all groups have unequal rewards, see :func:`lit_grpo.refill.refill`.
+        max_rounds: bound on the rounds of that.
+        on_short: what happens then.
+        gather: exchange over ranks, needed by ``dynamic`` only.
     """
 
     def __init__(
@@ -200,13 +205,21 @@ class RolloutLoader:
         sampling: Sampling,
         rank: int = 0,
         world_size: int = 1,
+        dynamic: bool = False,
+        max_rounds: int = 10,
+        on_short: OnShort = "fill",
+        gather: Gather = alone,
     ) -> None:
         self.producer, self.prompts, self.count = producer, prompts, count
         self.prompts_per_rollout, self.group_size, self.sampling = prompts_per_rollout, group_size, sampling
         self.rank, self.world_size = rank, world_size
         self.order = PromptOrder(len(prompts), producer.seed)
+        self.dynamic, self.max_rounds, self.on_short, self.gather = dynamic, max_rounds, on_short, gather
         self.next_rollout = 0
+        self.produced = 0
+        """Rollouts of all epochs; ``next_rollout`` starts again with each."""
         self.position = 0
+        """Prompts taken from the order, over all ranks: those skipped by dynamic sampling too."""
 
     def __len__(self) -> int:
         return self.count
@@ -215,27 +228,41 @@ class RolloutLoader:
         if self.next_rollout >= self.count:  # another epoch over the same number of rollouts
             self.next_rollout = 0
         while self.next_rollout < self.count:
-            share = self.prompts_per_rollout // self.world_size
-            places = range(self.rank * share, (self.rank + 1) * share)
-            chosen = [self.prompts[self.order[self.position + place]] for place in places]
-            # The position makes rollouts of later epochs different; `next_rollout` starts again with each epoch.
-            rollout = self.producer.produce(
-                chosen,
-                self.sampling,
-                self.group_size,
-                index=self.position // self.prompts_per_rollout,
-                places=places,
-            )
-            # Before the yield: Lightning stops asking after the last item, so nothing behind it would run.
+            rollout, taken = self._next()
+            # Before the yield: Lightning stops asking after the last item, so nothing behind it would run. All at once
+            # and only here: a run cut in the middle of a rollout begins that rollout again.
             self.next_rollout += 1
-            self.position += self.prompts_per_rollout
+            self.produced += 1
+            self.position += taken
             yield rollout
 
+    def _next(self) -> tuple[Rollout, int]:
+        """This rank's part of the next rollout, and how many prompts all ranks took for it."""
+        if self.dynamic:
+            done = refill(
+                self._sample,
+                groups=self.prompts_per_rollout,
+                rank=self.rank,
+                world_size=self.world_size,
+                gather=self.gather,
+                max_rounds=self.max_rounds,
+                on_short=self.on_short,
+            )
+            return done.rollout, done.prompts
+        share = self.prompts_per_rollout // self.world_size
+        return self._sample(range(self.rank * share, (self.rank + 1) * share)), self.prompts_per_rollout
+
+    def _sample(self, places: Sequence[int]) -> Rollout:
+        """A rollout of the prompts at these places after the loader's position."""
+        chosen = [self.prompts[self.order[self.position + place]] for place in places]
+        return self.producer.produce(chosen, self.sampling, self.group_size, index=self.produced, places=places)
+
     def state_dict(self) -> dict[str, int]:
-        return {"next_rollout": self.next_rollout, "position": self.position}
+        return {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next_rollout, self.position = state["next_rollout"], state["position"]
+        self.next_rollout, self.produced = state["next_rollout"], state["produced"]
+        self.position = state["position"]
 
 
 class EvaluationLoader:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.errors import StopRun
 from lit_grpo.module import make_experience
+from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import pad_rows, share_prompts
+from lit_grpo.refill import ask
 from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader, RolloutProducer
 from lit_grpo.types import Completion, Prompt, Request, Sampling, Score
 from tests import tiny
@@ -200,20 +208,203 @@ def test_evaluation_sees_each_prompt_once_over_all_ranks_with_the_same_seeds_eac
 
 
 def test_initial_completions_are_of_the_first_training_prompts_and_change_nothing_that_follows():
-    class Measure(tiny.pl.Callback):
-        found: list[Any] = []
+    found: list[Any] = []
 
+    class Measure(tiny.pl.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             few, many = (trainer.datamodule.initial_completions(n) for n in (3, 1000))
-            self.found.extend([few, many])
+            found.extend([few, many])
 
     with_it, without = tiny.Recorder(), tiny.Recorder()
     tiny.trainer(callbacks=[Measure(), with_it]).fit(tiny.module(), datamodule=tiny.data())
     tiny.trainer(callbacks=[without]).fit(tiny.module(), datamodule=tiny.data())
-    few, many = Measure.found
+    few, many = found
     assert (len(few.prompts), len(few.completions), few.policy_version) == (3, 12, 0)
     assert [p.id for p in few.prompts] == with_it.prompts[0][:3]
     assert [p.id for p in many.prompts[:3]] == [p.id for p in few.prompts]
     assert len(many.prompts) == len({p.id for p in many.prompts}) == 100
     assert [c.token_ids for c in few.completions] != with_it.ids[0][:12], "random numbers of their own"
     assert with_it.ids == without.ids
+
+
+class SumReward(Reward):
+    """The first id of the completion: told by the test through the engine."""
+
+    def score(self, batch: Any) -> list[Score]:
+        return [Score(float(item.completion.token_ids[0]) / 2) for item in batch]
+
+
+class Told(EchoEngine):
+    """Answers prompt ``pK`` with rewards ``outcomes[K]`` (in halves); a prompt's only id is its number."""
+
+    def __init__(self, outcomes: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+        self.calls = 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        self.calls += 1
+        self.asked.extend(requests)
+        for r in requests:
+            for s in range(len(r.seeds)):
+                ids = (self.outcomes[r.token_ids[0]][s], r.seeds[s] % 1000)
+                yield Completion(r.index, s, ids, (-0.5, -0.5), "stop", self.policy_version)
+
+
+def dynamic(outcomes: Sequence[Sequence[int]], **changes: Any) -> RolloutLoader:
+    questions = [Prompt(f"p{i}", "", (i,), "1") for i in range(len(outcomes))]
+    settings: dict[str, Any] = {
+        "count": 3,
+        "prompts_per_rollout": 4,
+        "group_size": len(outcomes[0]),
+        "sampling": Sampling(),
+        "dynamic": True,
+    }
+    return RolloutLoader(producer(Told(outcomes), [SumReward()]), questions, **(settings | changes))
+
+
+def on_ranks(make: Any, world: int, rollouts: int) -> list[list[Any]]:
+    """What each rank's loader gives, the ranks running as threads that really exchange."""
+    meeting, box = threading.Barrier(world, timeout=30), [None] * world
+
+    def gather_of(rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            box[rank] = value
+            meeting.wait()
+            out = list(box)
+            meeting.wait()
+            return out
+
+        return gather
+
+    def work(rank: int) -> list[Any]:
+        loader = make(rank=rank, world_size=world, gather=gather_of(rank))
+        found = []
+        for rollout in itertools.islice(loader, rollouts):
+            found.append((rollout, loader.state_dict()))
+        return found
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(work, range(world)))
+
+
+outcomes = st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=12, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(outcomes, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 3))
+def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds, world, seed):
+    """Equal rewards (also equal 0.5) never, unequal always; whole groups, bounded, no prompt twice, on any ranks."""
+
+    def make(**changes: Any) -> RolloutLoader:
+        loader = dynamic(table, max_rounds=max_rounds, **changes)
+        loader.order = PromptOrder(len(table), seed)
+        return loader
+
+    order = [PromptOrder(len(table), seed)[i] for i in range(200)]
+    mixed = [len(set(table[k])) > 1 for k in order]
+    if not any(mixed):
+        with pytest.raises(StopRun, match="0 of 4"):
+            next(iter(make()))
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ranks = on_ranks(make, world, 1)
+        except StopRun:
+            assert not any(mixed[: 4 * max_rounds])
+            return
+    rollouts, state = [rank[0][0] for rank in ranks], ranks[0][0][1]
+    assert all(rank[0][1] == state for rank in ranks)
+    metrics = rollouts[0].metrics
+    taken = state["position"]
+    assert metrics["sampling/prompts"] == taken <= 12 * max_rounds
+    assert 1 <= metrics["sampling/rounds"] <= max_rounds
+    assert all(len(r.prompts) == 4 // world for r in rollouts), "the same number on each rank"
+    used = sorted(p.id for r in rollouts for p in r.prompts)
+    good = [f"p{order[i]}" for i in range(taken) if mixed[i]]
+    if len(good) >= 4:
+        assert used == sorted(good[:4])
+        assert (metrics["sampling/kept"], metrics["sampling/short"]) == (4, 0)
+        assert metrics["sampling/surplus"] == len(good) - 4
+    else:
+        assert metrics["sampling/rounds"] == max_rounds
+        flat = [f"p{order[i]}" for i in range(taken) if not mixed[i]]
+        assert used == sorted(good + flat[: 4 - len(good)])
+        assert (metrics["sampling/kept"], metrics["sampling/short"]) == (len(good), 4 - len(good))
+    if taken <= len(table):
+        assert len(set(used)) == 4
+    for rollout in rollouts:
+        assert [(c.request, c.sample) for c in rollout.completions] == [
+            (g, s) for g in range(len(rollout.prompts)) for s in range(3)
+        ]
+        for i, c in enumerate(rollout.completions):
+            assert c.token_ids[0] == table[rollout.prompts[i // 3].token_ids[0]][i % 3]
+            assert float(rollout.reward[i]) == c.token_ids[0] / 2
+
+
+def test_dynamic_sampling_asks_for_what_is_missing_over_the_share_so_far():
+    assert ask(8, 0, 0) == 8
+    assert ask(8, 4, 8) == 8, "4 missing, half of them mixed"
+    assert ask(8, 6, 8) == 3
+    assert ask(8, 0, 8) == ask(8, 1, 24) == 24, "at most three times the rollout"
+
+
+def test_every_round_samples_with_seeds_of_its_own():
+    table = [[1, 1]] * 8 + [[0, 1]] * 4
+    loader = dynamic(table)
+    rollouts = list(loader)
+    seeds = [seed for request in loader.producer.engine.asked for seed in request.seeds]
+    assert len(seeds) == len(set(seeds)) > 3 * 8
+    assert sum(r.metrics["sampling/prompts"] for r in rollouts) == len(seeds) / 2 == loader.position
+
+
+def test_a_dynamic_loader_restored_from_its_state_goes_on_where_the_other_would_have():
+    draw = random.Random(5)
+    table = [[draw.randint(0, 1) for _ in range(3)] for _ in range(20)]
+    straight = [content(r) for r in dynamic(table, count=6)]
+    for cut in (1, 2, 5):
+        first = dynamic(table, count=6)
+        begun = [content(r) for r in itertools.islice(first, cut)]
+        second = dynamic(table, count=6)
+        second.load_state_dict(first.state_dict())
+        assert begun + [content(r) for r in second] == straight
+
+
+def test_a_short_rollout_is_loud_or_ends_the_run():
+    table = [[0, 1]] + [[1, 1]] * 19
+    with pytest.warns(UserWarning, match="1 of 4 groups with unequal rewards"):
+        (rollout,) = itertools.islice(dynamic(table, max_rounds=2), 1)
+    assert (len(rollout.prompts), rollout.metrics["sampling/short"]) == (4, 3)
+    with pytest.raises(StopRun, match="1 of 4 groups"):
+        next(iter(dynamic(table, max_rounds=2, on_short="error")))
+    with pytest.raises(StopRun, match="0 of 4 groups"):
+        next(iter(dynamic([[1, 1]] * 20, max_rounds=2)))
+
+
+def test_metrics_of_all_rounds_are_added_up():
+    table = [[0, 1]] * 2 + [[1, 1]] * 10
+    rollout = next(iter(dynamic(table)))
+    sampled = int(rollout.metrics["sampling/prompts"])
+    assert sampled > 4
+    assert rollout.metrics["tokens"] == sampled * 2 * 2
+    assert rollout.metrics["timeouts/sum_reward"] == 0.0
+    assert 0.5 <= rollout.metrics["sampling/reward"] * 2 <= 1.0
+
+
+def test_objectives_with_dynamic_sampling_get_rollouts_of_mixed_groups_and_resume_to_the_bit(tmp_path):
+    def run(rollouts: int, path: Any = None) -> tuple[Any, Any]:
+        recorder, checkpoint = tiny.Recorder(), RolloutCheckpoint(dirpath=str(tmp_path))
+        module = tiny.module(objective=ObjectiveConfig(recipe="dapo", overlong_penalty=False))
+        trainer = tiny.trainer(callbacks=[recorder, checkpoint], enable_checkpointing=True)
+        trainer.fit(module, datamodule=tiny.data(rollouts=rollouts, group_size=2), ckpt_path=path)
+        return recorder, tiny.weights(module)
+
+    whole, expected = run(4)
+    assert all(m["groups/zero_gradient"] == 0 and m["sampling/short"] == 0 for m in whole.metrics)
+    assert max(m["sampling/rounds"] for m in whole.metrics) > 1
+    run(2)
+    rest, weights = run(4, tmp_path / "last.ckpt")
+    assert rest.ids == whole.ids[2:]
+    assert rest.prompts == whole.prompts[2:]
+    assert torch.equal(weights, expected)
