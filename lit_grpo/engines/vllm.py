@@ -384,15 +384,16 @@ def make_vllm_engine(
     if not model_config.architectures:  # FSDP2 puts a class of its own before the model's
         classes = [c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP")]
         model_config.architectures = classes[:1]
+    options: dict[str, Any] = {
+        "end_token_ids": end_token_ids,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_seqs": config.max_num_seqs,
+        "load_format": "dummy",
+        **config.args,
+    }
     with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:
         model_config.save_pretrained(folder)
-        return VLLMEngine(
-            folder,
-            end_token_ids=end_token_ids,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            seed=seed,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            max_num_seqs=config.max_num_seqs,
-            **{"load_format": "dummy", **config.args},
-        )
+        return VLLMEngine(folder, **options)
