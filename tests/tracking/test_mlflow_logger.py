@@ -255,6 +255,8 @@ def test_a_server_killed_in_mid_run_costs_no_step_and_no_record(root, caplog):
         str(port),
         "--workers",
         "1",
+        "--artifacts-destination",
+        f"{root}/served-artifacts",
     ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
