@@ -138,7 +138,8 @@ class TestInitialEntropy:
     def run(self, tmp_path: Any, rollouts: int, resume: bool = False) -> tuple[Any, list[int]]:
         from lit_grpo.callbacks import RolloutCheckpoint
 
-        module, data = tiny.module(objective=ObjectiveConfig(recipe="gtpo")), tiny.data(rollouts=rollouts)
+        module = tiny.module(objective=ObjectiveConfig(recipe="gtpo"))
+        data: Any = tiny.data(rollouts=rollouts)
         calls: list[int] = []
         make = data.initial_completions
 

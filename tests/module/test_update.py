@@ -31,15 +31,19 @@ class OneRollout:
         return iter(self.rollouts)
 
 
+def gradients(module: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+
+
 def gradient(batch: Any, **changes: Any) -> torch.Tensor:
     """Gradient of the first optimizer step, before clipping."""
     found: list[torch.Tensor] = []
     module = tiny.module(max_grad_norm=None, **changes)
 
     def capture(optimizer: Any) -> None:
-        found.append(torch.cat([p.grad.flatten() for p in module.policy.parameters()]))
+        found.append(gradients(module))
 
-    module.on_before_optimizer_step = capture
+    module.on_before_optimizer_step = capture  # type: ignore[method-assign]
     torch.manual_seed(0)
     tiny.trainer().fit(module, OneRollout(batch))
     return found[0]
@@ -49,6 +53,7 @@ def by_hand(batch: Any) -> torch.Tensor:
     """GRPO with one update, as in the paper: sum_i A_i mean_t log pi, by single forward passes (2402.03300, eq. 3)."""
     module = tiny.module()
     module.configure_model()
+    assert module.policy is not None
     model = module.policy.model
     loss = torch.zeros(())
     reward = batch.reward.double()
@@ -64,7 +69,7 @@ def by_hand(batch: Any) -> torch.Tensor:
             loss = loss - advantage * torch.stack(picked).mean()
     counted = sum(1 for c in batch.completions if c.token_ids)
     (loss / counted).backward()
-    return torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+    return gradients(module)
 
 
 def test_gradient_is_that_of_the_formula():
@@ -145,7 +150,7 @@ def test_a_step_that_is_not_finite_changes_nothing(where):
             if index == 1:
                 seen.append(self.snapshot(trainer))
                 if where == "gradient":
-                    weight = next(module.policy.parameters())
+                    weight = next(pl_module.policy.parameters())
                     self.handle = weight.register_hook(lambda g: g * float("nan"))
                 else:
                     rollout.reward[0] = float("inf")
