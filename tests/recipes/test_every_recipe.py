@@ -1,0 +1,110 @@
+"""Every recipe file trains, as it would from the command line: quickstart, recipe on top, only smaller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lit_grpo.cli import main
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.rewards.base import Reward
+from lit_grpo.types import RewardInput, Score
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+ROLLOUTS = 3
+SMALLER = f"""\
+model:
+  policy: {{tiny: {{layers: 1, width: 32, heads: 2}}}}
+data:
+  prompts: {{class_path: lit_grpo.tasks.AdditionPrompts, init_args: {{digits: 1, n: 12}}}}
+  rewards:
+    - {{class_path: tests.recipes.test_every_recipe.Digits}}
+  prompts_per_rollout: 4
+  group_size: 6
+  sampling: {{max_new_tokens: 10}}
+  rollouts: {ROLLOUTS}
+trainer:
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  callbacks:
+    - {{class_path: tests.recipes.test_every_recipe.Look}}
+"""
+
+
+class Digits(Reward):
+    """1 where the completion begins with one of the low ids: about half of an untrained model's."""
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        return [Score(float(item.completion.token_ids[0] < 7)) for item in batch]
+
+
+class Look(tiny.Recorder):
+    """A recorder that a test can find: the command line makes it."""
+
+    last: Look
+    module: Any
+    before: Any
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        Look.last, self.module, self.before = self, pl_module, tiny.weights(pl_module)
+
+
+@pytest.fixture
+def smaller(tmp_path: Path) -> str:
+    path = tmp_path / "smaller.yaml"
+    path.write_text(SMALLER)
+    return str(path)
+
+
+def test_every_recipe_has_a_file_and_every_file_is_a_recipe():
+    from lit_grpo.objectives.recipes import RECIPES
+
+    assert {path.stem for path in FILES} == set(RECIPES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_recipe_trains(path: Path, smaller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    layers = [ROOT / "configs/quickstart.yaml", path, smaller]
+    assert main(["fit", *(word for layer in layers for word in ("--config", str(layer)))]) == 0
+    run = Look.last
+    recipe = path.stem
+    assert run.module.objective.name == recipe, "the quickstart's entropy bonus would make it another method"
+    own = ObjectiveConfig(recipe=recipe).resolve().for_run(10)
+    assert run.module.objective == own
+    assert len(run.metrics) == ROLLOUTS
+    assert any(m["groups/zero_gradient"] < 1 for m in run.metrics), "the test's reward has spread"
+    for metrics in run.metrics:
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+        assert "loss" in metrics
+        assert metrics["grad_norm"] > 0
+    assert run.module.optimizer_steps == ROLLOUTS * own.passes
+    assert (run.module.skipped_steps, run.module.empty_steps) == (0, 0)
+    change = (tiny.weights(run.module) - run.before).abs().max()
+    assert 1e-5 < change < 0.1
+    if own.dynamic_sampling:
+        assert all(m["groups/zero_gradient"] == 0 for m in run.metrics)
+    _check_needs(own, run.metrics)
+
+
+def _check_needs(own: Any, metrics: list[dict[str, float]]) -> None:
+    """What the method needs besides log-probabilities has left its trace."""
+    if own.regularizers.kl_loss:
+        assert any("kl" in key for m in metrics for key in m)
+
+
+def test_recipe_files_hold_nothing_but_the_recipe():
+    """A recipe's numbers are in the code; a file may only add the machinery the method cannot do without."""
+    for path in FILES:
+        model = yaml.safe_load(path.read_text())["model"]
+        assert model.pop("objective") == {"recipe": path.stem, "entropy_coef": None}
+        assert set(model) <= {"critic", "policy", "updates_per_rollout"}
