@@ -9,7 +9,9 @@ import torch
 
 from lit_grpo.errors import UserError
 from lit_grpo.experience import make_experience
+from lit_grpo.metrics import StepMetrics
 from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.passes import OptimizerStep
 from lit_grpo.policy import PolicyConfig, TinyModel
 from lit_grpo.types import Sum
 from tests import tiny
@@ -106,3 +108,26 @@ def test_a_dense_model_says_that_the_factor_is_1():
 def test_more_active_experts_than_there_are_is_refused():
     with pytest.raises(UserError, match="5 of 4 experts"):
         tiny.module(policy=PolicyConfig(tiny=TinyModel(width=32, heads=2, experts=4, experts_per_token=5)))
+
+
+def test_the_loss_looks_at_the_experts_of_the_old_policy():
+    """The router is turned round between preparation and update: other experts are active, the old ones are compared."""
+    batch, module = rollout(), routed(True)
+    experience = make_experience(batch, "cpu")
+    module._passes.fill(batch, experience, frozenset({"old_logprobs", "router_logscores_old"}))
+    with torch.no_grad():
+        for layer in module.policy.model.base_model.layers:
+            layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
+    objective, rows, metrics = module.objective, torch.arange(8), StepMetrics()
+    advantages = objective.advantages(experience, {})
+    plan = objective.plan(experience, advantages, {})
+    step = OptimizerStep(objective, experience, advantages, rows, 0, warmup=False)
+    module._passes.loss(batch, step, rows, plan, metrics)
+    inputs = module._inputs(batch, rows)
+    now = module.policy(inputs, experts=experience.router_experts_old).router_logscores
+    change = (now - experience.router_logscores_old).abs().mean((-1, -2))
+    expected = (-change).exp().clamp_min(0.8)[experience.mask].mean()
+    total, weight = metrics.sums["router/factor"]
+    assert float(total / weight) == pytest.approx(float(expected), rel=1e-5)
+    active = module.policy(inputs, experts="active")
+    assert not torch.equal(active.router_experts, experience.router_experts_old)
