@@ -117,6 +117,10 @@ class RolloutDataModule(pl.LightningDataModule):
                 where="model",
                 remedy="use lit_grpo.LitGRPO or a subclass",
             )
+        if self.engine_config.name == "vllm":
+            from lit_grpo.engines.vllm_start import check_installed
+
+            check_installed()
         if stage == "fit":
             module.prepare_for(
                 rollouts=self.rollouts * max(1, self._trainer.max_epochs or 1),

