@@ -111,7 +111,7 @@ def test_more_active_experts_than_there_are_is_refused():
 
 
 def test_the_loss_looks_at_the_experts_of_the_old_policy():
-    """The router is turned round between preparation and update: other experts are active, the old ones are compared."""
+    """With routers turned round before the update other experts are active, but the old ones are compared."""
     batch, module = rollout(), routed(True)
     experience = make_experience(batch, "cpu")
     module._passes.fill(batch, experience, frozenset({"old_logprobs", "router_logscores_old"}))
@@ -130,4 +130,5 @@ def test_the_loss_looks_at_the_experts_of_the_old_policy():
     total, weight = metrics.sums["router/factor"]
     assert float(total / weight) == pytest.approx(float(expected), rel=1e-5)
     active = module.policy(inputs, experts="active")
+    assert experience.router_experts_old is not None
     assert not torch.equal(active.router_experts, experience.router_experts_old)
