@@ -176,7 +176,12 @@ def train(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
                     values.append(round(float(value), 5))
 
     out: dict[str, Any] = {"status": "done", "reason": ""}
-    plain = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    plain: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     plain |= {"enable_model_summary": False, "num_sanity_val_steps": 0}
     try:
         pl.Trainer(max_epochs=1, limit_val_batches=0, callbacks=[Keep()], **plain).fit(module, datamodule=data)
