@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +17,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_embedding_example_runs_and_is_short(capsys):
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found
+    code = found.group(1)
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     exec(compile(code, "README.md", "exec"), {})
     assert 0.0 <= float(capsys.readouterr().out.splitlines()[-1]) <= 1.0
@@ -40,6 +43,7 @@ def test_every_config_is_accepted_by_the_command_line(path, capsys, monkeypatch)
     from lit_grpo.cli import main
 
     monkeypatch.chdir(ROOT)
+    code: Any
     try:
         code = main(["fit", "--config", str(path), "--print_config=skip_null"])
     except SystemExit as done:

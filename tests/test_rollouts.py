@@ -104,6 +104,7 @@ def test_ids_go_from_the_engine_into_the_loss_unchanged(prompt_ids, group_size, 
             assert int(before) == (flat_prompts[int(row)][-1] if place == 0 else flat[int(row)][place - 1])
         assert [tuple(row) for row in back] == flat
     for i, expected in enumerate(flat):
+        assert experience.token_ids is not None
         assert tuple(experience.token_ids[i, : int(experience.lengths[i])].tolist()) == expected
         assert int(experience.mask[i].sum()) == len(expected)
 
@@ -354,7 +355,8 @@ def test_every_round_samples_with_seeds_of_its_own():
     table = [[1, 1]] * 8 + [[0, 1]] * 4
     loader = dynamic(table)
     rollouts = list(loader)
-    seeds = [seed for request in loader.producer.engine.asked for seed in request.seeds]
+    engine: Any = loader.producer.engine
+    seeds = [seed for request in engine.asked for seed in request.seeds]
     assert len(seeds) == len(set(seeds)) > 3 * 8
     assert sum(r.metrics["sampling/prompts"] for r in rollouts) == len(seeds) / 2 == loader.position
 

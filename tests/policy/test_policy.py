@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +59,8 @@ def gradient(policy: Policy, rows, entropy="detached"):
     weights = torch.arange(1.0, WIDTH + 1)
     total = (stats.logprobs * weights).sum() + (stats.entropy.sum() if entropy == "grad" else 0.0)
     total.backward()
-    return [p.grad.clone() for p in policy.parameters()]
+    gradients: Any = [p.grad for p in policy.parameters()]
+    return [g.clone() for g in gradients]
 
 
 @pytest.mark.parametrize("entropy", ["detached", "grad"])
@@ -111,13 +114,14 @@ def test_shared_prompts_give_the_numbers_and_gradients_of_padded_rows(policy):
     prompts = [(1, 2, 3)] * 3 + [(4,)] + [(1, 2, 3)] * 2
     completions = [(7, 8), (9, 10, 11, 12, 2), (), (1,), (7, 8), (8, 7, 7)]
     results = {}
-    for name, build, options in [
-        ("padded", pad_rows, {}),
-        ("shared", share_prompts, {}),
-        ("cut", share_prompts, {"row_tokens": 8}),
-    ]:
+    layouts: list[tuple[str, Any]] = [
+        ("padded", pad_rows),
+        ("shared", share_prompts),
+        ("cut", partial(share_prompts, row_tokens=8)),
+    ]
+    for name, build in layouts:
         policy.zero_grad()
-        batch = build(prompts, completions, width=WIDTH, **options)
+        batch = build(prompts, completions, width=WIDTH)
         stats = policy(batch, 0.9, "grad")
         (stats.logprobs * torch.arange(1.0, WIDTH + 1)).sum().add(stats.entropy.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])

@@ -87,7 +87,7 @@ def test_the_recipe_trains(path: Path, smaller: str, tmp_path: Path, monkeypatch
     layers = [ROOT / "configs/quickstart.yaml", path, smaller, extra]
     assert main(["fit", *(word for layer in layers for word in ("--config", str(layer)))]) == 0
     run = Look.last
-    recipe = path.stem
+    recipe: Any = path.stem
     assert run.module.objective.name == recipe, "the quickstart's entropy bonus would make it another method"
     own = ObjectiveConfig(recipe=recipe).resolve().for_run(10)
     assert run.module.objective == own

@@ -82,6 +82,7 @@ def test_five_steps_of_the_library_are_those_of_the_single_file(reference, kl_co
         updates_per_rollout=updates,
     )
     module.configure_model()
+    assert module.policy is not None
     model = copy.deepcopy(module.policy.model)
     frozen = copy.deepcopy(model) if kl_coef else None
     start = flat(model)
@@ -102,6 +103,7 @@ def test_five_steps_of_the_library_are_those_of_the_single_file(reference, kl_co
     ours = [m["loss"] for m in recorder.metrics]
     # Adam divides by the root of the second moment, so rounding of tiny gradients shows up to a share of lr.
     assert ours == pytest.approx([steps[-1] for steps in losses], abs=2e-5)
+    assert module.policy is not None
     weights = flat(module.policy.model)
     assert (flat(model) - start).abs().max() > STEPS * LR / 2, "the weights moved far more than the tolerance"
     torch.testing.assert_close(weights, flat(model), rtol=1e-4, atol=LR / 50)
