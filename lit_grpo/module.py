@@ -133,6 +133,7 @@ class LitGRPO(pl.LightningModule):
         self.objective_state = self.objective.new_state()
         self.policy_version = 0
         """Rollouts trained on."""
+        self._logged_keys: set[str] = set()
         self.step_metrics: dict[str, float] = {}
         """What the last rollout logged. Trainer.callback_metrics also keeps keys that only earlier rollouts had."""
         self.optimizer_steps = 0
@@ -294,9 +295,6 @@ class LitGRPO(pl.LightningModule):
             reduce=self._reduce_or_none,
             pass_index=step.pass_index,
         )
-        if plan.empty:
-            self.empty_steps += 1
-            return
         models = self._models()
         for model in models:
             model.optimizer.zero_grad()
@@ -316,6 +314,11 @@ class LitGRPO(pl.LightningModule):
             if first_pass and stats.entropy is not None:
                 tokens = sum(len(batch.completions[i].token_ids) for i in chosen.tolist())
                 metrics.add("entropy", stats.entropy.detach().sum(), tokens)
+        if plan.empty:
+            self.empty_steps += 1
+            metrics.add("loss", 0.0)
+            metrics.maximum("grad_norm", 0.0)
+            return
         if step.warmup:
             models = models[1:]
         norms = [clip_gradients(model.optimizer, model.max_grad_norm) for model in models]
@@ -410,6 +413,9 @@ class LitGRPO(pl.LightningModule):
         values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
         self.step_metrics = dict(values)
         self.objective.end_of_rollout(self.objective_state, values)
+        # Lightning would log the last known value of a key again where this rollout has none.
+        values |= dict.fromkeys(self._logged_keys - values.keys(), float("nan"))
+        self._logged_keys |= values.keys()
         shown = {key: values.pop(key) for key in SHOWN_IN_PROGRESS_BAR if key in values}
         self.log_dict(shown, prog_bar=True, batch_size=1)
         self.log_dict(values, batch_size=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -130,6 +131,18 @@ def test_nothing_left_means_no_step():
     assert (module.empty_steps, module.optimizer_steps, module.policy_version) == (1, 0, 1)
     assert metrics["groups/zero_gradient"] == 1.0
     assert metrics["groups/all_correct"] == 1.0
+    assert metrics["entropy"] > 1.0, "what monitors watch is measured all the same"
+    assert metrics["grad_norm"] == metrics["loss"] == 0.0
+
+
+def test_a_key_that_a_rollout_has_no_value_for_is_not_logged_with_an_old_one():
+    some, none = tiny.rollout(REWARDS, LENGTHS, 4), tiny.rollout([0.0] * 8, LENGTHS, 4)
+    for c in none.completions:
+        object.__setattr__(c, "policy_version", 1)
+    module, trainer = tiny.module(), tiny.trainer()
+    trainer.fit(module, OneRollout(some, none))
+    assert "length/correct" not in module.step_metrics
+    assert math.isnan(trainer.callback_metrics["length/correct"])
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss"])
