@@ -24,6 +24,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.module import LitGRPO
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
+from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 
@@ -145,7 +146,8 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        ours: list[Callback] = [*callbacks, RunSummary(), FirstCtrlC()]
+        closing = PredictionWriter() if self._command == "predict" else RunSummary()
+        ours: list[Callback] = [*callbacks, closing, FirstCtrlC()]
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             ours.append(LineProgress())
         if any(isinstance(callback, ProgressBar) for callback in given):

@@ -1,5 +1,6 @@
 """Whole runs from the command line, in one process: layers, defaults, exit codes, resume, export."""
 
+import json
 import os
 import shutil
 import signal
@@ -270,3 +271,26 @@ def test_export_gives_the_trained_policy(place, capsys):
     half = AutoModelForCausalLM.from_pretrained("out/model", dtype="auto")
     assert half.dtype == torch.bfloat16
     assert torch.equal(half.lm_head.weight, policy.lm_head.weight.bfloat16())
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_evaluation_commands_print_the_reward(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    key = {"validate": "val", "test": "test"}[command]
+    layer = f"data:\n  {key}_prompts: {{class_path: lit_grpo.tasks.AdditionPrompts, init_args: {{n: 10}}}}\n"
+    Path("base.yaml").write_text(CONFIG)
+    Path("layer.yaml").write_text(layer)
+    assert main([command, "--config", "base.yaml", "--config", "layer.yaml"]) == 0
+    assert f"{key}/reward" in capsys.readouterr().out
+
+
+def test_predict_writes_every_completion(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(CONFIG)
+    given = ["--data.test_prompts", "lit_grpo.tasks.AdditionPrompts", "--data.test_prompts.n", "10"]
+    assert main(["predict", "--config", "base.yaml", *given, "--data.eval_group_size", "2"]) == 0
+    path = Path(capsys.readouterr().out.splitlines()[-1].removeprefix("completions: "))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(records) == 20
+    assert len({record["id"] for record in records}) == 10
+    assert set(records[0]) == {"id", "question", "completion", "finish_reason", "reward", "rewards"}
