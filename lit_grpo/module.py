@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lit_grpo import experience as shape
 from lit_grpo import rng
-from lit_grpo.errors import StopRun, UserError
+from lit_grpo.errors import UserError
 from lit_grpo.evaluation import means, records
 from lit_grpo.experience import make_experience
+from lit_grpo.guards import GuardConfig
 from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
@@ -26,24 +27,15 @@ from lit_grpo.policy.batching import PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, make_critic
 from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
-from lit_grpo.policy.optimizer import clip_gradients, make_optimizer
+from lit_grpo.policy.optimizer import make_optimizer
 from lit_grpo.policy.policy import Policy
 from lit_grpo.run_objective import check_objective, monte_carlo, resolve
-from lit_grpo.types import Rollout
+from lit_grpo.types import Experience, Rollout
+from lit_grpo.update import Updater, trained_models
 
 __all__ = ["LitGRPO", "make_experience"]
 
 SHOWN_IN_PROGRESS_BAR = ("reward", "entropy", "length")
-
-
-class Trained(NamedTuple):
-    """A model that learns."""
-
-    prefix: str
-    """Of its metrics."""
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    max_grad_norm: float | None
 
 
 class LitGRPO(pl.LightningModule):
@@ -64,7 +56,8 @@ class LitGRPO(pl.LightningModule):
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
         max_staleness: a batch sampled with weights more rollouts old than this is refused. 0: strictly on-policy; above
             0 the objective's ``sampler_correction`` is ``tis_token`` unless it is set.
-        max_skipped_steps: the run stops after this many non-finite optimizer steps in a row.
+        max_skipped_steps: the run stops after this many skipped optimizer steps (non-finite or vetoed) in a row.
+        guards: what stops a run whose engine and learner disagree.
     """
 
     def __init__(
@@ -80,6 +73,7 @@ class LitGRPO(pl.LightningModule):
         max_grad_norm: float | None = 1.0,
         max_staleness: int = 0,
         max_skipped_steps: int = 10,
+        guards: GuardConfig = GuardConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -109,6 +103,7 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
+        self.guards: GuardConfig = _typed(GuardConfig, guards)
         self.save_hyperparameters(
             {
                 "policy": asdict(self.policy_config),
@@ -122,6 +117,7 @@ class LitGRPO(pl.LightningModule):
                 "max_grad_norm": max_grad_norm,
                 "max_staleness": max_staleness,
                 "max_skipped_steps": max_skipped_steps,
+                "guards": asdict(self.guards),
             },
             logger=False,
         )
@@ -136,12 +132,16 @@ class LitGRPO(pl.LightningModule):
         self._logged_keys: set[str] = set()
         self.step_metrics: dict[str, float] = {}
         """What the last rollout logged. Trainer.callback_metrics also keeps keys that only earlier rollouts had."""
+        self.last_experience: Experience | None = None
+        """Of the last rollout, for callbacks: tensors on the module's device."""
+        self.last_advantages: Tensor | None = None
+        """[N, T]."""
         self.optimizer_steps = 0
         """Of the policy."""
         self.critic_steps = 0
         self.skipped_steps = 0
         self.empty_steps = 0
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self._planned_rollouts = 0
         self._tokenizer: Any = None
         self._restored_rng: dict[str, Any] | None = None
@@ -232,7 +232,7 @@ class LitGRPO(pl.LightningModule):
     @property
     def _passes(self) -> Passes:
         reference = self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
-        return Passes(self._policy, reference, self.critic, self._micro_batches, self._inputs)
+        return Passes(self._policy, reference, self.critic, self.micro_batches, self._inputs)
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
@@ -246,12 +246,14 @@ class LitGRPO(pl.LightningModule):
         self._passes.fill(batch, experience, needed if self._policy.routes else needed - {"router_logscores_old"})
         warmup = self.policy_version < self._warmup_rollouts
         objective = monte_carlo(self.objective) if warmup else self.objective
-        advantages = objective.advantages(experience, self.objective_state, self._reduce_or_none)
+        advantages = objective.advantages(experience, self.objective_state, self.reduce_or_none)
         self._merge_states()
+        self.last_experience, self.last_advantages = experience, advantages
+        updater = Updater(self, self._passes)
         for update, rows in enumerate(self._minibatches(batch)):
             for pass_index in range(objective.passes):
                 step = OptimizerStep(objective, experience, advantages, rows, pass_index, warmup)
-                self._update(batch, step, metrics, first_pass=update == 0 and pass_index == 0)
+                updater.step(batch, step, metrics, first_pass=update == 0 and pass_index == 0)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
         self._refresh_reference()
@@ -285,81 +287,9 @@ class LitGRPO(pl.LightningModule):
         seed = rng.derive_seed("minibatches", self._seed, batch.index)
         return shape.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed)
 
-    def _update(self, batch: Rollout, step: OptimizerStep, metrics: StepMetrics, *, first_pass: bool) -> None:
-        """One optimizer step. Weights, optimizers and schedulers stay untouched if it is empty or not finite."""
-        rows = step.rows
-        plan = step.objective.plan(
-            step.experience.select(rows),
-            step.advantages[rows],
-            self.objective_state,
-            reduce=self._reduce_or_none,
-            pass_index=step.pass_index,
-        )
-        models = self._models()
-        for model in models:
-            model.optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
-        active = plan.active.cpu()
-        # Completions that the objective multiplies by zero need no gradient, only their place in the metrics.
-        parts = [(c, True) for c in self._micro_batches(batch, rows[active])]
-        parts += [(c, False) for c in self._micro_batches(batch, rows[~active])]
-        for chosen, learns in parts:
-            with torch.set_grad_enabled(learns):
-                part = plan.select(shape.positions(rows, chosen).to(self.device))
-                out, stats = self._passes.loss(batch, step, chosen, part, metrics)
-            if learns:
-                self.manual_backward(out.loss * self.trainer.world_size)
-                loss += out.loss.detach().double().cpu()
-            metrics.update(out.metrics, out.maxima)
-            if first_pass and stats.entropy is not None:
-                tokens = sum(len(batch.completions[i].token_ids) for i in chosen.tolist())
-                metrics.add("entropy", stats.entropy.detach().sum(), tokens)
-        if plan.empty:
-            self.empty_steps += 1
-            metrics.add("loss", 0.0)
-            metrics.maximum("grad_norm", 0.0)
-            return
-        if step.warmup:
-            models = models[1:]
-        norms = [clip_gradients(model.optimizer, model.max_grad_norm) for model in models]
-        step_loss = self._reduce(loss)
-        metrics.sums.pop("loss", None)
-        metrics.add("loss", step_loss)
-        for model, norm in zip(models, norms, strict=True):
-            metrics.maximum(f"{model.prefix}grad_norm", norm)
-        if not all(torch.isfinite(x) for x in (*norms, step_loss)):
-            self._skip()
-            return
-        self._skipped_in_a_row = 0
-        for model in models:
-            model.optimizer.step()
-            model.scheduler.step()
-        self.optimizer_steps += not step.warmup
-        self.critic_steps += self.critic is not None
-
-    def _models(self) -> list[Trained]:
-        """The policy, then the critic if there is one: each with its optimizer, schedule and clipping."""
-        optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
-        if self.critic is None:
-            return [Trained("", optimizers, schedulers, self.max_grad_norm)]
-        limits = (("", self.max_grad_norm), ("critic/", self.critic.config.max_grad_norm))
-        return [
-            Trained(prefix, o, s, limit) for (prefix, limit), o, s in zip(limits, optimizers, schedulers, strict=True)
-        ]
-
-    def _skip(self) -> None:
-        for model in self._models():
-            model.optimizer.zero_grad()
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self.max_skipped_steps:
-            raise StopRun(
-                f"{self._skipped_in_a_row} optimizer steps in a row were skipped: loss or gradient not finite"
-            )
-
     # ---------------------------------------------------------------------------------------------- forward
 
-    def _micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
+    def micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
         return shape.micro_batches(batch, rows, self.micro_batch_size, share=self.policy_config.share_prompts)
 
     def _inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
@@ -393,7 +323,7 @@ class LitGRPO(pl.LightningModule):
 
     def _log(self, batch: Rollout, metrics: StepMetrics, staleness: int, seconds: float) -> None:
         many = self.trainer.world_size > 1
-        values = metrics.compute(self._reduce if many else None, self._reduce_max if many else None)
+        values = metrics.compute(self.reduce_sum if many else None, self.reduce_max if many else None)
         values |= diagnostics.derive(values) | batch.metrics
         values |= {
             "optimizer_steps": float(self.optimizer_steps),
@@ -403,7 +333,7 @@ class LitGRPO(pl.LightningModule):
             "staleness": float(staleness),
             "time/update": seconds,
         }
-        for model in self._models():
+        for model in trained_models(self):
             values[f"{model.prefix}lr"] = model.optimizer.param_groups[0]["lr"]
         if self.critic is not None:
             values["critic/steps"] = float(self.critic_steps)
@@ -421,14 +351,14 @@ class LitGRPO(pl.LightningModule):
         self.log_dict(values, batch_size=1)
 
     @property
-    def _reduce_or_none(self) -> Reduce | None:
-        return self._reduce if self.trainer.world_size > 1 else None
+    def reduce_or_none(self) -> Reduce | None:
+        return self.reduce_sum if self.trainer.world_size > 1 else None
 
-    def _reduce(self, tensor: Tensor) -> Tensor:
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
         return cast(Tensor, self.trainer.strategy.reduce(tensor.to(self.device), reduce_op="sum")).to(tensor.device)
 
-    def _reduce_max(self, tensor: Tensor) -> Tensor:
+    def reduce_max(self, tensor: Tensor) -> Tensor:
         return cast(Tensor, self.trainer.strategy.reduce(tensor.to(self.device), reduce_op="max")).to(tensor.device)
 
     # ---------------------------------------------------------------------------------------------- state
@@ -448,7 +378,7 @@ class LitGRPO(pl.LightningModule):
             "critic_steps": self.critic_steps,
             "skipped_steps": self.skipped_steps,
             "empty_steps": self.empty_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "objective": self.objective_state,
             "rng": rng.get_state(),
         }
@@ -460,7 +390,7 @@ class LitGRPO(pl.LightningModule):
         self.critic_steps = state.get("critic_steps", 0)
         self.skipped_steps = state["skipped_steps"]
         self.empty_steps = state["empty_steps"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
         self.objective_state = state["objective"]
         self._restored_rng = state["rng"]
 
@@ -485,7 +415,7 @@ class LitGRPO(pl.LightningModule):
                 remedy="set initial_entropy to the measured mean, in nats",
             )
         entropy = self._passes.sequence_entropy(source(count)).double()
-        total, number = self._reduce(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
+        total, number = self.reduce_sum(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
         self.objective.set_initial_entropy(self.objective_state, total / number)
         rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
 

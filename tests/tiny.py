@@ -60,7 +60,10 @@ def trainer(**changes: Any) -> pl.Trainer:
 
 
 def rollout(rewards: list[float], lengths: list[int], group_size: int, *, seed: int = 0, **changes: Any) -> Rollout:
-    """A rollout of random ids with given rewards and lengths, prompts of different lengths."""
+    """A rollout of random ids with given rewards and lengths, prompts of different lengths.
+
+    No model sampled it: its log-probabilities are unknown (NaN).
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -71,7 +74,7 @@ def rollout(rewards: list[float], lengths: list[int], group_size: int, *, seed: 
         "index": 0,
         "prompts": [Prompt(f"p{g}", "", ids(2 + g), "0") for g in range(groups)],
         "completions": [
-            Completion(i // group_size, i % group_size, ids(n), tuple([-1.0] * n), "stop", 0)
+            Completion(i // group_size, i % group_size, ids(n), tuple([float("nan")] * n), "stop", 0)
             for i, n in enumerate(lengths)
         ],
         "texts": [""] * len(rewards),

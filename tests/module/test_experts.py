@@ -14,6 +14,7 @@ from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.passes import OptimizerStep
 from lit_grpo.policy import PolicyConfig, TinyModel
 from lit_grpo.types import Sum
+from lit_grpo.update import Updater
 from tests import tiny
 from tests.module.helpers import Given, fit, rollout
 
@@ -65,22 +66,22 @@ def test_given_experts_are_looked_up_in_the_new_distribution():
     assert not torch.allclose(new.router_logscores, old.router_logscores)
 
 
-def test_the_factor_is_1_at_the_first_pass_and_less_after_an_update():
+def test_the_factor_is_1_at_the_first_pass_and_less_after_an_update(monkeypatch):
     policy = PolicyConfig(tiny=MOE)
     factors: list[float] = []
 
     module = tiny.module(objective=RSPO, policy=policy, updates_per_rollout=2, micro_batch_size=8)
-    update = module._update
+    update = Updater.step
 
-    def spy(batch: Any, step: Any, metrics: Any, **rest: Any) -> None:
+    def spy(self: Any, batch: Any, step: Any, metrics: Any, **rest: Any) -> None:
         before = metrics.sums.get("router/factor")
-        update(batch, step, metrics, **rest)
+        update(self, batch, step, metrics, **rest)
         after = metrics.sums["router/factor"]
         if before is not None:
             after = Sum(after.total - before.total, after.weight - before.weight)
         factors.append(float(after.total / after.weight))
 
-    module._update = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(Updater, "step", spy)
     tiny.trainer().fit(module, Given(rollout(seed=0)))
     assert factors[0] == pytest.approx(1.0, abs=1e-6)
     assert 0.8 <= factors[1] < 1 - 1e-5

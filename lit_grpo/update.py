@@ -1,0 +1,148 @@
+"""Optimizer steps on one rollout: accumulate, clip, ask whoever may object, step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_grpo import experience as shape
+from lit_grpo import guards
+from lit_grpo.errors import StopRun
+from lit_grpo.metrics import StepMetrics
+from lit_grpo.passes import OptimizerStep, Passes
+from lit_grpo.policy.optimizer import clip_gradients
+from lit_grpo.types import Rollout
+
+if TYPE_CHECKING:
+    from lit_grpo.module import LitGRPO
+
+
+class Trained(NamedTuple):
+    """A model that learns."""
+
+    prefix: str
+    """Of its metrics."""
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    max_grad_norm: float | None
+
+
+def trained_models(module: LitGRPO) -> list[Trained]:
+    """The policy, then the critic if there is one: each with its optimizer, schedule and clipping."""
+    optimizers, schedulers = cast(Any, module.optimizers()), cast(Any, module.lr_schedulers())
+    if module.critic is None:
+        return [Trained("", optimizers, schedulers, module.max_grad_norm)]
+    limits = (("", module.max_grad_norm), ("critic/", module.critic.config.max_grad_norm))
+    return [Trained(prefix, o, s, limit) for (prefix, limit), o, s in zip(limits, optimizers, schedulers, strict=True)]
+
+
+class Updater:
+    """Takes the optimizer steps of one rollout for a :class:`lit_grpo.LitGRPO`.
+
+    Args:
+        module: holds the models, their optimizers and the counters.
+        passes: how a rollout goes through the models.
+    """
+
+    def __init__(self, module: LitGRPO, passes: Passes) -> None:
+        self.module, self.passes = module, passes
+
+    def step(self, batch: Rollout, step: OptimizerStep, metrics: StepMetrics, *, first_pass: bool) -> None:
+        """One optimizer step. Weights, optimizers and schedulers stay untouched if it is empty, vetoed or not finite.
+
+        Args:
+            batch: the rollout.
+            step: what of it is learned from, and how.
+            metrics: of the rollout; added to.
+            first_pass: no weight has changed since the rollout was prepared.
+
+        Raises:
+            StopRun: a guard found engine and learner to disagree, or too many steps in a row were skipped.
+        """
+        module, rows = self.module, step.rows
+        plan = step.objective.plan(
+            step.experience.select(rows),
+            step.advantages[rows],
+            module.objective_state,
+            reduce=module.reduce_or_none,
+            pass_index=step.pass_index,
+        )
+        models = trained_models(module)
+        for model in models:
+            model.optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        guard = guards.FirstUpdate(batch, step.experience, module.policy_version) if first_pass else None
+        active = plan.active.cpu()
+        # Completions that the objective multiplies by zero need no gradient, only their place in the metrics.
+        parts = [(c, True) for c in module.micro_batches(batch, rows[active])]
+        parts += [(c, False) for c in module.micro_batches(batch, rows[~active])]
+        for chosen, learns in parts:
+            with torch.set_grad_enabled(learns):
+                part = plan.select(shape.positions(rows, chosen).to(module.device))
+                out, stats = self.passes.loss(batch, step, chosen, part, metrics)
+            if learns:
+                module.manual_backward(out.loss * module.trainer.world_size)
+                loss += out.loss.detach().double().cpu()
+            metrics.update(out.metrics, out.maxima)
+            if guard is not None:
+                guard.add(chosen, stats.logprobs)
+                assert stats.entropy is not None
+                tokens = sum(len(batch.completions[i].token_ids) for i in chosen.tolist())
+                metrics.add("entropy", stats.entropy.detach().sum(), tokens)
+        if guard is not None:
+            guard.check_truncation(module.guards)
+            guard.check(module.guards, module.reduce_or_none, next(module.parameters()).dtype)
+        if plan.empty:
+            module.empty_steps += 1
+            metrics.add("loss", 0.0)
+            metrics.maximum("grad_norm", 0.0)
+            return
+        if step.warmup:
+            models = models[1:]
+        norms = [clip_gradients(model.optimizer, model.max_grad_norm) for model in models]
+        step_loss = module.reduce_sum(loss)
+        metrics.sums.pop("loss", None)
+        metrics.add("loss", step_loss)
+        seen = {"loss": float(step_loss)}
+        for model, norm in zip(models, norms, strict=True):
+            metrics.maximum(f"{model.prefix}grad_norm", norm)
+            seen[f"{model.prefix}grad_norm"] = float(norm)
+        if not all(torch.isfinite(x) for x in (*norms, step_loss)):
+            self._skip("loss or gradient not finite")
+            return
+        if objection := self._objection(seen):
+            self._skip(objection)
+            return
+        module.skipped_in_a_row = 0
+        for model in models:
+            model.optimizer.step()
+            model.scheduler.step()
+        module.optimizer_steps += not step.warmup
+        module.critic_steps += module.critic is not None
+
+    def _objection(self, metrics: dict[str, float]) -> str | None:
+        """Why a callback wants this step to be left out.
+
+        Asked for by the method ``veto_update(trainer, module, metrics) -> str | None`` of any callback. ``metrics``
+        holds ``loss``, ``grad_norm`` and, with a critic, ``critic/grad_norm``: the same numbers on every rank, on which
+        all ranks must decide alike.
+        """
+        trainer = self.module.trainer
+        objections = [
+            callback.veto_update(trainer, self.module, metrics)
+            for callback in cast(Any, trainer).callbacks
+            if hasattr(callback, "veto_update")
+        ]  # all are asked: a monitor that keeps a history must see every step
+        return next((text for text in objections if text), None)
+
+    def _skip(self, reason: str) -> None:
+        module = self.module
+        for model in trained_models(module):
+            model.optimizer.zero_grad()
+        module.skipped_steps += 1
+        module.skipped_in_a_row += 1
+        if module.skipped_in_a_row >= module.max_skipped_steps:
+            raise StopRun(f"{module.skipped_in_a_row} optimizer steps in a row were skipped: {reason}")
+        rank_zero_warn(f"An optimizer step was skipped, weights and optimizer are as before: {reason}.")
