@@ -1,0 +1,96 @@
+"""The last values of some metrics: medians, windows, and where something began. Plain Python: it costs nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean, median
+from typing import Any
+
+
+class History:
+    """Remembers the last ``length`` finite values of each of ``keys``, with the steps at which they were seen.
+
+    Args:
+        keys: metrics to remember; others are ignored.
+        length: values to keep of each.
+    """
+
+    def __init__(self, keys: Iterable[str], length: int) -> None:
+        self.length = length
+        self.steps: dict[str, list[int]] = {key: [] for key in keys}
+        self.values: dict[str, list[float]] = {key: [] for key in keys}
+
+    def push(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add what the step logged. A key it lacks, or has as NaN or infinity, keeps its history as it is."""
+        for key, values in self.values.items():
+            value = metrics.get(key)
+            if value is not None and math.isfinite(value):
+                values.append(float(value))
+                self.steps[key].append(step)
+                del values[: -self.length], self.steps[key][: -self.length]
+
+    def count(self, key: str) -> int:
+        """Values there are."""
+        return len(self.values[key])
+
+    def last(self, key: str) -> float | None:
+        """The newest value, or None."""
+        values = self.values[key]
+        return values[-1] if values else None
+
+    def now(self, key: str, step: int) -> float | None:
+        """The value of this very step, or None if it had none."""
+        return self.values[key][-1] if self.steps[key] and self.steps[key][-1] == step else None
+
+    def window(self, key: str, size: int, back: int = 0) -> list[float]:
+        """The ``size`` values that end ``back`` values before the newest; fewer if there are fewer."""
+        values = self.values[key]
+        end = len(values) - back
+        return values[max(0, end - size) : max(0, end)]
+
+    def mean(self, key: str, size: int, back: int = 0) -> float | None:
+        """Mean of that window; None if it is empty."""
+        values = self.window(key, size, back)
+        return fmean(values) if values else None
+
+    def median(self, key: str, size: int, back: int = 0) -> float | None:
+        """Median of that window; None if it is empty."""
+        values = self.window(key, size, back)
+        return median(values) if values else None
+
+    def holds(self, key: str, size: int, test: Callable[[float], bool]) -> bool:
+        """Whether the test is true of each of the last ``size`` values, all of which must be there."""
+        values = self.window(key, size)
+        return len(values) == size and all(map(test, values))
+
+    def began(self, key: str, test: Callable[[float], bool], default: int) -> int:
+        """Step since which the test has been true of every value without a break; ``default`` if it is not now."""
+        onset = default
+        for step, value in zip(reversed(self.steps[key]), reversed(self.values[key]), strict=True):
+            if not test(value):
+                break
+            onset = step
+        return onset
+
+    def slope(self, key: str, size: int) -> float | None:
+        """Least-squares slope per step over the last ``size`` values; None with fewer."""
+        values, steps = self.window(key, size), self.steps[key][-size:]
+        if len(values) < size or size < 2:
+            return None
+        x, y = fmean(steps), fmean(values)
+        spread = sum((s - x) ** 2 for s in steps)
+        return sum((s - x) * (v - y) for s, v in zip(steps, values, strict=True)) / spread if spread else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {
+            "steps": {key: list(value) for key, value in self.steps.items()},
+            "values": {key: list(value) for key, value in self.values.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` gave. Keys that are no longer watched are dropped."""
+        for key in self.values:
+            self.steps[key] = list(state["steps"].get(key, []))
+            self.values[key] = list(state["values"].get(key, []))
