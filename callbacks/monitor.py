@@ -35,8 +35,8 @@ class Monitor(pl.Callback):
     all of them find, and can roll back.
 
     Args:
-        actions: what to do, ``log`` or ``stop``, by severity or name of a diagnosis. Left out: ``log`` for ``info`` and ``warning``, ``stop``
-            for ``critical``.
+        actions: what to do, ``log`` or ``stop``, by severity or name of a diagnosis. Left out: ``log`` for ``info`` and
+            ``warning``, ``stop`` for ``critical``.
     """
 
     keys: ClassVar[tuple[str, ...]] = ()
@@ -75,7 +75,7 @@ class Monitor(pl.Callback):
         onset: int | None = None,
         remedies: tuple[str, ...] = (),
     ) -> Finding:
-        """A finding of this monitor at the present step; each evidence is (metric, window, value, threshold[, before])."""
+        """A finding at the present step; each evidence is (metric, window, value, threshold[, before])."""
         onset = self.step if onset is None else min(onset, self.step)
         numbers = tuple(Evidence(*one) for one in evidence)
         return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies)

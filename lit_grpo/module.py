@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_grpo import experience as shape
 from lit_grpo import rng
+from lit_grpo.audit import add_audit_metrics
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import means, records
 from lit_grpo.experience import make_experience
@@ -249,6 +250,7 @@ class LitGRPO(pl.LightningModule):
         advantages = objective.advantages(experience, self.objective_state, self.reduce_or_none)
         self._merge_states()
         self.last_experience, self.last_advantages = experience, advantages
+        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
         updater = Updater(self, self._passes)
         for update, rows in enumerate(self._minibatches(batch)):
             for pass_index in range(objective.passes):
@@ -337,6 +339,8 @@ class LitGRPO(pl.LightningModule):
             values[f"{model.prefix}lr"] = model.optimizer.param_groups[0]["lr"]
         if self.critic is not None:
             values["critic/steps"] = float(self.critic_steps)
+        if self.objective_state.get("initial_entropy") is not None:
+            values["entropy/initial"] = self.objective_state["initial_entropy"]
         if "beta" in self.objective_state:
             values["kl/beta"] = self.objective_state["beta"]
         busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in ("generate", "reward", "sync"))

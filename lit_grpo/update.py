@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_grpo import experience as shape
 from lit_grpo import guards
+from lit_grpo.audit import update_size
 from lit_grpo.errors import StopRun
 from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep, Passes
@@ -118,6 +119,8 @@ class Updater:
         module.skipped_in_a_row = 0
         for model in models:
             model.optimizer.step()
+            if (size := update_size(model.optimizer)) is not None:
+                metrics.add(f"{model.prefix}update_size", size)
             model.scheduler.step()
         module.optimizer_steps += not step.warmup
         module.critic_steps += module.critic is not None
