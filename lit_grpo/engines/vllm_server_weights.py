@@ -1,0 +1,78 @@
+"""Weights on their way to a server: safetensors files in a folder that both sides see.
+
+The files stay until the next version comes, so that a server that was started again gets the same weights without the
+learner.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lit_grpo.engines.base import NamedWeights
+
+SHARED_MEMORY = Path("/dev/shm")
+_FILE_BYTES = 2**30
+"""Weights are held in the learner's memory up to this much before they are written."""
+
+
+def make_scratch_folder(chosen: str | None, weight_bytes: int) -> Path:
+    """A new folder below ``chosen``; None: in shared memory if the weights fit twice, else for temporary files."""
+    where = chosen
+    if where is None and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * weight_bytes:
+        where = str(SHARED_MEMORY)
+    if chosen is not None:
+        Path(chosen).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="lit-grpo-", dir=where))
+
+
+def write_weights(folder: Path, weights: NamedWeights, dtype: torch.dtype) -> None:
+    """Replace what ``folder`` holds by ``weights``, which may lie on any device.
+
+    Args:
+        folder: made if it is not there.
+        weights: (name, full tensor), read one at a time.
+        dtype: of the server. Floating-point tensors are written in it, as loading would round them.
+    """
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    count, size, held = 0, 0, dict[str, Tensor]()
+
+    def write() -> None:
+        nonlocal count, size, held
+        save_file(held, folder / f"{count:05}.safetensors")
+        count, size, held = count + 1, 0, {}
+
+    for name, tensor in weights:
+        # Always a copy: tied weights share memory, which safetensors refuses.
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        held[name] = tensor.detach().to("cpu", kind, copy=True).contiguous()
+        size += held[name].nbytes
+        if size >= _FILE_BYTES:
+            write()
+    if held:
+        write()
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) one at a time.
+
+    Raises:
+        FileNotFoundError: no file is there, or ``folder`` is not seen from this machine.
+    """
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no weights in {folder}: does the server see the same folder as the learner?")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
