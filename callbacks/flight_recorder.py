@@ -1,0 +1,296 @@
+"""Keeps the last rollouts whole on disk, so that a run which went wrong can be looked at token by token."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lit_grpo.callbacks.actions import FINDINGS_FILE
+from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
+from lit_grpo.errors import UserError
+from lit_grpo.tracking import flight
+from lit_grpo.tracking.folder import run_folder, run_logger
+
+log = logging.getLogger(__name__)
+
+_PER_TOKEN = {
+    "old_logprobs": "learner_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "entropy": "entropy",
+    "values": "values",
+}
+"""Field of an Experience -> name in the record."""
+
+
+class FlightRecorder(pl.Callback):
+    """Writes every rollout to ``<run folder>/flight``: tokens, log-probabilities, entropies, advantages, texts.
+
+    The folder holds the last ``steps`` rollouts and, of those before, at most ``landmarks`` spread evenly over the run,
+    so that there is always something from before a fault began. An alarm (a diagnosis of a monitor that is more than
+    ``info``), a stop or an exception keeps all of it in ``flight/<reason>-<step>``, by hard links where the disk can.
+    ``lit-grpo report`` shows it; the format is in :mod:`lit_grpo.tracking.flight`.
+
+    With several processes rank 0's part of each rollout is recorded. A disk that refuses is said once and never stops a
+    run.
+
+    It records what the module leaves in ``last_experience`` and ``last_advantages`` ([N] or [N, T]), and in
+    ``last_logprobs`` and ``last_entropy`` ([N, T], before the first update) where the experience lacks them; of a
+    module without them it records the rollout alone.
+
+    Args:
+        steps: rollouts in the ring (K).
+        landmarks: earlier rollouts that are kept.
+        groups: record only the first groups of each rollout; None: all.
+        dumps: how many alarms are kept.
+        upload: send what is kept to MLflow too.
+    """
+
+    def __init__(
+        self, steps: int = 20, landmarks: int = 8, groups: int | None = None, dumps: int = 5, upload: bool = False
+    ) -> None:
+        for name, value, least in (("steps", steps, 1), ("landmarks", landmarks, 0), ("dumps", dumps, 0)):
+            if value < least:
+                raise UserError(f"{name} is {value}, must be at least {least}", where=f"FlightRecorder.{name}")
+        if groups is not None and groups < 1:
+            raise UserError(f"groups is {groups}, must be at least 1", where="FlightRecorder.groups")
+        self.steps, self.landmarks, self.groups, self.dumps, self.upload = steps, landmarks, groups, dumps, upload
+        self.step = 0
+        """Rollouts trained on at the last record."""
+        self.seconds = 0.0
+        """Spent on recording since the process began."""
+        self._stride = 1
+        """Of the landmarks, in rollouts."""
+        self._kept: list[str] = []
+        """What was dumped."""
+        self._folder: Path | None = None
+        self._batch: Any = None
+        self._seen: weakref.ref[Any] | None = None
+        self._journal = 0
+        """Bytes of the findings that were read."""
+        self._known: set[int] = set()
+        """Token ids whose text is written."""
+        self._failed = False
+
+    # Hooks.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        run = run_folder(trainer)
+        if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
+            self._folder = run / flight.FOLDER
+            findings = run / FINDINGS_FILE
+            self._journal = findings.stat().st_size if findings.exists() else 0
+            self._known = set(flight.read_token_texts(self._folder))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._record(pl_module, batch, _trained(trainer))
+        self._batch = None
+        self._watch(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch(trainer)  # monitors may come after us in the last batch
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._folder is None or trainer.state.fn != "fit":
+            return
+        if self._batch is not None:  # broke off inside the step
+            self._record(pl_module, self._batch, _trained(trainer), unfinished=True)
+            self._batch = None
+        self._watch(trainer)
+        if not isinstance(exception, KeyboardInterrupt | SystemExit):
+            self.dump(trainer, "exception", f"{type(exception).__name__}: {exception}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "stride": self._stride, "kept": list(self._kept)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self._stride, self._kept = state_dict["step"], state_dict["stride"], list(state_dict["kept"])
+
+    # Recording.
+
+    def _record(self, pl_module: LightningModule, batch: Any, step: int, unfinished: bool = False) -> None:
+        if self._folder is None or self._failed or not hasattr(batch, "completions"):
+            return
+        started = time.perf_counter()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tensors, rollout = self._gather(pl_module, batch)
+            self._write_token_texts(pl_module, batch)
+            rollout |= {"step": step, "unfinished": unfinished, "wall_time": time.time()}
+            flight.write_step(flight.step_file(self._folder, step), tensors, rollout)
+            self.step = step
+            self._thin_out()
+        except Exception as error:  # a run is not lost for want of a record
+            self._failed = True
+            log.warning("The flight recorder gives up at step %d: %s: %s", step, type(error).__name__, error)
+        self.seconds += time.perf_counter() - started
+
+    def _gather(self, pl_module: LightningModule, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and metadata of a record."""
+        size = batch.group_size
+        groups = len(batch.prompts) if self.groups is None else min(self.groups, len(batch.prompts))
+        count = groups * size
+        completions, prompts = batch.completions[:count], batch.prompts[:groups]
+        lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32)
+        tensors = {
+            "lengths": lengths,
+            "tokens": _flat(c.token_ids for c in completions),
+            "sampler_logprobs": _flat((c.logprobs for c in completions), np.float32),
+            "reward": batch.reward[:count].float().cpu(),
+            "truncated": torch.tensor([c.truncated for c in completions]),
+            "policy_version": torch.tensor([c.policy_version for c in completions], dtype=torch.int32),
+            "prompt_lengths": torch.tensor([len(p.token_ids) for p in prompts], dtype=torch.int32),
+            "prompt_tokens": _flat(p.token_ids for p in prompts),
+        }
+        tensors |= {f"reward/{name}": values[:count].float().cpu() for name, values in batch.rewards.items()}
+        if batch.no_answer is not None:
+            tensors["no_answer"] = batch.no_answer[:count].cpu()
+        tensors |= self._of_learner(pl_module, lengths)
+        rollout = {
+            "group_size": size,
+            "temperature": batch.temperature,
+            "prompts": [{"id": p.id, "question": p.question, "answer": p.answer} for p in prompts],
+            "texts": list(batch.texts[:count]),
+        }
+        return {name: value.contiguous() for name, value in tensors.items()}, rollout
+
+    def _of_learner(self, pl_module: LightningModule, lengths: Tensor) -> dict[str, Tensor]:
+        """What the learner made of the rollout; nothing if it has not got so far."""
+        experience = getattr(pl_module, "last_experience", None)
+        if experience is None or (self._seen is not None and self._seen() is experience):
+            return {}
+        self._seen = weakref.ref(experience)  # no more: holding it would hold its memory
+        width, count = experience.width, len(lengths)
+        drawn = torch.arange(width)[None, :] < lengths[:, None]  # [n, T]
+        found: dict[str, Any] = {_PER_TOKEN[name]: getattr(experience, name, None) for name in _PER_TOKEN}
+        for name, other in (("learner_logprobs", "last_logprobs"), ("entropy", "last_entropy")):
+            if found[name] is None:
+                found[name] = getattr(pl_module, other, None)
+        advantages = getattr(pl_module, "last_advantages", None)
+        if advantages is not None:
+            found["advantages"] = advantages[:, None].expand(-1, width) if advantages.ndim == 1 else advantages
+        tensors = {
+            name: value.detach()[:count][drawn.to(value.device)].float().cpu()
+            for name, value in found.items()
+            if value is not None and tuple(value.shape) == (len(experience.lengths), width)
+        }
+        tensors["mask"] = experience.mask[:count].cpu()[drawn]
+        return tensors
+
+    def _write_token_texts(self, pl_module: LightningModule, batch: Any) -> None:
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        if tokenizer is None:
+            return
+        fresh = set().union(*(c.token_ids for c in batch.completions)) - self._known
+        if fresh:
+            assert self._folder is not None
+            lines = [json.dumps([i, tokenizer.decode([i])]) + "\n" for i in sorted(fresh)]
+            with (self._folder / flight.TOKENS_FILE).open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+            self._known |= fresh
+
+    def _thin_out(self) -> None:
+        """Delete what has left the ring and is no landmark."""
+        assert self._folder is not None
+        files = flight.recorded_steps(self._folder)
+        past = [step for step in files if step <= self.step - self.steps]
+        while len(marks := [step for step in past if (step - 1) % self._stride == 0]) > self.landmarks > 0:
+            self._stride *= 2
+        keep = set(marks) if self.landmarks else set()
+        for step in past:
+            if step not in keep:
+                files[step].unlink(missing_ok=True)
+
+    # Keeping.
+
+    def dump(self, trainer: Trainer, reason: str, explanation: str) -> Path | None:
+        """Keep all that is recorded now in ``flight/<reason>-<step>``; None if there is nothing, or no room left.
+
+        Args:
+            trainer: whose run it is.
+            reason: a short name.
+            explanation: what ``reason.json`` says.
+        """
+        if self._folder is None or not flight.recorded_steps(self._folder) or len(self._kept) >= self.dumps:
+            return None
+        name = f"{re.sub(r'[^A-Za-z0-9_]+', '_', reason)}-{self.step:06d}"
+        target = self._folder / name
+        if name in self._kept:
+            return target
+        try:
+            flight.link_folder(self._folder, target)
+            told = {"reason": reason, "step": self.step, "explanation": explanation}
+            (target / flight.REASON_FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            log.warning("The flight record could not be kept in %s: %s", target, error)
+            return None
+        self._kept.append(name)
+        if self.upload and (logger := run_logger(trainer)) is not None:
+            logger.log_artifact(target, f"{flight.FOLDER}/{name}")
+        return target
+
+    def _watch(self, trainer: Trainer) -> None:
+        """Keep the record if a monitor has written a diagnosis since, or the run is being stopped."""
+        if self._folder is None:
+            return
+        try:
+            news = self._new_diagnoses()
+        except (OSError, ValueError, KeyError) as error:
+            log.warning("%s cannot be read (%s).", FINDINGS_FILE, error)
+            news = []
+        for name, explanation in news:
+            if not any(kept.startswith(f"{name}-") for kept in self._kept):
+                self.dump(trainer, name, explanation)
+        stop = stop_reason(trainer)
+        if (
+            stop is not None
+            and stop.monitor != KEYBOARD
+            and not any(k.endswith(f"-{self.step:06d}") for k in self._kept)
+        ):
+            self.dump(trainer, "stop", f"{stop.monitor}: {stop.reason}")
+
+    def _new_diagnoses(self) -> list[tuple[str, str]]:
+        """(name, explanation) of each that is more than ``info``."""
+        assert self._folder is not None
+        path = self._folder.parent / FINDINGS_FILE
+        if not path.exists() or path.stat().st_size <= self._journal:
+            return []
+        with path.open("rb") as file:
+            file.seek(self._journal)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._journal += len(whole)
+        events = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [
+            (str(e["diagnosis"]), str(e.get("explanation", "")))
+            for e in events
+            if e.get("event") == "diagnosis" and e.get("severity") != "info"
+        ]
+
+
+def _flat(rows: Iterable[Iterable[Any]], dtype: Any = np.int32) -> Tensor:
+    # NumPy reads an iterator several times faster than torch reads a list; this is most of a record's cost.
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
+
+
+def _trained(trainer: Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
