@@ -122,6 +122,7 @@ NAMED_BY: dict[str, DiagnosisName] = {
     "updates_too_large": "learning_rate_too_high",
     "gradient_spikes": "learning_rate_too_high",
     "policy_change": "learning_rate_too_high",
+    "clipping": "learning_rate_too_high",
     "c_pl": "C_PL",
     "c_nl": "C_NL",
     "tn_pl": "TN_PL",

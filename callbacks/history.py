@@ -21,6 +21,11 @@ class History:
         self.steps: dict[str, list[int]] = {key: [] for key in keys}
         self.values: dict[str, list[float]] = {key: [] for key in keys}
 
+    def watch(self, key: str) -> None:
+        """Remember this key as well."""
+        self.steps.setdefault(key, [])
+        self.values.setdefault(key, [])
+
     def push(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add what the step logged. A key it lacks, or has as NaN or infinity, keeps its history as it is."""
         for key, values in self.values.items():
@@ -73,6 +78,18 @@ class History:
             onset = step
         return onset
 
+    def best(self, key: str, size: int) -> float | None:
+        """The largest mean of ``size`` values in a row; None with fewer."""
+        values = self.values[key]
+        if len(values) < size:
+            return None
+        return max(fmean(values[i : i + size]) for i in range(len(values) - size + 1))
+
+    def lost(self, key: str, size: int) -> float:
+        """Share of the best mean of ``size`` values that the newest such mean lacks; 0 where that is unknown."""
+        best, now = self.best(key, size), self.mean(key, size)
+        return 0.0 if best is None or now is None or best <= 0 else max(0.0, 1 - now / best)
+
     def slope(self, key: str, size: int) -> float | None:
         """Least-squares slope per step over the last ``size`` values; None with fewer."""
         values, steps = self.window(key, size), self.steps[key][-size:]
@@ -90,7 +107,9 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave. Keys that are no longer watched are dropped."""
+        """What :meth:`state_dict` gave, keys that are watched since included."""
+        for key in state["values"]:
+            self.watch(key)
         for key in self.values:
             self.steps[key] = list(state["steps"].get(key, []))
             self.values[key] = list(state["values"].get(key, []))

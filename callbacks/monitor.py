@@ -16,6 +16,9 @@ from lit_grpo.errors import UserError
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+Numbers = tuple[str, int, float, float] | tuple[str, int, float, float, float | None]
+"""What :class:`Evidence` is made from."""
+
 REARM = 10
 """An alarm that has not held for this many rollouts is over: the next one is a new finding."""
 
@@ -71,7 +74,7 @@ class Monitor(pl.Callback):
         kind: str,
         severity: Severity,
         explanation: str,
-        *evidence: tuple[str, int, float, float] | tuple[str, int, float, float, float | None],
+        *evidence: Numbers,
         onset: int | None = None,
         remedies: tuple[str, ...] = (),
     ) -> Finding:

@@ -33,6 +33,7 @@ def add_audit_metrics(
         advantages: [N, T].
         ranks: number of processes, each with its own part of the rollout.
     """
+    metrics.maximum("memory/peak", peak_memory(experience.lengths.device))
     size, rewards = batch.group_size, batch.reward.tolist()
     generated = sum(len(c.token_ids) for c in batch.completions)
     metrics.add("tokens/missing", generated - experience.lengths.sum(), generated)
@@ -73,6 +74,15 @@ def add_audit_metrics(
             metrics.add(name, values.sum(), len(values))
         down, count = prefix_pushed_down(experience, mean)
         metrics.add("conflict/prefix_down", down, count)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: the most that tensors took on a GPU so far, or the process in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
 
 
 def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
