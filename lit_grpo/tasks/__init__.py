@@ -9,6 +9,7 @@ from lit_grpo.tasks.memory import InMemoryPrompts
 from lit_grpo.tasks.parquet import ParquetPrompts
 from lit_grpo.tasks.table import TableSource
 from lit_grpo.tasks.template import EncodedPrompts, PromptFormat, PromptTooLongError
+from lit_grpo.tasks.two_form_addition import TwoFormAddition
 
 __all__ = [
     "AdditionPrompts",
@@ -22,5 +23,6 @@ __all__ = [
     "PromptTooLongError",
     "Row",
     "TableSource",
+    "TwoFormAddition",
     "char_tokenizer",
 ]
