@@ -357,7 +357,8 @@ class VLLMServer:
                     f"have gone on.{self._last_words()}"
                 ) from trouble
             try:
-                self._bring_back()
+                if held is None or hung:
+                    self._bring_back()
                 if not loading:
                     self._load()
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lit_grpo.engines.vllm_server_http import Client, ServerRefusal, ServerTrouble
+from lit_grpo.engines.vllm_server_http import GENERATE, Client, ServerRefusal, ServerTrouble
 from lit_grpo.engines.vllm_server_worker import EXTENSION, SHAPE
 from lit_grpo.engines.vllm_start import KEY
 from lit_grpo.errors import UserError
@@ -34,12 +34,18 @@ def check_server(
     except ServerTrouble as error:
         message = f"the vLLM server's workers know nothing of lit-grpo: they need --worker-extension-cls {EXTENSION}"
         raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
+    probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "logprobs": 0, "detokenize": False}}
     try:
-        client.post("/inference/v1/generate", {"token_ids": [], "sampling_params": {}})
+        answer = client.post(GENERATE, probe)
     except ServerRefusal as error:
-        if error.status in (403, 404):  # anything else is about the empty prompt
-            message = "the vLLM server does not take token ids: it was started without --enable-scale-out"
-            raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
+        message = "the vLLM server does not take token ids: it was started without --enable-scale-out"
+        raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
+    except ServerTrouble as error:
+        raise UserError(f"the vLLM server cannot sample: {error}", where=where, remedy=remedy) from error
+    if not answer["choices"][0].get("weight_versions"):
+        raise UserError(
+            "the vLLM server does not say which weights sampled a token", where=where, remedy="use vLLM 0.32 or newer"
+        )
     if facts["logprobs_mode"] != "processed_logprobs":
         raise UserError(
             f"the vLLM server gives {facts['logprobs_mode']}, training needs the probabilities after temperature",

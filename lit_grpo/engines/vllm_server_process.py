@@ -62,8 +62,8 @@ class ServerProcess:
         self.url = f"http://{HOST}:{self.port}"
         self.scratch = scratch
         self.log = Path(tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")[1])
-        """Kept if the server did not start."""
-        self._failed = False
+        """Removed at the end, unless a message has named it."""
+        self._keep_log = False
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
         self._env = {**os.environ, **_environment(), **env}
@@ -91,7 +91,6 @@ class ServerProcess:
                 start_new_session=True,
             )
         end = time.monotonic() + seconds
-        self._failed = True
         while not ready():
             if not self.running:
                 raise EngineError(f"the vLLM server ended before it was ready. {self.last_words()}")
@@ -99,10 +98,10 @@ class ServerProcess:
                 self.stop()
                 raise EngineError(f"the vLLM server was not ready after {seconds:.0f} s. {self.last_words()}")
             time.sleep(0.2)
-        self._failed = False
 
     def last_words(self) -> str:
-        """The end of the server's log."""
+        """The end of the server's log, which stays from now on."""
+        self._keep_log = True
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
         return f"The end of its log ({self.log}):\n  " + "\n  ".join(lines)
 
@@ -125,7 +124,7 @@ class ServerProcess:
     def close(self) -> None:
         """End the server and remove its files."""
         self.stop()
-        if not self._failed:
+        if not self._keep_log:
             self.log.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
 

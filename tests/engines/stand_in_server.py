@@ -52,7 +52,7 @@ class StandIn:
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
         }
-        self.extension, self.dev_mode, self.scale_out = True, True, True
+        self.extension = self.dev_mode = self.scale_out = self.tells_versions = True
         self.asked: list[int] = []
         self.loads: list[str] = []
         self.added_tokens = 0
@@ -144,9 +144,10 @@ class StandIn:
     async def _generate(self, body: dict[str, Any]) -> web.Response:
         if not self.scale_out:
             return web.json_response({"error": {"message": "disabled"}}, status=403)
-        if not body["token_ids"]:
-            return web.json_response({"error": {"message": "too short"}}, status=422)
-        seed = body["sampling_params"]["seed"]
+        seed = body["sampling_params"].get("seed", 0)
+        if body["token_ids"] == [0]:  # the probe of a new engine
+            versions = [{"version": self.version, "start": 0, "end": 1}] if self.tells_versions else None
+            return web.json_response({"choices": [{"token_ids": [1], "weight_versions": versions}]})
         self.asked.append(seed)
         version, weights = self.version, self.weights
         await self.behave(seed)

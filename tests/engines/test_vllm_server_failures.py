@@ -314,6 +314,8 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
     server.facts["logprobs_mode"] = "raw_logprobs"
     told("--logprobs-mode processed_logprobs")
     server.facts["logprobs_mode"] = "processed_logprobs"
+    server.tells_versions = False
+    told("vLLM 0.32 or newer")
     server.scale_out = False
     told("--enable-scale-out")
     server.extension = False
