@@ -16,6 +16,8 @@ from aiohttp import web
 
 from lit_grpo.engines import EngineError, ServerConfig, vllm_server, vllm_server_process
 from lit_grpo.engines.vllm_server import VLLMServer
+from lit_grpo.engines.vllm_server_checks import HAND_COMMAND
+from lit_grpo.engines.vllm_server_worker import EXTENSION
 from lit_grpo.errors import UserError
 from lit_grpo.types import Request, Sampling
 from tests.engines.stand_in_server import ModelConfig, StandIn, answer_ids
@@ -339,3 +341,13 @@ def test_a_port_in_use_is_named_before_anything_starts(
     monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed(.|\n)*lit-grpo\[vllm\](.|\n)*server.url"):
         make(0)
+
+
+def test_the_documented_command_is_the_one_that_works() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    for word in HAND_COMMAND.replace("MODEL", "models/SmolLM2-135M-Instruct").split():
+        assert word in text, word
+    by_hand = vllm_server_process._as_options(vllm_server_process.default_engine_args())
+    for flag in ("--enable-scale-out", "--skip-tokenizer-init", EXTENSION, "processed_logprobs", "--generation-config"):
+        assert flag in by_hand
+        assert flag in HAND_COMMAND
