@@ -84,6 +84,11 @@ def export(
     weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
     if not weights:
         raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
+    if policy.lora is not None:
+        from lit_grpo.policy.lora import merged
+
+        weights = dict(merged(weights, policy.lora.alpha / policy.lora.rank))
+        policy = replace(policy, lora=None)  # what is written has no adapters, and peft is not needed
     model = _model(policy, weights, dtype, path)
     _write(model, policy, target)
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -1,13 +1,14 @@
 """The model that is trained: loading, log-probabilities and entropies, weights by name."""
 
 from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
-from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, TinyModel
+from lit_grpo.policy.config import CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, TinyModel
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.policy import Policy, TokenStats
 
 __all__ = [
     "Critic",
     "CriticConfig",
+    "LoraConfig",
     "OptimizerConfig",
     "Policy",
     "PolicyConfig",

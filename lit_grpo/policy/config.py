@@ -32,6 +32,27 @@ class TinyModel:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters: they alone are trained, the model's own weights stay. Needs the extra ``lora``.
+
+    A learning rate about ten times that of full training is usual.
+
+    Attributes:
+        rank: of each adapter.
+        alpha: adapters are scaled by ``alpha / rank``.
+        dropout: 0; kept out, since the learner would compute other probabilities than the engine sampled from.
+        target_modules: which layers get one: ``all-linear`` (all but the output head), or ends of layer names.
+        seed: of the adapters' initial values.
+    """
+
+    rank: int = 32
+    alpha: float = 64.0
+    dropout: float = 0.0
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    seed: int = 0
+
+
+@dataclass
 class PolicyConfig:
     """The model that is trained. Give ``path`` or ``tiny``.
 
@@ -45,6 +66,7 @@ class PolicyConfig:
             attention that takes a mask (``sdpa``, ``eager``).
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB.
+        lora: train low-rank adapters instead of the weights; a critic then has some of its own.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
     """
 
@@ -55,6 +77,7 @@ class PolicyConfig:
     gradient_checkpointing: bool = False
     share_prompts: bool = True
     logits_chunk: int | None = None
+    lora: LoraConfig | None = None
     model_args: dict[str, Any] = field(default_factory=dict)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.policy.config import PolicyConfig, TinyModel
+from lit_grpo.policy.lora import add_adapters, check_lora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ def check_policy(config: PolicyConfig) -> None:
             where=f"{KEY}.share_prompts",
             remedy="set share_prompts: false, or attention: sdpa",
         )
+    if config.lora is not None:
+        check_lora(config.lora)
     if config.tiny is not None:
         _check_tiny(config.tiny)
     elif config.path is not None and _is_folder_name(config.path):
@@ -110,7 +113,9 @@ def load_model_config(config: PolicyConfig) -> Any:
 
 
 def load_model(config: PolicyConfig) -> PreTrainedModel:
-    """The causal language model with its weights, in evaluation mode apart from gradient checkpointing."""
+    """The causal language model with its weights and new adapters if it trains by LoRA, in evaluation mode apart from
+    gradient checkpointing.
+    """
     check_policy(config)
     from transformers import AutoModelForCausalLM
 
@@ -127,6 +132,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
             )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora is not None:
+        add_adapters(model, config.lora)
     return model
 
 

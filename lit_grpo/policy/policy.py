@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_grpo.errors import UserError
+from lit_grpo.policy import lora
 from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
 
 EntropyMode = Literal["none", "detached", "grad"]
@@ -131,10 +132,12 @@ class Policy(nn.Module):
             return logprobs, -plogp.sum(1), squared
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes."""
-        for name, parameter in self.model.named_parameters():
-            tensor = parameter.detach()
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes.
+
+        Adapters come merged into the weights that they change, under those weights' names; the training weights stay.
+        """
+        parameters = dict(self.model.named_parameters())
+        yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
 
     @torch.no_grad()
     def check(self, *, shared_prompts: bool) -> None:
