@@ -106,12 +106,28 @@ class Journal:
 
 
 def act(
-    trainer: Trainer, journal: Journal, new: Iterable[Finding], diagnosis: Diagnosis, action: Action, monitor: str
+    trainer: Trainer,
+    journal: Journal,
+    new: Iterable[Finding],
+    diagnosis: Diagnosis,
+    action: Action,
+    monitor: str,
+    reason: str = "",
 ) -> None:
-    """Write down and say what was found; end the run if the action is ``stop``. Alike on every rank."""
+    """Write down and say what was found; end the run if the action is ``stop``. Alike on every rank.
+
+    Args:
+        trainer: of the run.
+        journal: to write to.
+        new: findings that are not written down yet.
+        diagnosis: of all that holds.
+        action: what is done about it. All but ``log`` and ``stop`` is the caller's.
+        monitor: name of the callback that decided.
+        reason: why it is not what was asked for.
+    """
     for finding in new:
         journal.write("finding", finding.to_dict())
-    journal.write("diagnosis", {**diagnosis.to_dict(), "action": action})
+    journal.write("diagnosis", {**diagnosis.to_dict(), "action": action} | ({"instead": reason} if reason else {}))
     logger = run_logger(trainer)
     if logger is not None and diagnosis.severity != "info":
         logger.set_tags({"diagnosis": diagnosis.name, "diagnosis_step": diagnosis.step})
@@ -120,7 +136,8 @@ def act(
         remedy = f" Remedy: {diagnosis.remedies[0]}." if diagnosis.remedies else ""
         say("%s at step %d: %s.%s", diagnosis.severity, diagnosis.step, diagnosis.explanation, remedy)
     if action == "stop":
-        request_stop(trainer, f"{diagnosis.name}: {diagnosis.explanation}", monitor)
+        why = f" ({reason})" if reason else ""
+        request_stop(trainer, f"{diagnosis.name}: {diagnosis.explanation}{why}", monitor)
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:

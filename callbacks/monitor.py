@@ -132,7 +132,9 @@ class Monitor(pl.Callback):
         new = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
         diagnosis = merge(self.active()) if new else None
         if diagnosis is not None and self._journal is not None:
-            act(trainer, self._journal, new, diagnosis, chosen(self.actions, diagnosis), type(self).__name__)
+            grave = any(found.severity == diagnosis.severity for found in new)
+            action = chosen(self.actions, diagnosis) if grave else "log"
+            act(trainer, self._journal, new, diagnosis, action, type(self).__name__)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is not None:

@@ -137,6 +137,20 @@ class RolloutCheckpoint(Checkpoint):
                 _remove(self.dirpath / name)
         trainer.strategy.barrier("RolloutCheckpoint.save")
 
+    def go_back(self, trainer: Trainer, rollout: int) -> None:
+        """The run went back to ``rollout``: remove checkpoints of what was given up, and save where it stands.
+
+        All processes must call it, at the end of a batch.
+        """
+        given_up = [name for name in self._saved if int(name.removeprefix("rollout-").removesuffix(".ckpt")) > rollout]
+        self._saved = [name for name in self._saved if name not in given_up]
+        self._saved_rollout = -1
+        self._loader_state = _loader_state(trainer)
+        self.save(trainer)
+        if trainer.is_global_zero and self.dirpath is not None:
+            for name in given_up:
+                _remove(self.dirpath / name)
+
     def save_what_is_whole(self, trainer: Trainer, exception: BaseException) -> None:
         """Save on the way out, if the state is that after a whole rollout. Never raises."""
         if trainer.state.fn != TrainerFn.FITTING or self.dirpath is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -144,6 +144,7 @@ class LitGRPO(pl.LightningModule):
         self.empty_steps = 0
         self.skipped_in_a_row = 0
         self._planned_rollouts = 0
+        self._run_shape: dict[str, int] = {}
         self._tokenizer: Any = None
         self._restored_rng: dict[str, Any] | None = None
 
@@ -163,6 +164,12 @@ class LitGRPO(pl.LightningModule):
             UserError: the objective, the updates and the shape of the rollouts contradict each other.
         """
         self._planned_rollouts = rollouts
+        self._run_shape = {
+            "rollouts": rollouts,
+            "group_size": group_size,
+            "prompts_per_rollout": prompts_per_rollout,
+            "max_new_tokens": max_new_tokens,
+        }
         self.objective = self.objective.for_run(max_new_tokens)
         self.objective.check(
             group_size=group_size,
@@ -185,6 +192,30 @@ class LitGRPO(pl.LightningModule):
                 where="model.updates_per_rollout",
                 remedy=f"choose a multiple of {parts}",
             )
+
+    def change_objective(self, changes: dict[str, Any]) -> None:
+        """Go on with another objective, between two rollouts and on all ranks; histories that both have are kept.
+
+        Args:
+            changes: overrides of the present objective; with ``recipe`` that recipe, without the old overrides.
+
+        Raises:
+            UserError: the run does not fit it, or has not the reference model or critic that it needs.
+        """
+        before = self.objective_config, self.objective
+        try:
+            old = ObjectiveConfig() if "recipe" in changes else self.objective_config
+            self.objective_config = replace(old, **changes)
+            self.objective = resolve(self.objective_config, self.max_staleness)
+            if self._run_shape:
+                self.prepare_for(**self._run_shape)
+            if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
+                raise UserError(f"{self.objective.name} needs a reference model, and this run has made none")
+        except Exception:
+            self.objective_config, self.objective = before
+            raise
+        fresh = self.objective.new_state()
+        self.objective_state = {key: self.objective_state.get(key, value) for key, value in fresh.items()}
 
     def configure_model(self) -> None:
         if self.policy is not None:

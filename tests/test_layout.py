@@ -22,7 +22,7 @@ ALLOWED = {
     "tasks": set(),
     "policy": {"tasks"},
     "tracking": {"callbacks", "objectives"},
-    "callbacks": {"tracking"},
+    "callbacks": {"tracking", "rng"},
 }
 NOT_AT_IMPORT = {
     "objectives": {"lightning", "transformers", "vllm", "mlflow"},

@@ -1,0 +1,280 @@
+"""All monitors under one roof: one diagnosis of what they find, and what is done about it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
+
+from lit_grpo.callbacks.actions import Action, Actions, Journal, act, check_actions, chosen
+from lit_grpo.callbacks.diagnosis import Diagnosis, DiagnosisName, merge
+from lit_grpo.callbacks.findings import Finding
+from lit_grpo.callbacks.monitor import Monitor, read_metrics, trained_rollouts
+from lit_grpo.callbacks.monitors import all_monitors
+from lit_grpo.callbacks.remedies import NOT_CURED_BY_GOING_BACK, REMEDIES, Remedy
+from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, can_return, give_up_later_checkpoints, restore
+from lit_grpo.errors import StopRun, UserError
+from lit_grpo.tracking.folder import run_logger
+
+log = logging.getLogger(__name__)
+
+SETTLE = 50
+"""Rollouts after a rollback within which the next one goes back further."""
+
+
+@dataclass
+class _Return:
+    """A rollback that is decided."""
+
+    diagnosis: Diagnosis
+    target: int
+    remedy: Remedy
+
+
+class HealthMonitor(pl.Callback):
+    """Watches a run with many monitors, makes one diagnosis of what they find at one time, and acts on it.
+
+    ``log`` writes it to ``findings.jsonl`` in the folder of the run and to MLflow. ``stop`` saves the run and ends it
+    with exit code 3. ``adjust`` applies the remedy and goes on. ``rollback`` returns, within the same fit, to the
+    newest checkpoint from before the onset of what is now known to have gone wrong, applies the remedy, and goes on
+    from there: weights, optimizers, schedules, data, loop progress, monitors and random state are those of the
+    checkpoint, as if the run had been resumed from it. When no rollback is left, when there is no such checkpoint, or
+    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Gradient spikes and steps that
+    are not finite are left out before the optimizer steps, whatever is chosen (``GradientNormMonitor.skip_spikes``).
+
+    Args:
+        monitors: None: one of each, with defaults.
+        actions: by severity or by the name of a diagnosis, which wins: ``log``, ``skip_step``, ``adjust``, ``stop`` or
+            ``rollback``. Left out: ``log`` for ``info`` and ``warning``, ``stop`` for ``critical``.
+        remedies: by the name of a diagnosis, over the defaults (:data:`lit_grpo.callbacks.remedies.REMEDIES`).
+        rollbacks: how many are allowed in a run.
+        adjustments: how many are allowed in a run.
+        checkpoint_every: rollouts between two checkpoints to go back to; saved only if some action is ``rollback``.
+        checkpoints: how many of them are kept, besides the first.
+    """
+
+    survives_rollback = True
+
+    def __init__(
+        self,
+        monitors: list[Monitor] | None = None,
+        actions: dict[str, str] | None = None,
+        remedies: dict[str, Remedy] | None = None,
+        rollbacks: int = 2,
+        adjustments: int = 3,
+        checkpoint_every: int = 10,
+        checkpoints: int = 6,
+    ) -> None:
+        self.monitors = all_monitors() if monitors is None else list(monitors)
+        self.actions: Actions = check_actions(actions, "HealthMonitor", alone=False)
+        self.remedies: dict[str, Remedy] = dict(REMEDIES)
+        for name, remedy in (remedies or {}).items():
+            check_actions({name: "log"}, "HealthMonitor", alone=True)
+            self.remedies[name] = remedy if isinstance(remedy, Remedy) else Remedy(**remedy)
+        for name, value, least in (
+            ("rollbacks", rollbacks, 0),
+            ("adjustments", adjustments, 0),
+            ("checkpoint_every", checkpoint_every, 1),
+            ("checkpoints", checkpoints, 1),
+        ):
+            if value < least:
+                raise UserError(f"{name} is {value}, must be at least {least}", where=f"HealthMonitor.{name}")
+        self.rollbacks, self.adjustments = rollbacks, adjustments
+        self.ring = CheckpointRing(checkpoint_every, checkpoints)
+        self.diagnosis: Diagnosis | None = None
+        """The last one."""
+        self.targets: list[int] = []
+        """Rollouts trained on after each rollback so far."""
+        self.adjusted: list[str] = []
+        """Diagnoses that were answered by an adjustment."""
+        self._changed: list[dict[str, Any]] = []
+        """Objectives changed to, in order: to be changed to again when the run is resumed."""
+        self._after_all = AfterAll(self._end_of_batch)
+        self._decided: _Return | None = None
+        self._journal: Journal | None = None
+
+    # What replays.
+
+    def observe(self, step: int, metrics: dict[str, float]) -> tuple[list[Finding], Diagnosis | None]:
+        """What is new at this step, and the one diagnosis of all that holds; None if nothing is new."""
+        new = [found for monitor in self.monitors for found in monitor.observe(step, metrics)]
+        if not new:
+            return [], None
+        return new, merge([found for monitor in self.monitors for found in monitor.active()])
+
+    # Lightning.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._journal = Journal.of(trainer)
+        for monitor in self.monitors:
+            monitor.setup(trainer, pl_module, stage)
+        self._after_all.attach(trainer)
+
+    @property
+    def _can_roll_back(self) -> bool:
+        return "rollback" in self.actions.values() and self.rollbacks > len(self.targets)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ring.open(trainer)
+        for changes in self._changed:
+            pl_module.change_objective(dict(changes))  # type: ignore[operator]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._can_roll_back and not trained_rollouts(trainer) and not getattr(trainer, "fast_dev_run", False):
+            self.ring.save(trainer, 0)
+
+    def veto_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
+        """Why the optimizer step that is about to be taken should be left out; see :class:`lit_grpo.update.Updater`."""
+        said = [m.veto_update(trainer, module, metrics) for m in self.monitors if hasattr(m, "veto_update")]
+        reason = next((text for text in said if text), None)
+        if reason and self._journal is not None:
+            self._journal.write("skip_step", {"step": trained_rollouts(trainer), "reason": reason})
+        return reason
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        new, diagnosis = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
+        if diagnosis is None or self._journal is None:
+            return
+        self.diagnosis = diagnosis
+        action: Action = "log"
+        if any(found.severity == diagnosis.severity for found in new):
+            action = chosen(self.actions, diagnosis)
+        reason = ""
+        if action == "rollback":
+            self._decided, reason = self._plan(trainer, diagnosis)
+            action = "rollback" if self._decided is not None else "stop"
+        elif action == "adjust" and (diagnosis.name in self.adjusted or len(self.adjusted) >= self.adjustments):
+            action = "log"
+        act(trainer, self._journal, new, diagnosis, action, type(self).__name__, reason)
+        if action == "adjust":
+            self.adjusted.append(diagnosis.name)
+            self._apply(trainer, pl_module, self._remedy(diagnosis.name), {"event": "adjust", "step": diagnosis.step})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._journal is not None:
+            self._journal.close(trainer)
+        if not trainer.should_stop:
+            self.ring.clear(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._journal is not None and isinstance(exception, StopRun):
+            step = trained_rollouts(trainer)
+            self._journal.write("exception", {"step": step, "reason": exception.reason})
+            known = merge([found for monitor in self.monitors for found in monitor.active()])
+            logger = run_logger(trainer)
+            if known is not None and known.severity == "critical" and logger is not None:
+                logger.set_tags({"diagnosis": known.name, "diagnosis_step": known.step})
+            self._journal.close(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._after_all.detach(trainer)
+
+    # Going back.
+
+    def _plan(self, trainer: Trainer, diagnosis: Diagnosis) -> tuple[_Return | None, str]:
+        """The rollback to make, or why there is none."""
+        if diagnosis.name in NOT_CURED_BY_GOING_BACK and diagnosis.name not in self.actions:
+            return None, "going back would not mend it"
+        if len(self.targets) >= self.rollbacks:
+            return None, f"all {self.rollbacks} rollbacks are spent"
+        if not can_return(trainer):
+            return None, "the train loader has no state_dict, so its position cannot be set back"
+        target = self.ring.before(diagnosis.onset)
+        if self.targets and diagnosis.step - self.targets[-1] <= SETTLE:
+            # The same road again: go back further, if that is possible.
+            target = self.ring.before(self.targets[-1]) if target is None or target >= self.targets[-1] else target
+            target = self.targets[-1] if target is None and self.targets[-1] in self.ring.saved else target
+        if target is None:
+            return None, f"there is no checkpoint from before rollout {diagnosis.onset}"
+        return _Return(diagnosis, target, self._remedy(diagnosis.name)), ""
+
+    def _remedy(self, name: DiagnosisName) -> Remedy:
+        return self.remedies.get(name) or Remedy()
+
+    def _end_of_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After all other callbacks of the rollout: go back if that was decided, else save if it is time to."""
+        if self._decided is not None:
+            decided, self._decided = self._decided, None
+            if not trainer.received_sigterm:
+                self._go_back(trainer, pl_module, decided)
+            return
+        step = trained_rollouts(trainer)
+        if self._can_roll_back and step % self.ring.every == 0 and not trainer.should_stop and not self._suspicious():
+            self.ring.save(trainer, step)
+
+    def _suspicious(self) -> bool:
+        return any(found.severity == "critical" for monitor in self.monitors for found in monitor.active())
+
+    def _go_back(self, trainer: Trainer, pl_module: LightningModule, decided: _Return) -> None:
+        left_at = trained_rollouts(trainer)
+        checkpoint = restore(trainer, pl_module, self.ring.path(decided.target), self._after_all)
+        self._restore_monitors(checkpoint["callbacks"][self.state_key])
+        self.ring.drop_after(trainer, decided.target)
+        self.targets.append(decided.target)
+        event = {
+            "event": "rollback",
+            "step": left_at,
+            "target": decided.target,
+            "diagnosis": decided.diagnosis.name,
+            "left": self.rollbacks - len(self.targets),
+        }
+        self._apply(trainer, pl_module, decided.remedy, event)
+        give_up_later_checkpoints(trainer)
+        logger = run_logger(trainer)
+        if logger is not None:
+            logger.set_tags({"rollbacks": len(self.targets), "rollback_target": decided.target})
+        if trainer.is_global_zero:
+            log.warning(
+                "rollback %d of %d: from rollout %d to %d because of %s; remedy: %s",
+                len(self.targets),
+                self.rollbacks,
+                left_at,
+                decided.target,
+                decided.diagnosis.name,
+                decided.remedy,
+            )
+
+    def _apply(self, trainer: Trainer, pl_module: LightningModule, remedy: Remedy, event: dict[str, Any]) -> None:
+        """Change the run, and write down how. A module that cannot change its objective only learns more slowly."""
+        applied = remedy
+        if remedy.objective and not hasattr(pl_module, "change_objective"):
+            applied = Remedy(min(remedy.lr_scale, 0.5))
+        applied.apply(trainer, pl_module)
+        if applied.objective:
+            self._changed.append(dict(applied.objective))
+        if self._journal is not None:
+            entries = {key: value for key, value in event.items() if key != "event"}
+            self._journal.write(event["event"], {**entries, "remedy": applied.plain()})
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "monitors": [[type(monitor).__name__, monitor.state_dict()] for monitor in self.monitors],
+            "saved": list(self.ring.saved),
+            "targets": list(self.targets),
+            "adjusted": list(self.adjusted),
+            "changed": [dict(changes) for changes in self._changed],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restore_monitors(state_dict)
+        self.ring.saved = list(state_dict["saved"])
+        self.targets, self.adjusted = list(state_dict["targets"]), list(state_dict["adjusted"])
+        self._changed = [dict(changes) for changes in state_dict["changed"]]
+
+    def _restore_monitors(self, state_dict: dict[str, Any]) -> None:
+        """By class and order; a monitor that is new to the run starts with nothing."""
+        left = list(state_dict["monitors"])
+        for monitor in self.monitors:
+            found = next((entry for entry in left if entry[0] == type(monitor).__name__), None)
+            if found is not None:
+                left.remove(found)
+                monitor.load_state_dict(found[1])

@@ -1,0 +1,271 @@
+"""After a rollback the run is the run that would have been resumed from that checkpoint with the same remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, stop_reason
+from lit_grpo.callbacks.actions import read_journal
+from lit_grpo.callbacks.monitor import Monitor
+from lit_grpo.callbacks.monitors import GradientNormMonitor
+from lit_grpo.callbacks.remedies import Remedy
+from lit_grpo.policy import OptimizerConfig
+from tests import tiny
+
+ROLLOUTS = 9
+SAMPLED = ("reward", "entropy", "loss", "grad_norm", "lr", "length", "policy_version", "optimizer_steps", "update_size")
+
+
+class Alarm(Monitor):
+    """Critical when a step moves the weights too far or they are no numbers; says it began at ``onset``."""
+
+    keys = ("update_size", "reward")
+
+    def __init__(self, bound: float = 0.5, onset: int | None = None, kind: str = "gradient_spikes") -> None:
+        super().__init__()
+        self.bound, self.onset, self.kind = bound, onset, kind
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Any:
+        if metrics.get("update_size", 0.0) > self.bound or not math.isfinite(metrics["entropy"]):
+            onset = step if self.onset is None else self.onset
+            yield self.finding(
+                self.kind,
+                "critical",
+                "kicked",
+                ("update_size", 1, metrics.get("update_size", 0.0), self.bound),
+                onset=onset,
+            )
+
+
+class Kick(pl.Callback):
+    """Breaks the run while the learning rate is still what it was: once a remedy has lowered it, it holds its peace."""
+
+    survives_rollback = True
+
+    def __init__(self, at: int, how: str) -> None:
+        self.at, self.how = at, how
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        group = trainer.optimizers[0].param_groups[0]
+        if batch_idx == self.at and group["lr"] == 1e-2:
+            if self.how == "nan":
+                with torch.no_grad():
+                    next(pl_module.parameters()).fill_(float("nan"))
+            else:
+                group["lr"] = 50.0
+
+
+class Remedied(pl.Callback):
+    """The same remedy for a run that is resumed."""
+
+    def __init__(self, remedy: Remedy) -> None:
+        self.remedy = remedy
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.remedy.apply(trainer, pl_module)
+
+
+class Keep(pl.Callback):
+    """Copies a checkpoint of the ring before it is pruned."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self.source, self.target = source, target
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.source.exists() and not self.target.exists():
+            self.target.write_bytes(self.source.read_bytes())
+
+
+def fit(
+    folder: Path, *callbacks: pl.Callback, ckpt_path: str | None = None, rollouts: int = ROLLOUTS, **changes: Any
+) -> Any:
+    torch.manual_seed(7)
+    pl.seed_everything(7, verbose=False)
+    module = tiny.module(
+        optimizer=OptimizerConfig(lr=1e-2), guards={"max_engine_gap": None, "max_ratio_gap": None}, **changes
+    )
+    recorder = tiny.Recorder()
+    trainer = tiny.trainer(
+        callbacks=[*callbacks, recorder],
+        default_root_dir=str(folder),
+        enable_checkpointing=any(isinstance(c, RolloutCheckpoint) for c in callbacks),
+    )
+    trainer.fit(module, datamodule=tiny.data(rollouts=rollouts), ckpt_path=ckpt_path)
+    return module, recorder, trainer
+
+
+def health(**changes: Any) -> HealthMonitor:
+    settings: dict[str, Any] = {
+        "monitors": [Alarm()],
+        "actions": {"critical": "rollback"},
+        "remedies": {"learning_rate_too_high": Remedy(0.5)},
+        "checkpoint_every": 2,
+    }
+    return HealthMonitor(**(settings | changes))
+
+
+@pytest.mark.parametrize(
+    ("how", "remedy"),
+    [
+        ("learning rate", Remedy(0.5)),
+        ("learning rate", Remedy(0.25, {"recipe": "dr_grpo"})),
+        ("learning rate, once", Remedy(1.0, {"entropy_coef": 0.02})),
+        ("nan", Remedy(0.5)),
+    ],
+)
+def test_a_run_that_went_back_equals_one_resumed_from_there(tmp_path, how, remedy):
+    kick = KickOnce(5) if how.endswith("once") else Kick(5, how)
+    kept = tmp_path / "kept.ckpt"
+    watcher = health(remedies={"learning_rate_too_high": remedy})
+    broken, recorded, trainer = fit(tmp_path, kick, watcher, Keep(tmp_path / "rollback" / "rollout-000004.ckpt", kept))
+    assert watcher.targets == [4]
+    assert broken.policy_version == ROLLOUTS, "the number of rollouts of the run still holds"
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == ROLLOUTS
+    assert torch.isfinite(tiny.weights(broken)).all()
+
+    resumed, wanted, _ = fit(tmp_path / "resumed", Remedied(remedy), ckpt_path=str(kept))
+    assert torch.equal(tiny.weights(broken), tiny.weights(resumed))
+    count = ROLLOUTS - 4
+    assert len(wanted.metrics) == count
+    assert recorded.ids[-count:] == wanted.ids
+    assert recorded.prompts[-count:] == wanted.prompts
+    assert recorded.versions[-count:] == wanted.versions
+    for got, want in zip(recorded.metrics[-count:], wanted.metrics, strict=True):
+        assert {k: got.get(k) for k in SAMPLED} == {k: want.get(k) for k in SAMPLED}
+    assert recorded.metrics[4]["policy_version"] == 5
+    lr = {m["policy_version"]: m["lr"] for m in recorded.metrics[-count:]}
+    assert set(lr.values()) == {1e-2 * remedy.lr_scale}
+
+
+class KickOnce(Kick):
+    """Breaks the run once."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at, "learning rate")
+        self.done = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.done and batch_idx == self.at:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            self.done = True
+
+
+def test_onset_decides_how_far_back(tmp_path):
+    watcher = health(monitors=[Alarm(onset=4)])
+    fit(tmp_path, Kick(6, "learning rate"), watcher)
+    assert watcher.targets == [2]
+    events = [line for line in read_journal(tmp_path / "findings.jsonl") if line["event"] == "rollback"]
+    assert [(e["step"], e["target"], e["diagnosis"]) for e in events] == [(7, 2, "learning_rate_too_high")]
+    assert events[0]["remedy"] == {"lr_scale": 0.5, "objective": {}}
+
+
+def test_no_loops_the_budget_ends_in_a_stop(tmp_path):
+    class Always(Kick):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                trainer.optimizers[0].param_groups[0]["lr"] = 50.0
+
+    watcher = health()
+    _, recorder, trainer = fit(tmp_path, Always(5, ""), watcher)
+    assert watcher.targets == [4, 2], "the second goes back further"
+    reason = stop_reason(trainer)
+    assert reason is not None
+    assert "all 2 rollbacks are spent" in reason.reason
+    assert reason.step == 6
+    assert len(recorder.metrics) == 6 + 2 + 4
+
+
+def test_plumbing_is_not_mended_by_going_back(tmp_path):
+    watcher = health(monitors=[Alarm(kind="sampler_mismatch")])
+    _, _, trainer = fit(tmp_path, Kick(5, "learning rate"), watcher)
+    assert watcher.targets == []
+    assert "going back would not mend it" in stop_reason(trainer).reason
+
+
+def test_without_a_checkpoint_from_before_it_stops(tmp_path):
+    watcher = health(monitors=[Alarm(onset=0)])
+    _, _, trainer = fit(tmp_path, Kick(5, "learning rate"), watcher)
+    assert watcher.targets == []
+    assert "no checkpoint from before rollout 0" in stop_reason(trainer).reason
+
+
+def test_back_to_the_very_start(tmp_path):
+    watcher = health(monitors=[Alarm(onset=1)])
+    module, recorder, _ = fit(tmp_path, Kick(3, "learning rate"), watcher)
+    assert watcher.targets == [0]
+    assert module.policy_version == ROLLOUTS
+    assert recorder.ids[4] == recorder.ids[0]
+    assert len(recorder.metrics) == 4 + ROLLOUTS
+
+
+def test_the_ring_is_pruned_and_gone_at_the_end(tmp_path):
+    class Look(pl.Callback):
+        seen: ClassVar[list[list[str]]] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(sorted(p.name for p in (tmp_path / "rollback").iterdir()))
+
+    look = Look()
+    fit(tmp_path, health(checkpoints=2), look)
+    assert look.seen[0] == ["rollout-000000.ckpt"]
+    assert look.seen[-1] == ["rollout-000000.ckpt", "rollout-000006.ckpt", "rollout-000008.ckpt"]
+    assert not (tmp_path / "rollback").exists()
+
+
+def test_nothing_is_saved_for_those_who_never_go_back(tmp_path):
+    fit(tmp_path, health(actions={"critical": "stop"}), rollouts=3)
+    assert not (tmp_path / "rollback").exists()
+
+
+def test_the_runs_own_checkpoints_follow_and_a_resumed_run_keeps_the_remedy(tmp_path):
+    folder = tmp_path / "checkpoints"
+    remedy = Remedy(0.5, {"recipe": "dr_grpo"})
+    watcher = health(remedies={"learning_rate_too_high": remedy})
+    own = RolloutCheckpoint(every_n_rollouts=1, keep_last=3, dirpath=str(folder))
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if watcher.targets and pl_module.policy_version == 7:
+                trainer.should_stop = True
+
+    whole, _, _ = fit(tmp_path / "whole", Kick(5, "learning rate"), health(remedies={"learning_rate_too_high": remedy}))
+    fit(tmp_path, Kick(5, "learning rate"), watcher, Stop(), own)
+    assert (folder / "last.ckpt").resolve().name == "rollout-000007.ckpt"
+
+    again = health(remedies={"learning_rate_too_high": remedy})
+    resumed, _, _ = fit(tmp_path, again, ckpt_path=str(folder / "last.ckpt"))
+    assert again.targets == [4]
+    assert resumed.objective.name == "dr_grpo"
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+
+
+def test_adjust_changes_the_run_and_goes_on(tmp_path):
+    watcher = health(actions={"critical": "adjust"})
+    _, recorder, _ = fit(tmp_path, KickOnce(5), watcher)
+    assert watcher.adjusted == ["learning_rate_too_high"]
+    assert recorder.metrics[-1]["lr"] == 5e-3
+    assert len(recorder.metrics) == ROLLOUTS
+
+
+def test_a_spike_is_left_out_before_the_step(tmp_path):
+    monitor = GradientNormMonitor(warmup=3, skip=1.0 + 1e-9)
+    watcher = health(monitors=[monitor], actions={"critical": "log"})
+    module, _, _ = fit(tmp_path, watcher)
+    assert module.skipped_steps >= 1
+    vetoed = [line for line in read_journal(tmp_path / "findings.jsonl") if line["event"] == "skip_step"]
+    assert len(vetoed) == module.skipped_steps
+    assert module.optimizer_steps + module.skipped_steps + module.empty_steps == ROLLOUTS
+
+
+def test_remedies_that_change_nothing_are_refused():
+    with pytest.raises(ValueError, match="changes nothing"):
+        Remedy(1.0)
+    with pytest.raises(ValueError, match=r"Remedy\.lr_scale"):
+        Remedy(2.0)
