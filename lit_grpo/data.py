@@ -14,10 +14,11 @@ from lit_grpo.engines import make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
 from lit_grpo.policy.load import end_token_ids, load_model_config
+from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import OnShort, alone
 from lit_grpo.rewards import Reward, check_rewards
 from lit_grpo.rewards.scoring import OnError
-from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader, RolloutProducer
+from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader
 from lit_grpo.tasks import PromptFormat, PromptSource
 from lit_grpo.types import Prompt, Rollout, Sampling
 
@@ -122,6 +123,13 @@ class RolloutDataModule(pl.LightningDataModule):
 
             check_installed()
         if stage == "fit":
+            self._check_answers_are_looked_for()
+            if self._ahead and self.engine_config.sleep:
+                raise UserError(
+                    "an engine that samples beside the learner cannot sleep meanwhile",
+                    where="data.engine.sleep",
+                    remedy="set data.engine.sleep: 0, or model.max_staleness: 0",
+                )
             module.prepare_for(
                 rollouts=self.rollouts * max(1, self._trainer.max_epochs or 1),
                 group_size=self.group_size,
@@ -146,6 +154,21 @@ class RolloutDataModule(pl.LightningDataModule):
         else:
             source = self.test_prompts or self.prompts
             self._encode("test", source, "data.test_prompts" if self.test_prompts else "data.prompts")
+
+    def _check_answers_are_looked_for(self) -> None:
+        shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
+        if getattr(shaping, "invalid_entropy", None) is not None and not any(r.finds_answer for r in self.rewards):
+            raise UserError(
+                "no reward tells which completions have no parsable answer, which invalid_entropy needs",
+                where="model.objective.invalid_entropy",
+                remedy="use MathReward, ExactMatch with extract, or a reward of yours with finds_answer = True; "
+                "with weight 0 it changes nothing else",
+            )
+
+    @property
+    def _ahead(self) -> int:
+        """Rollouts sampled before their turn: as many as the module takes stale ones."""
+        return int(getattr(self._module, "max_staleness", 0)) if self._trainer.state.fn == "fit" else 0
 
     def _need(self, source: PromptSource | None, name: str, stage: str) -> None:
         if source is None:
@@ -207,9 +230,16 @@ class RolloutDataModule(pl.LightningDataModule):
                 end_token_ids=end_token_ids(module.policy_config, module.tokenizer),
                 max_model_len=longest + max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens),
                 seed=rng.run_seed(),
+                beside_learner=self._ahead > 0,
             )
             self._producer = RolloutProducer(
-                engine, module, module.tokenizer, self.rewards, rng.run_seed(), self.on_reward_error
+                engine,
+                module,
+                module.tokenizer,
+                self.rewards,
+                rng.run_seed(),
+                self.on_reward_error,
+                sleep_level=self.engine_config.sleep,
             )
         return self._producer
 
@@ -246,7 +276,8 @@ class RolloutDataModule(pl.LightningDataModule):
             dynamic=self._module.objective.dynamic_sampling,
             max_rounds=self.max_generation_rounds,
             on_short=self.on_short_rollout,
-            gather=_gather_over_ranks if self._trainer.world_size > 1 else alone,
+            gather=_Gather() if self._trainer.world_size > 1 else alone,
+            ahead=self._ahead,
         )
 
     def val_dataloader(self) -> Any:
@@ -275,8 +306,14 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
 
-def _gather_over_ranks(value: Any) -> list[Any]:
-    """What every rank gave, by rank."""
-    out: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(out, value)
-    return out
+class _Gather:
+    """Exchange over ranks in a process group of its own: a thread may use it beside the learner's collectives."""
+
+    def __init__(self) -> None:
+        self._group = torch.distributed.new_group(backend="gloo")
+
+    def __call__(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank."""
+        out: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(out, value, group=self._group)
+        return out

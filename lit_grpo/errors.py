@@ -38,6 +38,19 @@ class StopRun(Exception):  # noqa: N818 - it is a decision, not an error
         super().__init__(reason)
 
 
+class EngineError(RuntimeError):
+    """The rollout engine failed: exit code 1, with a checkpoint.
+
+    Args:
+        message: what failed.
+        transient: trying again with fewer samples at once may succeed (memory ran out).
+    """
+
+    def __init__(self, message: str, *, transient: bool = False) -> None:
+        self.transient = transient
+        super().__init__(message)
+
+
 def nearest(word: str, known: object) -> str | None:
     """The known name most like ``word``, or None."""
     import difflib

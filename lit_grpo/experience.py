@@ -26,6 +26,7 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
         width=width,
         token_ids=ids.view(count, width).long(),
         sampler_logprobs=sampled.view(count, width).float(),
+        invalid=batch.no_answer,
         prompt_ids=[batch.prompts[i // batch.group_size].id for i in range(count)],
     ).to(device)
 

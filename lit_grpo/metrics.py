@@ -72,6 +72,8 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.add("length/correct", lengths[correct].sum(), correct.sum())
     metrics.add("length/incorrect", lengths[~correct].sum(), (~correct).sum())
     metrics.add("truncated", sum(c.truncated for c in rollout.completions), count)
+    if rollout.no_answer is not None:
+        metrics.add("no_answer", rollout.no_answer.sum(), count)
     metrics.add("empty", (lengths == 0).sum(), count)
     groups = reward.view(-1, rollout.group_size)
     flat = (groups == groups[:, :1]).all(1)

@@ -374,7 +374,9 @@ class LitGRPO(pl.LightningModule):
             values["entropy/initial"] = self.objective_state["initial_entropy"]
         if "beta" in self.objective_state:
             values["kl/beta"] = self.objective_state["beta"]
-        busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in ("generate", "reward", "sync"))
+        # Beside the learner's work, sampling costs only what the learner waits for it.
+        parts = ("wait", "sync") if "time/wait" in batch.metrics else ("generate", "reward", "sync")
+        busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in parts)
         values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
         self.step_metrics = dict(values)
         self.objective.end_of_rollout(self.objective_state, values)

@@ -41,6 +41,8 @@ class Group:
     rewards: dict[str, Tensor]
     reward: Tensor
     """[G]."""
+    no_answer: Tensor | None
+    """[G]."""
 
     @property
     def mixed(self) -> bool:
@@ -167,6 +169,7 @@ def split(rollout: Rollout, places: Sequence[int]) -> list[Group]:
             rollout.texts[g * size : (g + 1) * size],
             {name: values[g * size : (g + 1) * size] for name, values in rollout.rewards.items()},
             rollout.reward[g * size : (g + 1) * size],
+            None if rollout.no_answer is None else rollout.no_answer[g * size : (g + 1) * size],
         )
         for g, (place, prompt) in enumerate(zip(places, rollout.prompts, strict=True))
     ]
@@ -181,6 +184,9 @@ def join(groups: Sequence[Group], like: Rollout, metrics: dict[str, float]) -> R
         texts=[text for group in groups for text in group.texts],
         rewards={name: torch.cat([group.rewards[name] for group in groups]) for name in like.rewards},
         reward=torch.cat([group.reward for group in groups]),
+        no_answer=None
+        if like.no_answer is None
+        else torch.cat([group.no_answer for group in groups if group.no_answer is not None]),
         metrics=metrics,
     )
 

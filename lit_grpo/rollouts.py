@@ -1,161 +1,18 @@
-"""Make rollouts: ask the engine, score completions while others are still being sampled, put groups together."""
+"""The order of rollouts: which prompts each is made of, and whether it is made before or beside the last update."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
-from torch import Tensor
 
-from lit_grpo.engines.base import NamedWeights, RolloutEngine
+from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import Gather, OnShort, alone, refill
-from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.scoring import OnError, score_all
 from lit_grpo.rng import derive_seed
-from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
-
-_SCORING_THREADS = 4
-
-
-class PolicySource(Protocol):
-    """Where the engine's weights come from: :class:`lit_grpo.LitGRPO`, or anything with these two."""
-
-    policy_version: int
-
-    def named_weights(self) -> NamedWeights: ...
-
-
-class RolloutProducer:
-    """Turns prompts into scored rollouts of whole groups.
-
-    Args:
-        engine: samples; its weights are brought up to date before every rollout.
-        policy: where the weights come from.
-        tokenizer: decodes each completion once, for the rewards.
-        rewards: named and weighted.
-        seed: of the run. The seeds of a completion derive from (seed, purpose, rollout, place of the prompt, sample).
-        on_reward_error: ``raise`` or ``zero``, see :func:`lit_grpo.rewards.score_all`.
-    """
-
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        policy: PolicySource,
-        tokenizer: Any,
-        rewards: Sequence[Reward],
-        seed: int,
-        on_reward_error: OnError = "raise",
-    ) -> None:
-        self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
-        self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
-        self._scorers = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reward")
-
-    def produce(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        group_size: int,
-        *,
-        index: int,
-        purpose: str = "train",
-        places: Sequence[int] | None = None,
-    ) -> Rollout:
-        """Sample ``group_size`` completions of every prompt with the policy's present weights, and score them.
-
-        Args:
-            prompts: one a group.
-            sampling: how to draw.
-            group_size: samples of each prompt.
-            index: number of the rollout; part of every seed.
-            purpose: keeps the random numbers of training and evaluation apart.
-            places: place of each prompt among those of all ranks, part of its seeds, so that what is sampled does not
-                depend on how prompts are spread over ranks; None: 0, 1, 2, ...
-        """
-        places = range(len(prompts)) if places is None else places
-        seconds_sync = self._sync()
-        requests = [
-            Request(
-                i,
-                prompt.token_ids,
-                tuple(derive_seed(self.seed, purpose, index, place, s) for s in range(group_size)),
-            )
-            for i, (place, prompt) in enumerate(zip(places, prompts, strict=True))
-        ]
-        started = time.perf_counter()
-        groups: list[list[Completion | None]] = [[None] * group_size for _ in prompts]
-        missing = [group_size] * len(prompts)
-        scores: list[Future[tuple[list[str], dict[str, list[Score]]]] | None] = [None] * len(prompts)
-        for completion in self.engine.generate(requests, sampling):
-            i = completion.request
-            if groups[i][completion.sample] is not None:
-                raise RuntimeError(f"the engine gave sample {completion.sample} of request {i} twice")
-            groups[i][completion.sample] = completion
-            missing[i] -= 1
-            if not missing[i]:  # a whole group: score it while the engine goes on
-                scores[i] = self._scorers.submit(self._score, prompts[i], [c for c in groups[i] if c is not None])
-        if any(missing):
-            raise RuntimeError(f"the engine ended with {sum(missing)} completions missing")
-        sampled = time.perf_counter()
-        results = [future.result() for future in scores if future is not None]
-        rewarded = time.perf_counter()
-
-        completions = [c for group in groups for c in group if c is not None]
-        tokens = sum(len(c.token_ids) for c in completions)
-        rewards, total, metrics = self._combine([by_name for _, by_name in results])
-        metrics |= {
-            "time/sync": seconds_sync,
-            "time/generate": sampled - started,
-            "time/reward": rewarded - sampled,
-            "tokens": float(tokens),
-        }
-        return Rollout(
-            index=index,
-            prompts=list(prompts),
-            completions=completions,
-            texts=[text for texts, _ in results for text in texts],
-            rewards=rewards,
-            reward=total,
-            group_size=group_size,
-            temperature=sampling.temperature or 1.0,
-            metrics=metrics,
-        )
-
-    def _sync(self) -> float:
-        """Bring the engine's weights up to date; seconds it took."""
-        started = time.perf_counter()
-        if self.engine.policy_version != self.policy.policy_version:
-            self.engine.sync(self.policy.named_weights(), self.policy.policy_version)
-        return time.perf_counter() - started
-
-    def _score(self, prompt: Prompt, group: list[Completion]) -> tuple[list[str], dict[str, list[Score]]]:
-        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
-        items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
-        return texts, score_all(self.rewards, items, self.on_reward_error)
-
-    def _combine(self, groups: list[dict[str, list[Score]]]) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
-        """Rewards by name [N], their weighted sum [N], and what is logged of time-outs and failures."""
-        rewards: dict[str, Tensor] = {}
-        metrics: dict[str, float] = {}
-        total = torch.zeros(sum(len(group[self.rewards[0].name]) for group in groups), dtype=torch.float64)
-        for reward in self.rewards:
-            scores = [score for group in groups for score in group[reward.name]]
-            values = torch.tensor([score.value for score in scores], dtype=torch.float64)
-            rewards[reward.name] = values.float()
-            total += reward.weight * values
-            metrics[f"timeouts/{reward.name}"] = sum(s.timed_out for s in scores) / max(1, len(scores))
-            if failed := sum(s.failed for s in scores):
-                metrics[f"failed/{reward.name}"] = failed / len(scores)
-        return rewards, total.float(), metrics
-
-    def close(self) -> None:
-        """Free engine, rewards and threads."""
-        self._scorers.shutdown(wait=False, cancel_futures=True)
-        self.engine.close()
-        for reward in self.rewards:
-            reward.close()
+from lit_grpo.types import Prompt, Rollout, Sampling
 
 
 class PromptOrder:
@@ -179,6 +36,11 @@ class RolloutLoader:
 
     Without ``__len__`` Lightning would fetch one batch ahead, sampled with weights one step old.
 
+    With ``ahead`` above 0 the next rollouts are sampled in a thread while the learner trains on this one. Weights go to
+    the engine only between two steps, when the learner stands still, and no rollout is sampled with weights more than
+    ``ahead`` rollouts older than those it will train. A checkpoint holds no rollout that was not trained on: a resumed
+    run samples those anew, with the newest weights.
+
     Args:
         producer: makes the rollouts.
         prompts: all training prompts.
@@ -192,6 +54,7 @@ class RolloutLoader:
         max_rounds: bound on the rounds of that.
         on_short: what happens then.
         gather: exchange over ranks, needed by ``dynamic`` only.
+        ahead: rollouts that may be sampled before their turn.
     """
 
     def __init__(
@@ -209,17 +72,21 @@ class RolloutLoader:
         max_rounds: int = 10,
         on_short: OnShort = "fill",
         gather: Gather = alone,
+        ahead: int = 0,
     ) -> None:
         self.producer, self.prompts, self.count = producer, prompts, count
         self.prompts_per_rollout, self.group_size, self.sampling = prompts_per_rollout, group_size, sampling
         self.rank, self.world_size = rank, world_size
         self.order = PromptOrder(len(prompts), producer.seed)
         self.dynamic, self.max_rounds, self.on_short, self.gather = dynamic, max_rounds, on_short, gather
+        self.ahead = ahead
         self.next_rollout = 0
         self.produced = 0
         """Rollouts of all epochs; ``next_rollout`` starts again with each."""
         self.position = 0
         """Prompts taken from the order, over all ranks: those skipped by dynamic sampling too."""
+        self._life = 0
+        """Counts restored states: what was sampled ahead in another life is dropped."""
 
     def __len__(self) -> int:
         return self.count
@@ -227,8 +94,7 @@ class RolloutLoader:
     def __iter__(self) -> Iterator[Rollout]:
         if self.next_rollout >= self.count:  # another epoch over the same number of rollouts
             self.next_rollout = 0
-        while self.next_rollout < self.count:
-            rollout, taken = self._next()
+        for rollout, taken in self._ahead() if self.ahead else self._one_by_one():
             # Before the yield: Lightning stops asking after the last item, so nothing behind it would run. All at once
             # and only here: a run cut in the middle of a rollout begins that rollout again.
             self.next_rollout += 1
@@ -236,11 +102,67 @@ class RolloutLoader:
             self.position += taken
             yield rollout
 
-    def _next(self) -> tuple[Rollout, int]:
-        """This rank's part of the next rollout, and how many prompts all ranks took for it."""
+    def _one_by_one(self) -> Iterator[tuple[Rollout, int]]:
+        while self.next_rollout < self.count:
+            made = self._make(self.produced, self.position)
+            self.producer.rest()
+            yield made
+
+    def _ahead(self) -> Iterator[tuple[Rollout, int]]:
+        """Rollouts in order; while the learner has one, the next ones are sampled in a thread."""
+        waiting: deque[Future[tuple[Rollout, int]]] = deque()
+        worker = ThreadPoolExecutor(1, "rollout")
+        life, index, end, seconds_sync = -1, 0, 0, 0.0
+
+        def make(which: int) -> tuple[Rollout, int]:
+            nonlocal end  # of the prompts taken so far; touched by the one worker thread alone
+            made = self._make(which, end, sync=False)
+            end += made[1]
+            return made
+
+        def submit(steps_until_trained: int) -> None:
+            nonlocal index, seconds_sync
+            trained_at = self.producer.policy.policy_version + steps_until_trained
+            too_old = trained_at - self.producer.engine.policy_version > self.ahead
+            # The learner stands still here, so its weights may be read; but the engine must stand still too.
+            if too_old or all(future.done() for future in waiting):
+                wait(waiting)
+                seconds_sync += self.producer.sync()
+            waiting.append(worker.submit(make, index))
+            index += 1
+
+        try:
+            while self.next_rollout < self.count:
+                if life != self._life:
+                    for future in waiting:
+                        future.cancel()
+                    wait(waiting)
+                    waiting.clear()
+                    life, index, end = self._life, self.produced, self.position
+                if not waiting:
+                    submit(0)
+                started = time.perf_counter()
+                rollout, taken = waiting.popleft().result()
+                waited = time.perf_counter() - started
+                while len(waiting) < self.ahead and self.next_rollout + 1 + len(waiting) < self.count:
+                    submit(1 + len(waiting))
+                rollout.metrics |= {"time/wait": waited, "time/sync": seconds_sync}
+                seconds_sync = 0.0
+                yield rollout, taken
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, index: int, position: int, sync: bool = True) -> tuple[Rollout, int]:
+        """This rank's part of rollout ``index``, and how many prompts all ranks took for it."""
+
+        def sample(places: Sequence[int]) -> Rollout:
+            """A rollout of the prompts at these places after the position."""
+            chosen = [self.prompts[self.order[position + place]] for place in places]
+            return self.producer.produce(chosen, self.sampling, self.group_size, index=index, places=places, sync=sync)
+
         if self.dynamic:
             done = refill(
-                self._sample,
+                sample,
                 groups=self.prompts_per_rollout,
                 rank=self.rank,
                 world_size=self.world_size,
@@ -250,12 +172,7 @@ class RolloutLoader:
             )
             return done.rollout, done.prompts
         share = self.prompts_per_rollout // self.world_size
-        return self._sample(range(self.rank * share, (self.rank + 1) * share)), self.prompts_per_rollout
-
-    def _sample(self, places: Sequence[int]) -> Rollout:
-        """A rollout of the prompts at these places after the loader's position."""
-        chosen = [self.prompts[self.order[self.position + place]] for place in places]
-        return self.producer.produce(chosen, self.sampling, self.group_size, index=self.produced, places=places)
+        return sample(range(self.rank * share, (self.rank + 1) * share)), self.prompts_per_rollout
 
     def state_dict(self) -> dict[str, int]:
         return {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
@@ -263,6 +180,7 @@ class RolloutLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.next_rollout, self.produced = state["next_rollout"], state["produced"]
         self.position = state["position"]
+        self._life += 1
 
 
 class EvaluationLoader:
@@ -291,8 +209,8 @@ class EvaluationLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Rollout]:
-        for batch in self._batches:
-            yield self.producer.produce(
+        for number, batch in enumerate(self._batches, 1):
+            rollout = self.producer.produce(
                 [prompt for _, prompt in batch],
                 self.sampling,
                 self.group_size,
@@ -300,3 +218,6 @@ class EvaluationLoader:
                 purpose=self.purpose,
                 places=[place for place, _ in batch],
             )
+            if number == len(self._batches):
+                self.producer.rest()
+            yield rollout

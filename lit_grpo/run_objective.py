@@ -48,12 +48,6 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
         raise UserError(
             "value_coef is 0, so a warm-up would teach the critic nothing", where="model.critic.warmup_rollouts"
         )
-    if objective.shaping.invalid_entropy is not None:
-        raise UserError(
-            "no reward tells which completions have no parsable answer, which invalid_entropy needs",
-            where="model.objective.invalid_entropy",
-            remedy="leave it out",
-        )
 
 
 def monte_carlo(objective: Objective) -> Objective:

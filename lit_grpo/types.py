@@ -88,6 +88,8 @@ class Score(NamedTuple):
     timed_out: bool = False
     failed: bool = False
     """The reward raised, crashed or gave no finite number, and ``value`` is 0 because the run was told to go on."""
+    no_answer: bool = False
+    """The completion holds nothing that could be an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class Rollout:
     group_size: int
     temperature: float = 1.0
     """At which the completions were drawn; the learner's log-probabilities are those of the same temperature."""
+    no_answer: Tensor | None = None
+    """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
 

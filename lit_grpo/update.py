@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_grpo import experience as shape
@@ -15,6 +17,9 @@ from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep, Passes
 from lit_grpo.policy.optimizer import clip_gradients
 from lit_grpo.types import Rollout
+
+_BUCKET = 16 * 1024**2
+"""Numbers exchanged at once."""
 
 if TYPE_CHECKING:
     from lit_grpo.module import LitGRPO
@@ -84,7 +89,8 @@ class Updater:
                 part = plan.select(shape.positions(rows, chosen).to(module.device))
                 out, stats = self.passes.loss(batch, step, chosen, part, metrics)
             if learns:
-                module.manual_backward(out.loss * module.trainer.world_size)
+                with self._own_gradients():
+                    module.manual_backward(out.loss * module.trainer.world_size)
                 loss += out.loss.detach().double().cpu()
             metrics.update(out.metrics, out.maxima)
             if guard is not None:
@@ -102,6 +108,8 @@ class Updater:
             return
         if step.warmup:
             models = models[1:]
+        for model in models:
+            self._average_over_ranks(model.optimizer)
         norms = [clip_gradients(model.optimizer, model.max_grad_norm) for model in models]
         step_loss = module.reduce_sum(loss)
         metrics.sums.pop("loss", None)
@@ -124,6 +132,36 @@ class Updater:
             model.scheduler.step()
         module.optimizer_steps += not step.warmup
         module.critic_steps += module.critic is not None
+
+    def _own_gradients(self) -> AbstractContextManager[Any]:
+        """Keep DDP from exchanging gradients in a backward pass.
+
+        Ranks may have different numbers of completions to learn from, even none, and DDP would wait for a backward pass
+        that never comes.
+        """
+        strategy = self.module.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
+
+    @torch.no_grad()
+    def _average_over_ranks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once for all micro-batches, what DDP does in each backward pass."""
+        if not isinstance(self.module.trainer.strategy, DDPStrategy) or self.module.trainer.world_size == 1:
+            return
+        portion: list[torch.Tensor] = []
+        size = 0
+        weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for place, weight in enumerate(weights, 1):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            portion.append(weight.grad)
+            size += weight.grad.numel()
+            if place == len(weights) or size >= _BUCKET or weights[place].dtype != weight.dtype:
+                flat = torch.cat([gradient.flatten() for gradient in portion])
+                torch.distributed.all_reduce(flat)
+                flat /= self.module.trainer.world_size
+                for gradient, part in zip(portion, flat.split([g.numel() for g in portion]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+                portion, size = [], 0
 
     def _objection(self, metrics: dict[str, float]) -> str | None:
         """Why a callback wants this step to be left out.

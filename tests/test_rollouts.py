@@ -20,8 +20,9 @@ from lit_grpo.errors import StopRun
 from lit_grpo.module import make_experience
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import pad_rows, share_prompts
+from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import ask
-from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader, RolloutProducer
+from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader
 from lit_grpo.types import Completion, Prompt, Request, Sampling, Score
 from tests import tiny
 from tests.tiny import EvenReward, Reward

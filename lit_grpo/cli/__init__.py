@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_grpo.errors import StopRun, UserError, nearest
+from lit_grpo.errors import EngineError, StopRun, UserError, nearest
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 """Exit codes: done, error in the program, bad input, stopped by a monitor, Ctrl-C, SIGTERM."""
@@ -34,6 +34,8 @@ COMMANDS = (
     Command("validate", "score the validation questions (data.val_prompts)", "lit_grpo.cli.training:run"),
     Command("test", "score the test questions (data.test_prompts)", "lit_grpo.cli.training:run"),
     Command("predict", "write completions for the test questions", "lit_grpo.cli.training:run"),
+    Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.check.command:run"),
+    Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.report.command:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.export:run"),
 )
 
@@ -90,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StopRun as error:
         print(f"lit-grpo: stopped: {error.reason}", file=sys.stderr)
         return STOPPED
+    except EngineError as error:
+        print(f"lit-grpo: the rollout engine failed: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("lit-grpo: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine
-from lit_grpo.engines.config import EngineConfig
+from lit_grpo.engines.config import EngineConfig, ServerConfig
 
 
 def make_engine(
@@ -18,6 +18,7 @@ def make_engine(
     end_token_ids: Sequence[int],
     max_model_len: int,
     seed: int,
+    beside_learner: bool = False,
 ) -> RolloutEngine:
     """The engine that ``config`` names, for the policy that is trained.
 
@@ -29,11 +30,23 @@ def make_engine(
         end_token_ids: ids that end a completion.
         max_model_len: longest prompt plus completion of the run; ``config.max_model_len`` goes first.
         seed: of the run.
+        beside_learner: it samples in a thread while the learner changes its weights.
     """
     if config.name == "transformers":
         from lit_grpo.engines.transformers import TransformersEngine
 
-        return TransformersEngine(policy.model, end_token_ids, config.batch_size)
+        return TransformersEngine(policy.model, end_token_ids, config.batch_size, own_weights=beside_learner)
+    if config.name == "vllm_server":
+        from lit_grpo.engines.vllm_server import make_vllm_server
+
+        return make_vllm_server(
+            config,
+            policy=policy,
+            policy_config=policy_config,
+            end_token_ids=end_token_ids,
+            max_model_len=config.max_model_len or max_model_len,
+            seed=seed,
+        )
     from lit_grpo.engines.vllm import make_vllm_engine
 
     return make_vllm_engine(
@@ -47,4 +60,4 @@ def make_engine(
     )
 
 
-__all__ = ["EngineConfig", "EngineError", "NamedWeights", "RolloutEngine", "make_engine"]
+__all__ = ["EngineConfig", "EngineError", "NamedWeights", "RolloutEngine", "ServerConfig", "make_engine"]

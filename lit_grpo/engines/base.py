@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from lit_grpo.errors import EngineError as EngineError
 from lit_grpo.types import Completion, Request, Sampling
 
 NamedWeights = Iterable[tuple[str, Tensor]]
@@ -41,7 +42,3 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free processes and memory. Safe to call twice."""
         ...
-
-
-class EngineError(RuntimeError):
-    """Generation failed in a way that trying again here does not mend."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_grpo.engines.base import NamedWeights
+from lit_grpo.engines.base import EngineError, NamedWeights
 from lit_grpo.types import Completion, Request, Sampling
 
 
@@ -35,12 +36,17 @@ class TransformersEngine:
         model: a ``*ForCausalLM``; used by reference, so that its weights are always the learner's.
         end_token_ids: ids that end a completion.
         batch_size: completions sampled at once.
+        own_weights: sample from a copy of the model, brought up to date by ``sync`` alone: for sampling in a thread
+            while the learner changes its weights. Costs the model's memory once more.
     """
 
-    def __init__(self, model: nn.Module, end_token_ids: Sequence[int], batch_size: int = 512) -> None:
+    def __init__(
+        self, model: nn.Module, end_token_ids: Sequence[int], batch_size: int = 512, own_weights: bool = False
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, is {batch_size}")
-        self.model: Any = model
+        self.own_weights = own_weights
+        self.model: Any = copy.deepcopy(model).requires_grad_(False) if own_weights else model
         self.end_token_ids = tuple(end_token_ids)
         self.batch_size = batch_size
         self._version = -1
@@ -50,8 +56,22 @@ class TransformersEngine:
         return self._version
 
     def sync(self, weights: NamedWeights, version: int) -> None:
-        """The weights are the learner's own; only the version is noted and ``weights`` is not read."""
+        """Copy the weights, or, where they are the learner's own, note the version alone."""
+        if self.own_weights:
+            self._version = -1
+            self._copy(weights)
         self._version = version
+
+    @torch.no_grad()
+    def _copy(self, weights: NamedWeights) -> None:
+        own = dict(self.model.named_parameters())
+        for name, weight in weights:
+            if name not in own and name not in self.model.state_dict():
+                raise EngineError(f"the model has no weight {name!r}")
+            if name in own:  # the second name of a tied weight is none of the parameters
+                own.pop(name).copy_(weight)
+        if own:
+            raise EngineError(f"no weights came for {', '.join(sorted(own)[:3])}")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -62,7 +82,13 @@ class TransformersEngine:
         # Prompts of like length share a batch, which saves padding; samples of a prompt stay side by side.
         rows.sort(key=lambda row: (len(row.prompt), row.request, row.sample))
         for start in range(0, len(rows), self.batch_size):
-            yield from self._decode(rows[start : start + self.batch_size], sampling)
+            try:
+                yield from self._decode(rows[start : start + self.batch_size], sampling)
+            except torch.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                raise EngineError(
+                    f"no memory for {self.batch_size} samples at once: {error}", transient=True
+                ) from error
 
     @torch.no_grad()
     def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[Completion]:

@@ -175,7 +175,10 @@ class VLLMEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            raise EngineError(f"vLLM failed while sampling: {type(error).__name__}: {error}") from error
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            raise EngineError(
+                f"vLLM failed while sampling: {type(error).__name__}: {error}", transient=out_of_memory
+            ) from error
         finally:
             if random_state is not None:
                 torch.set_rng_state(random_state)
@@ -392,6 +395,7 @@ def make_vllm_engine(
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "max_num_seqs": config.max_num_seqs,
         "load_format": "dummy",
+        "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
         **config.args,
     }
     with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:

@@ -18,6 +18,9 @@ class Reward:
     needs_answer: bool = False
     """True if every prompt must have a gold answer; checked when the data is loaded."""
 
+    finds_answer: bool = False
+    """True if its scores tell, by ``no_answer``, which completions hold no parsable answer."""
+
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
         self.weight = weight
         self.name = name or _snake_case(type(self).__name__)

@@ -39,9 +39,14 @@ class ExactMatch(Reward):
                 remedy="in YAML, write it in single quotes so that backslashes stay",
             ) from error
         self._ignore_case = ignore_case
+        self.finds_answer = self._extract is not None
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
-        return [Score(float(self._normalise(self._answer(x.text)) == self._normalise(x.prompt.answer))) for x in batch]
+        answers = [self._answer(x.text) for x in batch]
+        return [
+            Score(float(self._normalise(answer) == self._normalise(x.prompt.answer)), no_answer=answer is None)
+            for answer, x in zip(answers, batch, strict=True)
+        ]
 
     def _answer(self, text: str) -> str | None:
         if self._extract is None:

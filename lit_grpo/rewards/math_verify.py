@@ -55,6 +55,7 @@ class MathReward(Reward):
     """
 
     needs_answer = True
+    finds_answer = True
 
     def __init__(
         self,
@@ -73,7 +74,9 @@ class MathReward(Reward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         golds = [x.prompt.answer or "" for x in batch]
         verdicts = self.judge(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
-        return [Score(float(v.correct), timed_out=v.timed_out, failed=v.crashed) for v in verdicts]
+        return [
+            Score(float(v.correct), timed_out=v.timed_out, failed=v.crashed, no_answer=not v.answer) for v in verdicts
+        ]
 
     def judge(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None

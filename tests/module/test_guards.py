@@ -35,6 +35,7 @@ def test_a_temperature_on_one_side_only_stops_the_run_before_its_first_update(mo
     policy = PolicyConfig(tiny=TinyModel(width=32, layers=2, heads=2))
     module = tiny.module(policy=policy)
     module.configure_model()
+    assert module.policy is not None
     with torch.no_grad():
         for parameter in module.policy.parameters():
             parameter.mul_(3)

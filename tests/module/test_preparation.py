@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -11,6 +12,8 @@ from lit_grpo.errors import UserError
 from lit_grpo.experience import make_experience
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import PolicyConfig
+from lit_grpo.rewards import ExactMatch
+from lit_grpo.types import Sampling
 from tests import tiny
 from tests.module.helpers import fit, rollout
 
@@ -129,9 +132,34 @@ def test_trpo_adapts_its_penalty_to_the_measured_kl():
         fit(1, objective=adaptive)
 
 
-def test_a_format_fallback_that_nothing_can_tell_is_refused():
-    with pytest.raises(UserError, match="no parsable answer"):
-        fit(1, objective=ObjectiveConfig(recipe="rent", invalid_entropy=7.0))
+class TestCompletionsWithoutAnAnswer:
+    objective = ObjectiveConfig(recipe="rent", invalid_entropy=7.0)
+
+    def test_a_fallback_that_nothing_can_tell_is_refused(self):
+        with pytest.raises(UserError, match="no reward tells which completions have no parsable answer"):
+            tiny.trainer().fit(tiny.module(objective=self.objective), datamodule=tiny.data())
+        with pytest.raises(UserError, match="no parsable answer"):
+            fit(1, objective=self.objective)
+
+    def test_they_count_as_unsure(self):
+        """RENT's reward is minus the entropy, and of those without an answer minus the fallback."""
+        watch = tiny.Recorder()
+        kept: list[Any] = []
+
+        class Keep(pl.Callback):
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                kept.append((batch, pl_module.last_experience))
+
+        rewards = [ExactMatch(extract=r"\d"), tiny.EvenReward(weight=0.0)]
+        data = tiny.data(rewards=rewards, rollouts=1, sampling=Sampling(max_new_tokens=2))
+        tiny.trainer(callbacks=[watch, Keep()]).fit(tiny.module(objective=self.objective), datamodule=data)
+        batch, experience = kept[0]
+        without = [not any(letter.isdigit() for letter in text) for text in batch.texts]
+        assert 0 < sum(without) < len(without)
+        assert batch.no_answer.tolist() == without == experience.invalid.tolist()
+        assert watch.metrics[0]["no_answer"] == pytest.approx(sum(without) / len(without))
 
 
 class TestInitialEntropy:
