@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
@@ -26,8 +27,10 @@ class CriticMonitor(Monitor):
 
     Findings: ``value_sign`` (mean value of incorrect completions below ``lowest - margin``), ``value_out_of_range``
     (share of values outside the range of the rewards above ``outside``), ``value_unexplained`` (explained variance
-    below 0 for ``unexplained`` rollouts). Critical where the reward has lost a tenth of its best as well, or values are
-    off by more than the range of the rewards.
+    below 0 for ``unexplained`` rollouts; or below ``hopeless`` for ``patience``, at any time), ``values_contradict``
+    (equal completions to one prompt get different advantages, though their rewards are equal: the same states are
+    valued differently). The first three are critical where the reward has lost a tenth of its best as well, or values
+    are off by more than the range of the rewards; the last, and values beyond hope, always.
 
     Args:
         lowest: smallest reward.
@@ -35,6 +38,8 @@ class CriticMonitor(Monitor):
         margin: in units of the reward.
         outside: share of tokens.
         unexplained: rollouts.
+        hopeless: explained variance. Ours: a critic that is not trained yet is near 0, not far below.
+        contradiction: share of pairs of equal completions. Ours.
         patience: rollouts. Ours.
         warmup: rollouts. Ours.
         actions: see :class:`Monitor`.
@@ -45,6 +50,7 @@ class CriticMonitor(Monitor):
         "value/incorrect",
         "value/outside",
         "value/explained_variance",
+        "advantage/contradiction",
         "reward",
     )
 
@@ -55,6 +61,8 @@ class CriticMonitor(Monitor):
         margin: float = 0.05,
         outside: float = 0.2,
         unexplained: int = 20,
+        hopeless: float = -5.0,
+        contradiction: float = 0.5,
         patience: int = 5,
         warmup: int = 20,
         actions: dict[str, str] | None = None,
@@ -63,9 +71,13 @@ class CriticMonitor(Monitor):
         positive("CriticMonitor", unexplained=unexplained, patience=patience, range=highest - lowest)
         self.lowest, self.highest, self.margin, self.outside = lowest, highest, margin, outside
         self.unexplained, self.patience, self.warmup = unexplained, patience, warmup
+        self.hopeless, self.contradiction = hopeless, contradiction
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        if not math.isfinite(metrics.get("value/outside", math.nan)):
+            return
         history, patience = self.history, self.patience
+        yield from self._beyond_hope(step)
         wide = self.highest - self.lowest
         wrong, right = history.median("value/incorrect", patience), history.median("value/correct", patience)
         off = max(
@@ -105,3 +117,34 @@ class CriticMonitor(Monitor):
                 onset=history.began("value/explained_variance", lambda value: value < 0, step),
                 remedies=REMEDIES,
             )
+
+    def _beyond_hope(self, step: int) -> Iterable[Finding]:
+        history, patience = self.history, self.patience
+        for key, kind, wrong, bound, what in (
+            (
+                "advantage/contradiction",
+                "values_contradict",
+                lambda value: value > self.contradiction,
+                self.contradiction,
+                "equal completions to one prompt are valued differently",
+            ),
+            (
+                "value/explained_variance",
+                "value_unexplained",
+                lambda value: value < self.hopeless,
+                self.hopeless,
+                "the critic is far worse than a constant",
+            ),
+        ):
+            if history.holds(key, patience, wrong):
+                yield self.finding(
+                    kind,
+                    "critical",
+                    what,
+                    (key, patience, history.last(key) or 0.0, bound),
+                    onset=history.began(key, wrong, step),
+                    remedies=(
+                        "check that dropout is off and that values belong to the tokens they stand at",
+                        *REMEDIES,
+                    ),
+                )

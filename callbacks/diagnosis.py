@@ -36,8 +36,8 @@ DiagnosisName = Literal[
     "kl_drift",
     "other",
 ]
-"""In the order of decision: numbers that are no numbers, then plumbing (all other signals are unreliable until that is
-mended), then collapses by their signature, then single signals, then what only confirms."""
+"""Numbers that are no numbers, then plumbing (all other signals are unreliable until that is mended), then causes and
+collapses by their signature, then single signals, then what only confirms. ``NAMED_BY`` has the order of decision."""
 
 ORDER: tuple[DiagnosisName, ...] = get_args(DiagnosisName)
 
@@ -116,39 +116,43 @@ NAMED_BY: dict[str, DiagnosisName] = {
     "reward_failures": "verifier_failure",
     "reward_noise": "reward_noise",
     "reward_inverted": "reward_noise",
-    "value_out_of_range": "critic_failure",
+    "values_contradict": "critic_failure",
     "value_sign": "critic_failure",
+    "value_out_of_range": "critic_failure",
     "value_unexplained": "critic_failure",
     "updates_too_large": "learning_rate_too_high",
-    "gradient_spikes": "learning_rate_too_high",
-    "policy_change": "learning_rate_too_high",
-    "clipping": "learning_rate_too_high",
     "c_pl": "C_PL",
     "c_nl": "C_NL",
     "tn_pl": "TN_PL",
     "tn_nl": "TN_NL",
     "reward_terms_diverge": "reward_hacking",
     "held_out_falls": "reward_hacking",
-    "format_lost": "reward_hacking",
-    "entropy_high": "entropy_explosion",
-    "entropy_rising": "entropy_explosion",
     "entropy_low": "entropy_collapse",
+    "entropy_high": "entropy_explosion",
+    "gradient_spikes": "learning_rate_too_high",
+    "policy_change": "learning_rate_too_high",
     "length_growing": "length_explosion",
     "length_falling": "length_collapse",
-    "length_gap": "length_explosion",
-    "zero_gradient": "no_signal",
     "all_wrong": "no_signal",
-    "small_batch": "no_signal",
-    "gradient_vanished": "no_signal",
+    "zero_gradient": "no_signal",
     "repetition": "repetition",
     "truncated": "truncation",
+    "length_gap": "length_explosion",
+    "format_lost": "reward_hacking",
+    "gradient_vanished": "no_signal",
     "prefix_pushed_down": "conflict",
     "conflicts": "conflict",
+    "entropy_rising": "entropy_explosion",
+    "small_batch": "no_signal",
+    "clipping": "learning_rate_too_high",
     "slow": "slow_down",
     "memory": "slow_down",
     "kl_late": "kl_drift",
 }
-"""Which diagnosis the kind of a finding speaks for."""
+"""Which diagnosis the kind of a finding speaks for, in the order of decision: the first gives the name. So updates that
+are too large are the cause of a collapse they come with, and a spike of the gradient norm is only its sign."""
+
+PRECEDENCE = {kind: place for place, kind in enumerate(NAMED_BY)}
 
 
 @dataclass(frozen=True)
@@ -217,10 +221,10 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     if not findings:
         return None
     severity = worst([finding.severity for finding in findings])
-    name = min((name_of(f) for f in findings if f.severity == severity), key=ORDER.index)
-    own = [f for f in findings if name_of(f) == name]
-    others = sorted((f for f in findings if name_of(f) != name), key=lambda f: ORDER.index(name_of(f)))
-    ordered = tuple(own + others)
+    ranked = sorted(findings, key=lambda f: PRECEDENCE.get(f.kind, len(PRECEDENCE)))
+    name = name_of(next(f for f in ranked if f.severity == severity))
+    own = [f for f in ranked if name_of(f) == name]
+    ordered = (*own, *(f for f in ranked if name_of(f) != name))
     onset = min(f.onset for f in own)
     numbers = list(dict.fromkeys(text for f in ordered for text in map(_shown, f.evidence)))[:5]
     description = DESCRIPTIONS[name]

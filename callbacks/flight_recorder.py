@@ -171,7 +171,8 @@ class FlightRecorder(pl.Callback):
             "prompts": [{"id": p.id, "question": p.question, "answer": p.answer} for p in prompts],
             "texts": list(batch.texts[:count]),
         }
-        return {name: value.contiguous() for name, value in tensors.items()}, rollout
+        # One reward alone is the total itself, and safetensors refuses two names for one memory.
+        return {name: value.clone() for name, value in tensors.items()}, rollout
 
     def _of_learner(self, pl_module: LightningModule, lengths: Tensor) -> dict[str, Tensor]:
         """What the learner made of the rollout; nothing if it has not got so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
@@ -69,8 +70,11 @@ class SignalMonitor(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._groups(step)
-        for key, what in (("reward", "rewards"), ("advantage", "advantages")):
-            yield from self._noise(f"{key}/contradiction", what)
+        yield from self._noise("reward/contradiction", "rewards")
+        if not math.isfinite(
+            metrics.get("value/outside", math.nan)
+        ):  # else the critic's values are in the advantages: CriticMonitor's concern
+            yield from self._noise("advantage/contradiction", "advantages")
         yield from self._inverted()
         yield from self._failures(metrics)
 

@@ -25,6 +25,11 @@ def grows(**changes: Any) -> Change:
     }
 
 
+def without_critic(change: Change) -> Change:
+    """The same in a run that has no critic."""
+    return lambda k: change(k) | {"value/correct": NAN, "value/outside": NAN}
+
+
 TROUBLES: list[tuple[str, str, str, Change]] = [
     # monitor, kind, severity, what goes wrong from rollout 60 on
     ("EntropyMonitor", "entropy_high", "warning", grows(entropy=ramp(0.3, 2.0))),
@@ -90,7 +95,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("SignalMonitor", "all_wrong", "critical", grows(groups__zero_gradient=1, groups__all_wrong=1)),
     ("SignalMonitor", "small_batch", "info", grows(groups__count=16)),
     ("SignalMonitor", "reward_noise", "critical", grows(reward__contradiction=0.37)),
-    ("SignalMonitor", "reward_noise", "critical", grows(advantage__contradiction=0.37)),
+    ("SignalMonitor", "reward_noise", "critical", without_critic(grows(advantage__contradiction=0.37))),
     ("SignalMonitor", "reward_inverted", "critical", grows(advantage__inverted=1)),
     ("SignalMonitor", "reward_failures", "warning", grows(timeouts__exact_match=0.3)),
     ("SignalMonitor", "reward_failures", "critical", grows(failed__exact_match=0.8)),
@@ -105,6 +110,8 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("CriticMonitor", "value_sign", "critical", grows(value__incorrect=-0.3, reward=ramp(0.8, 0.5))),
     ("CriticMonitor", "value_out_of_range", "critical", grows(value__outside=0.9, value__correct=4)),
     ("CriticMonitor", "value_unexplained", "warning", grows(value__explained_variance=-2)),
+    ("CriticMonitor", "value_unexplained", "critical", grows(value__explained_variance=-40)),
+    ("CriticMonitor", "values_contradict", "critical", grows(advantage__contradiction=1)),
     (
         "RewardHackingMonitor",
         "reward_terms_diverge",

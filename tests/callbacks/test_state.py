@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo import callbacks
+from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, monitors
 from lit_grpo.tracking import RunSummary
 from tests.tracking.stand_in import StandIn, StandInLoader, make_trainer
 
@@ -13,7 +14,11 @@ def plain(callback):
     return callback.state_dict()
 
 
-@pytest.mark.parametrize("make", [RolloutCheckpoint, RunSummary], ids=lambda make: make.__name__)
+CALLBACKS = [RolloutCheckpoint, RunSummary, HealthMonitor]
+CALLBACKS += [getattr(callbacks, name) for name in monitors.__all__]
+
+
+@pytest.mark.parametrize("make", CALLBACKS, ids=lambda make: make.__name__)
 def test_state_survives(tmp_path, make, monkeypatch):
     monkeypatch.chdir(tmp_path)
     callback = make()
