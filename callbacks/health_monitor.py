@@ -166,11 +166,15 @@ class HealthMonitor(pl.Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._journal is not None and isinstance(exception, StopRun):
             step = trained_rollouts(trainer)
-            self._journal.write("exception", {"step": step, "reason": exception.reason})
             known = merge([found for monitor in self.monitors for found in monitor.active()])
+            # Who raised it knows best; else it is what was critical before.
+            name = getattr(exception, "diagnosis", None)
+            if name is None and known is not None and known.severity == "critical":
+                name = known.name
+            self._journal.write("exception", {"step": step, "reason": exception.reason, "diagnosis": name})
             logger = run_logger(trainer)
-            if known is not None and known.severity == "critical" and logger is not None:
-                logger.set_tags({"diagnosis": known.name, "diagnosis_step": known.step})
+            if name is not None and logger is not None:
+                logger.set_tags({"diagnosis": name, "diagnosis_step": step})
             self._journal.close(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

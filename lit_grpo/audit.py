@@ -42,6 +42,7 @@ def add_audit_metrics(
     mean = _mean_advantages(experience, advantages).tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
+    metrics.add("advantage/positive", sum(a for a in mean if a > 0), sum(map(abs, mean)))
     distinct = inverted = mixed = 0
     for start in range(0, len(rewards), size):
         rows = range(start, start + size)

@@ -52,6 +52,7 @@ def test_a_sound_rollout_has_nothing_to_report():
     assert found["groups/distinct"] == (3 + 2) / 8
     assert found["groups/equal_pairs"] == 1 + 3
     assert found["groups/count"] == 2
+    assert found["advantage/positive"] == 0.5
 
 
 def test_contradicting_rewards_and_advantages_are_counted_in_pairs():
@@ -66,6 +67,8 @@ def test_inverted_advantages():
     batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
     assert audit(batch, [-1, -1, 1, 1, 1, 1, 1, -1])["advantage/inverted"] == 1
     assert audit(batch, [1, 1, -1, -1, 1, 1, 1, -1])["advantage/inverted"] == 0.5
+    assert audit(batch, [1, 1, 0, 0, 0, 0, 0, 1])["advantage/positive"] == 1
+    assert audit(batch, [0, 0, -1, -1, 0, 0, 0, 0])["advantage/positive"] == 0
     assert "advantage/inverted" not in audit(rollout(IDS, [1.0] * 8, 4))
 
 
