@@ -22,6 +22,7 @@ from lit_grpo.cli.strategy import resolve_strategy
 from lit_grpo.data import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.module import LitGRPO
+from lit_grpo.report import ReportWriter
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
@@ -53,7 +54,8 @@ class TrainingCLI(LightningCLI):
     """Model and data module are fixed classes with typed arguments: short YAML, and errors that name one key.
 
     Always present, whatever ``trainer.callbacks`` lists: a :class:`RolloutCheckpoint`, configured by the top-level key
-    ``checkpoint:``, and a :class:`RunSummary`. One of the same class in ``trainer.callbacks`` takes its place;
+    ``checkpoint:``, a :class:`RunSummary` and, for ``fit``, a :class:`lit_grpo.report.ReportWriter`. One of the same
+    class in ``trainer.callbacks`` takes its place;
     ``trainer.enable_checkpointing: false`` leaves the checkpoint out.
 
     Args:
@@ -146,8 +148,9 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         given = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        closing = PredictionWriter() if self._command == "predict" else RunSummary()
-        ours: list[Callback] = [*callbacks, closing, FirstCtrlC()]
+        # The report comes before the summary, which names it.
+        closing: list[Callback] = [ReportWriter(), RunSummary()] if self._command == "fit" else [RunSummary()]
+        ours = [*callbacks, *(closing if self._command != "predict" else [PredictionWriter()]), FirstCtrlC()]
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             ours.append(LineProgress())
         if any(isinstance(callback, ProgressBar) for callback in given):

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+REPORT_FILE = "report.html"
+"""The page that ``lit-grpo report`` and the end of a fit write into the folder of a run."""
+
+
 def run_folder(trainer: Trainer) -> Path:
     """The folder of the run, equal on all ranks; call it on all of them.
 

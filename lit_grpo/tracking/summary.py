@@ -140,6 +140,9 @@ class RunSummary(Callback):
         facts = [("folder", shown(self._folder))]
         if self._steps and (curves := self._draw()):
             facts.append(("curves", shown(curves)))
+        report = next((c.report_path for c in trainer.callbacks if getattr(c, "report_path", None)), None)  # type: ignore[attr-defined]
+        if report is not None:
+            facts.append(("report", shown(report)))
         facts += self._checkpoint_facts(trainer, unfinished)
         logger = run_logger(trainer)
         if logger is not None and logger.started:

@@ -58,7 +58,7 @@ def tmp(trainer):
 def test_a_record_holds_what_the_engine_drew_and_the_learner_made_of_it(tmp_path, monkeypatch):
     catch = Catch()
     # Two updates: old log-probabilities come from a pass of their own.
-    module = tiny.module(objective=ObjectiveConfig(recipe="grpo"), updates_per_rollout=2)
+    module: Any = tiny.module(objective=ObjectiveConfig(recipe="grpo"), updates_per_rollout=2)
     leave = type(module)._log
 
     def leave_entropy(*args):

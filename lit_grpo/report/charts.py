@@ -1,0 +1,271 @@
+"""The pictures of a report. Every line is told apart by dashes and a name at its end, not by colour alone."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lit_grpo.report.run import Run
+
+LN2 = math.log(2)
+WIDTH, HEIGHT, DPI = 3.9, 2.5, 200
+"""Inches and dots an inch: on a phone, 360 points wide, the smallest letters are 9 points high."""
+
+COLOURS = ("#1f4e8c", "#b3560a", "#3c7a3c", "#7a3c7a", "#555555")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+HATCHES = ("", "////", "....", "xxxx", "----")
+
+
+class Panel(NamedTuple):
+    """One picture of curves."""
+
+    name: str
+    """Of the file."""
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    """(metric, what it is called in the picture); a metric that ends in * stands for all of that beginning."""
+    level: float | None = None
+    """A line across, with its name."""
+    level_name: str = ""
+    log: bool = False
+    """Logarithmic where the values span more than a factor of 30."""
+
+
+PANELS = (
+    Panel("reward", "reward", (("reward", "training"), ("val/reward", "held out"), ("sampling/reward", "all sampled"))),
+    Panel("reward_terms", "reward, each term before its weight", (("reward/*", ""),)),
+    Panel("entropy", "entropy (nats per token)", (("entropy", "entropy"),), LN2, "ln 2"),
+    Panel(
+        "length", "length (tokens)", (("length", "all"), ("length/correct", "correct"), ("length/incorrect", "wrong"))
+    ),
+    Panel(
+        "grad_norm",
+        "gradient norm before clipping",
+        (("grad_norm", "policy"), ("critic/grad_norm", "critic")),
+        log=True,
+    ),
+    Panel(
+        "endings",
+        "share of completions",
+        (("truncated", "truncated"), ("no_answer", "no answer"), ("repetition", "repeated 4-grams")),
+    ),
+    Panel(
+        "groups",
+        "share of groups without a gradient",
+        (("groups/zero_gradient", "all"), ("groups/all_correct", "all correct"), ("groups/all_wrong", "all wrong")),
+    ),
+    Panel(
+        "mismatch",
+        "engine against learner (nats per token)",
+        (("mismatch/logprob", "mean"), ("mismatch/logprob_max", "largest")),
+        log=True,
+    ),
+    Panel("clip", "share of tokens clipped", (("clip/low", "low"), ("clip/high", "high"), ("clip/dual", "dual"))),
+    Panel(
+        "kl", "KL (nats per token)", (("kl/ref_k3", "to the reference"), ("kl/old_k3", "to the old policy")), log=True
+    ),
+    Panel("values", "critic's value", (("value/correct", "correct"), ("value/incorrect", "wrong"))),
+    Panel("speed", "generated tokens per second", (("tokens_per_second", "tokens/s"),)),
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A step that the curves show."""
+
+    step: int
+    label: str
+    solid: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn PNG."""
+
+    name: str
+    alt: str
+    """What it shows, in words and numbers."""
+    png: bytes
+    wide: bool = False
+
+
+def draw_panels(run: Run, marks: Sequence[Mark]) -> tuple[list[Picture], list[str]]:
+    """Pictures of what was logged, and the titles of what was not (or was 0 throughout)."""
+    pictures, left_out = [], []
+    for panel in PANELS:
+        lines = [(key, label) for key, label in _expand(run, panel) if run.has(key)]
+        flat = all(not value for key, _ in lines for value in run.values(key) if math.isfinite(value))
+        if not lines or (flat and panel.name != "reward"):
+            left_out.append(panel.title)
+            continue
+        pictures.append(_draw(run, panel, lines, marks))
+    return pictures, left_out
+
+
+def _expand(run: Run, panel: Panel) -> list[tuple[str, str]]:
+    lines = []
+    for key, label in panel.lines:
+        if key.endswith("*"):
+            # Every reward logs its time-outs; other keys of that beginning (reward/std) are no rewards.
+            names = [
+                k for k in run.metrics if k.startswith(key[:-1]) and f"timeouts/{k[len(key) - 1 :]}" in run.metrics
+            ]
+            # One term alone is the reward itself.
+            lines += [(k, k.removeprefix(key[:-1])) for k in names] if len(names) > 1 else []
+        else:
+            lines.append((key, label))
+    return lines[: len(DASHES)]
+
+
+def _axes(title: str, *, right: float = 0.97, legend: bool = False) -> tuple[Any, Any]:
+    """A figure with one pair of axes; ``right`` is where they end, as a share of the width."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    # No pyplot: it keeps global state that belongs to the program we may be embedded in.
+    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI)
+    FigureCanvasAgg(figure)
+    # Fixed margins: letting matplotlib find them takes three times as long as drawing.
+    axes = figure.add_axes((0.13, 0.33 if legend else 0.19, right - 0.13, 0.57 if legend else 0.71))
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8.5)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    return figure, axes
+
+
+def _png(figure: Any) -> bytes:
+    import numpy as np
+    from PIL import Image
+
+    figure.canvas.draw()
+    image = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    buffer = io.BytesIO()
+    # Few colours: a palette makes the page a third of the size.
+    image.quantize(64, method=Image.Quantize.FASTOCTREE).save(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw(run: Run, panel: Panel, lines: Sequence[tuple[str, str]], marks: Sequence[Mark]) -> Picture:
+    longest = max(len(label) for _, label in lines) if len(lines) > 1 else 0
+    figure, axes = _axes(panel.title, right=max(0.6, 0.95 - 0.0168 * longest))
+    finite = [v for key, _ in lines for v in run.values(key) if math.isfinite(v)]
+    positive = [v for v in finite if v > 0]
+    if panel.log and positive and max(positive) > 30 * min(positive):
+        axes.set_yscale("log")
+    ends, told = [], []
+    for i, (key, label) in enumerate(lines):
+        # Evaluations come every so often: joined across the steps that have none.
+        points = [(s, v) for s, v in zip(run.steps, run.values(key), strict=True) if math.isfinite(v)]
+        x, y = [s for s, _ in points], [v for _, v in points]
+        few = len(points) < 25
+        axes.plot(x, y, color=COLOURS[i], linestyle=DASHES[i], linewidth=1.4, marker="o" if few else "", markersize=2.5)
+        ends.append((x[-1], y[-1], label, COLOURS[i]))
+        told.append(f"{label} {y[0]:.3g} at step {x[0]}, {y[-1]:.3g} at step {x[-1]}")
+    if panel.level is not None and finite and max(finite) > 0.8 * panel.level:
+        axes.axhline(panel.level, color="0.4", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.annotate(panel.level_name, (0, panel.level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+    if len(run.steps) > 1:
+        axes.set_xlim(run.steps[0], run.steps[-1])
+    _mark(axes, marks)
+    if len(lines) > 1:
+        _name_lines(axes, ends)
+    axes.set_xlabel("rollouts trained on", fontsize=8.5)
+    noted = "; ".join(f"{mark.label} at step {mark.step}" for mark in marks)
+    alt = f"{panel.title}: {', '.join(told)}" + (f"; {noted}" if noted else "")
+    return Picture(panel.name, alt, _png(figure))
+
+
+def _mark(axes: Any, marks: Sequence[Mark]) -> None:
+    low, high = axes.get_xlim()
+    seen: list[float] = []
+    for mark in marks:
+        if not low <= mark.step <= high:
+            continue
+        axes.axvline(mark.step, color="black", linewidth=1.1, linestyle="-" if mark.solid else (0, (4, 2)))
+        place = (mark.step - low) / max(high - low, 1e-9)
+        row = sum(abs(place - other) < 0.45 for other in seen)  # labels that would touch go one line down
+        seen.append(place)
+        left = place < 0.6
+        axes.annotate(f"{mark.label} {mark.step}", (mark.step, 0.99 - 0.1 * row), xycoords=("data", "axes fraction"),
+                      xytext=(2.5 if left else -2.5, 0), textcoords="offset points", fontsize=8, va="top",
+                      ha="left" if left else "right",
+                      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6})  # fmt: skip
+
+
+def _name_lines(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """The name of each line at its right end, moved apart where they would overlap."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    places = sorted(((float(to_axes.transform((x, y))[1]), label, colour) for x, y, label, colour in ends),
+                    key=lambda place: place[0])  # fmt: skip
+    gap, last, heights = 0.1, -1.0, []
+    for height, _, _ in places:
+        last = max(min(height, 1.0), last + gap)
+        heights.append(last)
+    surplus = max(0.0, heights[-1] - 1.0)
+    for height, (_, label, colour) in zip(heights, places, strict=True):
+        axes.annotate(label, (1.02, height - surplus), xycoords="axes fraction", fontsize=8, color=colour, va="center",
+                      annotation_clip=False)  # fmt: skip
+
+
+def draw_phases(run: Run, phases: Sequence[tuple[str, str]], marks: Sequence[Mark]) -> Picture:
+    """Seconds a rollout, stacked by phase; (key, name) of each. Hatching tells the phases apart."""
+    figure, axes = _axes("seconds per rollout", legend=True)
+    width = max(1, math.ceil(len(run.steps) / 40))
+    starts = range(0, len(run.steps), width)
+    bottom = [0.0] * len(starts)
+    for i, (key, name) in enumerate(phases):
+        values = run.values(key)
+        means = [_mean(values[start : start + width]) for start in starts]
+        axes.bar([run.steps[s] for s in starts], means, width=width * 0.9, bottom=bottom, align="edge", label=name,
+                 color=("#dfe7f2", "#8fb0d9", "#f2d9b8", "#c98a3c", "#555555")[i % 5], hatch=HATCHES[i % 5],
+                 edgecolor="0.25", linewidth=0.4)  # fmt: skip
+        bottom = [b + m for b, m in zip(bottom, means, strict=True)]
+    _mark(axes, marks)
+    axes.set_ylim(0, max([*bottom, 1e-6]) * 1.25)
+    axes.set_xlabel("rollouts trained on", fontsize=8.5)
+    figure.legend(fontsize=8, ncols=2, loc="lower center", frameon=False, handlelength=1.6)
+    return Picture("phases", "seconds per rollout by phase; the table has the numbers", _png(figure))
+
+
+def draw_histograms(rewards: Sequence[tuple[str, Sequence[float]]]) -> Picture:
+    """Rewards of the completions of some rollouts, side by side in the same bins; (name, values) of each."""
+    figure, axes = _axes("rewards of the completions", legend=True)
+    values = [v for _, some in rewards for v in some]
+    kinds = sorted(set(values))
+    if len(kinds) <= 8:
+        labels, counts = [f"{v:.3g}" for v in kinds], [[list(some).count(v) for v in kinds] for _, some in rewards]
+    else:
+        low, high, bins = kinds[0], kinds[-1], 8
+        step = (high - low) / bins
+        labels = [f"{low + step * b:.2g}" for b in range(bins)]
+        counts = [[0] * bins for _ in rewards]
+        for row, (_, some) in zip(counts, rewards, strict=True):
+            for v in some:
+                row[min(bins - 1, int((v - low) / step))] += 1
+    slot = 0.8 / len(rewards)
+    for i, ((name, some), row) in enumerate(zip(rewards, counts, strict=True)):
+        shares = [count / max(1, len(some)) for count in row]
+        places = [b + (i - (len(rewards) - 1) / 2) * slot for b in range(len(labels))]
+        axes.bar(places, shares, slot * 0.92, label=name, color=("#dfe7f2", "#8fb0d9", "#c98a3c")[i % 3],
+                 hatch=("", "////", "....")[i % 3], edgecolor="0.25", linewidth=0.5)  # fmt: skip
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("reward" if len(kinds) <= 8 else "reward, from", fontsize=8.5)
+    axes.set_ylabel("share of completions", fontsize=8.5)
+    figure.legend(fontsize=8, ncols=2, loc="lower center", frameon=False, handlelength=1.6)
+    told = "; ".join(
+        f"{name}: " + ", ".join(f"{count} at {label}" for count, label in zip(row, labels, strict=True) if count)
+        for (name, _), row in zip(rewards, counts, strict=True)
+    )
+    return Picture("reward_histogram", f"rewards of the completions. {told}", _png(figure))
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else 0.0

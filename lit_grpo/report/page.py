@@ -1,0 +1,228 @@
+"""Puts a report together: one HTML page that needs nothing else, and its pictures as PNG files."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases
+from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
+from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
+from lit_grpo.tracking.folder import REPORT_FILE
+
+PHASES = (
+    ("time/sync", "weights to the engine"),
+    ("time/generate", "sampling"),
+    ("time/wait", "waiting for sampling"),
+    ("time/reward", "waiting for rewards"),
+    ("time/update", "training"),
+)
+SIGNS = {"critical": "✖ critical", "warning": "▲ warning", "info": "● info"}
+MARKS_SHOWN = 4
+
+
+def write_report(run: Run, folder: Path, how: str | None = None) -> Path:
+    """Write ``report.html`` and ``report/*.png`` into ``folder`` and return the page's path.
+
+    Args:
+        run: what to tell of.
+        folder: made if it is not there.
+        how: how the run ended, where the caller knows better than the files.
+    """
+    pictures, html = make_report(run, how)
+    images = folder / "report"
+    images.mkdir(parents=True, exist_ok=True)
+    for old in images.glob("*.png"):
+        old.unlink()
+    for picture in pictures:
+        (images / f"{picture.name}.png").write_bytes(picture.png)
+    path = folder / REPORT_FILE
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(html, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
+    """The pictures and the page."""
+    import jinja2
+
+    main = main_diagnosis(run)
+    marks = _marks(run, main)
+    onset = int(main.get("onset") or main["step"]) if main else None
+    curves, left_out = draw_panels(run, marks) if run.steps else ([], [])
+    pictures = list(curves)
+
+    chosen = choose_steps(run, onset, int(main["step"]) if main else None)
+    records = read_records(run, chosen)
+    moments = [moment(title, record, run.token_texts) for title, record in records]
+    histogram = None
+    if rewards := [(f"{t}: step {r.step}", r.tensors["reward"].tolist()) for t, r in records]:
+        histogram = draw_histograms(rewards)
+        pictures.append(histogram)
+    phases = [(key, name) for key, name in PHASES if run.has(key)]
+    # With sampling beside training, the learner spends only what it waits.
+    if run.has("time/wait"):
+        phases = [(key, name) for key, name in phases if key not in ("time/generate", "time/reward")]
+    phase_picture = draw_phases(run, phases, marks) if phases else None
+    if phase_picture:
+        pictures.append(phase_picture)
+
+    modes = [m for m in ("entropy", "surprise", "advantage") if any(m in x.modes for x in moments)]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["picture"] = _data_uri
+    environment.filters["number"] = _short
+    html = environment.get_template("page.html.jinja").render(
+        run=run,
+        ended=how or how_it_ended(run),
+        facts=_facts(run),
+        main=_shown_diagnosis(main) if main else None,
+        history=[_shown_diagnosis(e) for e in diagnoses(run)],
+        deeds=[e for e in run.events if e.get("event") in ("rollback", "adjust", "skip_step")],
+        quiet=_why_quiet(run),
+        curves=curves,
+        left_out=left_out,
+        phases=_phase_table(run, phases, onset),
+        onset=onset,
+        phase_picture=phase_picture,
+        histogram=histogram,
+        moments=moments,
+        modes=modes,
+        bounds=BOUNDS,
+        last=_last_numbers(run),
+        written=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+    return pictures, html
+
+
+def _data_uri(picture: Picture) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.png).decode()
+
+
+def _marks(run: Run, main: dict[str, Any] | None) -> list[Mark]:
+    marks = []
+    if main is not None:
+        onset = main.get("onset")
+        if isinstance(onset, int):
+            marks.append(Mark(onset, "onset"))
+        marks.append(Mark(int(main["step"]), "seen", solid=True))
+    rolled = [e for e in run.events if e.get("event") == "rollback" and isinstance(e.get("step"), int)]
+    marks += [Mark(e["step"], "rollback", solid=True) for e in rolled]
+    return marks[:MARKS_SHOWN]
+
+
+def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
+    """A diagnosis event with everything that the page asks for, whatever the file lacks."""
+    findings = [f for f in event.get("findings") or [] if isinstance(f, dict)]
+    return {
+        "name": str(event.get("diagnosis") or "unnamed"),
+        "sign": SIGNS.get(str(event.get("severity")), str(event.get("severity") or "")),
+        "severity": str(event.get("severity") or ""),
+        "step": event["step"],
+        "onset": event.get("onset"),
+        "explanation": str(event.get("explanation") or ""),
+        "action": str(event.get("action") or ""),
+        "remedies": [str(r) for r in event.get("remedies") or []],
+        "findings": [
+            {
+                "monitor": str(f.get("monitor") or ""),
+                "step": f.get("step"),
+                "explanation": str(f.get("explanation") or ""),
+                "evidence": [e for e in f.get("evidence") or [] if isinstance(e, dict)],
+            }
+            for f in findings
+        ],
+    }
+
+
+def _why_quiet(run: Run) -> str:
+    """What to say where there is no diagnosis."""
+    if run.events:
+        return "The monitors raised no diagnosis."
+    callbacks = (run.settings().get("trainer") or {}).get("callbacks") or []
+    names = [str(c.get("class_path", "")).rpartition(".")[2] for c in callbacks if isinstance(c, dict)]
+    watching = [n for n in names if n.endswith(("Monitor", "Detector"))]
+    if watching:
+        return f"No alarm was raised. Watching: {', '.join(watching)}."
+    if run.config:
+        remedy = "Add lit_grpo.callbacks.HealthMonitor to trainer.callbacks."
+        return f"No monitor was on in this run, so nothing watched it. {remedy}"
+    return "No alarm is recorded; whether a monitor was on is not known."
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    settings = run.settings()
+    model, data = settings.get("model") or {}, settings.get("data") or {}
+    policy = model.get("policy") or {} if isinstance(model, dict) else {}
+    facts = [("read from", run.source)]
+    if run.started:
+        facts.append(("started", run.started))
+    if policy:
+        facts.append(("policy", str(policy.get("path") or f"tiny {policy.get('tiny')}")))
+    if name := run.objective.get("name"):
+        facts.append(("objective", str(name)))
+    if isinstance(model, dict) and isinstance(model.get("optimizer"), dict):
+        facts.append(("learning rate", f"{model['optimizer'].get('lr'):g}"))
+    if isinstance(data, dict) and data.get("group_size"):
+        facts.append(("rollout", f"{data.get('prompts_per_rollout')} prompts x {data['group_size']} completions"))
+    if run.run_id:
+        facts.append(("MLflow run", run.run_id))
+    facts += [(f"tag {key}", value) for key, value in sorted(run.tags.items())]
+    return facts
+
+
+def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
+    """(metric, first, lowest to highest, last): means of a tenth of the run, at most 10 rollouts."""
+    rows = []
+    size = max(1, min(10, len(run.steps) // 10))
+    for key in ("reward", "val/reward", "entropy", "length", "truncated", "grad_norm", "tokens_per_second"):
+        values = [v for v in run.values(key) if math.isfinite(v)]
+        if values:
+            windows = [_mean(values[max(0, i - size + 1) : i + 1]) for i in range(size - 1, len(values))] or values
+            extent = f"{_short(min(windows))} to {_short(max(windows))}"
+            rows.append((key, _short(windows[0]), extent, _short(windows[-1])))
+    return rows
+
+
+def _phase_table(run: Run, phases: Sequence[tuple[str, str]], onset: int | None) -> list[dict[str, Any]]:
+    """Mean seconds and share of each phase; before and since the onset if there is one."""
+    parts = [("whole run", list(range(len(run.steps))))]
+    if onset is not None:
+        before = [i for i, s in enumerate(run.steps) if s < onset]
+        since = [i for i, s in enumerate(run.steps) if s >= onset]
+        if before and since:
+            parts = [("before onset", before), ("since onset", since)]
+    columns = []
+    for title, rows in parts:
+        seconds = {name: _mean([run.values(key)[i] for i in rows]) for key, name in phases}
+        total = sum(seconds.values())
+        cells = [(name, _seconds(s), f"{s / total:.0%}" if total else "-") for name, s in seconds.items()]
+        columns.append({"title": title, "cells": cells, "total": _seconds(total)})
+    return columns
+
+
+def _short(value: Any) -> str:
+    """Three digits; of what is no number, its text."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return "-" if value is None else str(value)
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e7 else f"{number:.3g}"
+
+
+def _seconds(value: float) -> str:
+    if value < 0.0005:
+        return "under 1 ms" if value else "0 s"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{_short(value)} s"
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else 0.0

@@ -1,0 +1,201 @@
+"""What a run left behind, read once: from its folder here, from MLflow in ``mlflow_run``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.tracking import flight
+from lit_grpo.tracking.folder import shown
+from lit_grpo.tracking.spool import FILE_NAME, read_metrics
+
+FINDINGS_FILE = "findings.jsonl"
+RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass
+class Run:
+    """A run as the report sees it. Steps count rollouts trained on, from 1; findings count alike."""
+
+    name: str
+    source: str
+    """Where it was read from, as a person would type it."""
+    steps: list[int]
+    metrics: dict[str, list[float]]
+    """By key, one value for each of ``steps``; NaN where it was not logged."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of findings.jsonl, in order."""
+    config: str = ""
+    """config.yaml as it stands."""
+    objective: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    started: str = ""
+    run_id: str = ""
+    status: str = ""
+    """Of MLflow, where the run was read from there."""
+    records: dict[int, Path] = field(default_factory=dict)
+    """Flight records by step."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    dumps: list[dict[str, Any]] = field(default_factory=list)
+    """What made the flight recorder keep its records: ``reason``, ``step``, ``explanation``."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, in sentences."""
+
+    def values(self, key: str) -> list[float]:
+        """A metric at every step; NaN where there is none."""
+        return self.metrics.get(key) or [math.nan] * len(self.steps)
+
+    def has(self, key: str) -> bool:
+        """Whether a metric has a finite value anywhere."""
+        return any(map(math.isfinite, self.metrics.get(key, ())))
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration as plain values; empty if there is none or it cannot be read."""
+        import yaml
+
+        try:
+            value = yaml.safe_load(self.config) if self.config else {}
+        except yaml.YAMLError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]]:
+    """Steps and metrics by key from records with ``step`` (from 0)."""
+    keys = sorted({key for row in rows for key in row} - {"step", "wall_time", "epoch"})
+    steps = [int(row.get("step", 0)) + 1 for row in rows]
+    return steps, {key: [_number(row.get(key)) for row in rows] for key in keys}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a findings file, and how many could not be read."""
+    events, bad = [], 0
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                bad += 1
+                continue
+            if isinstance(event, dict):
+                events.append(event)
+    return events, bad
+
+
+def read_folder(folder: Path) -> Run:
+    """The run in a folder that ``RunLogger`` and the callbacks wrote. Files that are missing or torn leave gaps.
+
+    Raises:
+        UserError: the folder is not there, or holds nothing of a run.
+    """
+    if not folder.is_dir():
+        siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+        near = nearest(folder.name, siblings)
+        raise UserError(
+            f"there is no run folder {shown(folder)}",
+            where="RUN",
+            remedy=f"did you mean {shown(folder.parent / near)}?"
+            if near
+            else "give a folder of runs/, or the id of an MLflow run",
+        )
+    records = folder / flight.FOLDER
+    if not any(path.exists() for path in (folder / FILE_NAME, folder / FINDINGS_FILE, records)):
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{FILE_NAME}"))
+        raise UserError(
+            f"{shown(folder)} is no run folder: it holds no {FILE_NAME}",
+            where="RUN",
+            remedy=f"it holds runs: {', '.join(inside[:8])}" if inside else "give the folder of one run",
+        )
+    run = Run(folder.resolve().name, shown(folder.absolute()), [], {})
+    if (folder / FILE_NAME).exists():
+        run.steps, run.metrics = table(read_metrics(folder))
+    else:
+        run.notes.append(f"{FILE_NAME} is missing: there are no curves.")
+    add_files(run, folder)
+    return run
+
+
+def add_files(run: Run, folder: Path) -> None:
+    """Read everything but the metrics into ``run``."""
+    run.events, bad = read_events(folder / FINDINGS_FILE)
+    if bad:
+        run.notes.append(f"{bad} lines of {FINDINGS_FILE} could not be read.")
+    run.config = _text(folder / "config.yaml")
+    run.objective = _json(folder / "objective.json")
+    note = _json(folder / "run.json")
+    run.tags = {**{str(k): str(v) for k, v in (note.get("tags") or {}).items()}, **run.tags}
+    run.started = run.started or str(note.get("started") or "")
+    run.run_id = run.run_id or str(note.get("run_id") or "")
+    records = folder / flight.FOLDER
+    if records.is_dir():
+        _add_records(run, records)
+
+
+def _add_records(run: Run, records: Path) -> None:
+    # What an alarm kept comes first: the ring may have lost it since, and the ring's own version wins.
+    for part in [*sorted(path for path in records.iterdir() if path.is_dir()), records]:
+        run.records.update(flight.recorded_steps(part))
+        run.token_texts.update(flight.read_token_texts(part))
+        if reason := _json(part / flight.REASON_FILE):
+            run.dumps.append(reason)
+    run.records = dict(sorted(run.records.items()))
+    run.dumps.sort(key=lambda dump: int(dump.get("step") or 0))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def diagnoses(run: Run) -> list[dict[str, Any]]:
+    """The diagnosis events that have a step, in order."""
+    return [e for e in run.events if e.get("event") == "diagnosis" and isinstance(e.get("step"), int)]
+
+
+def main_diagnosis(run: Run) -> dict[str, Any] | None:
+    """The one that tells the run's story: that which ended or rolled back the run, else the first of the gravest."""
+    found = diagnoses(run)
+    if not found:
+        return None
+    acted = [e for e in found if e.get("action") in ("stop", "rollback")]
+    grave = {"critical": 2, "warning": 1}
+    return acted[0] if acted else max(found, key=lambda e: grave.get(str(e.get("severity")), 0))
+
+
+def planned_rollouts(settings: Mapping[str, Any]) -> int | None:
+    """Length that the configuration asks for."""
+    rollouts = (settings.get("data") or {}).get("rollouts") if isinstance(settings.get("data"), dict) else None
+    return rollouts if isinstance(rollouts, int) else None
+
+
+def how_it_ended(run: Run) -> str:
+    """One clause: finished, stopped and why, broke off, or not finished."""
+    done, planned = (run.steps[-1] if run.steps else 0), planned_rollouts(run.settings())
+    after = f"after {done} rollouts" if planned in (None, done) else f"after {done} of {planned} rollouts"
+    broke = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
+    if reason := run.tags.get("stop.reason"):
+        return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
+    if broke is not None and int(broke.get("step") or 0) >= done:
+        return f"broke off {after}: {broke.get('explanation')}"
+    if run.status in ("FAILED", "KILLED"):
+        return f"{run.status.lower()} {after}"
+    if run.status == "FINISHED" or (planned is not None and done >= planned):
+        return f"finished {after}"
+    return f"ended, was cut or is still running {after}; nothing says why"

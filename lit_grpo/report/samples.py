@@ -1,0 +1,191 @@
+"""Completions from before and after a fault, token by token, each with its entropy, surprise and advantage."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_grpo.report.run import Run
+from lit_grpo.tracking import flight
+
+LONGEST = 400
+"""Tokens of a completion that are shown."""
+BOUNDS = (0.05, 0.35, math.log(2), math.log(4))
+"""Nats at which entropy and surprise go to the next of five levels."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token as it is shown."""
+
+    text: str
+    """Control characters visible."""
+    breaks: bool
+    """A new line follows."""
+    entropy: int | None
+    """Level from 0 to 4; None where it was not recorded."""
+    surprise: int | None
+    advantage: int
+    """-2 (pushed down most) to 2; 0: none, or not recorded."""
+    title: str
+    outside: bool
+    """Drawn, but missing from the learner's loss."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion."""
+
+    step: int
+    prompt: str
+    answer: str | None
+    facts: list[tuple[str, str]]
+    tokens: list[Token]
+    more: int
+    """Tokens that are left out."""
+    text: str
+    """The completion in plain text, where token texts are not known."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Completions of one rollout."""
+
+    title: str
+    samples: list[Sample]
+    modes: frozenset[str]
+    """Which of entropy, surprise and advantage were recorded."""
+
+
+def choose_steps(run: Run, onset: int | None, seen: int | None) -> list[tuple[str, int]]:
+    """(title, step) of the records to show: the first, the last before the onset and the first from when it was seen
+    on; without an onset the first and the last. Fewer where fewer were recorded."""
+    steps = list(run.records)
+    if not steps:
+        return []
+    if onset is None:
+        chosen = [("first recorded", steps[0]), ("last recorded", steps[-1])]
+    else:
+        before = [s for s in steps if s < onset]
+        after = [s for s in steps if s >= (seen or onset)] or [s for s in steps if s >= onset]
+        chosen = [("before onset", before[-1])] if before else []
+        chosen += [("after onset", after[0])] if after else []
+        if before and before[0] != before[-1]:
+            chosen.insert(0, ("first recorded", before[0]))
+    return list({step: (title, step) for title, step in chosen}.values())
+
+
+def read_records(run: Run, chosen: Sequence[tuple[str, int]]) -> list[tuple[str, flight.RecordedStep]]:
+    """The records; one that cannot be read is left out and said in ``run.notes``."""
+    found = []
+    for title, step in chosen:
+        try:
+            found.append((title, flight.read_step(run.records[step])))
+        except ValueError as error:
+            run.notes.append(f"The flight record of step {step} cannot be read: {str(error).rpartition(': ')[2]}")
+    return found
+
+
+def moment(title: str, record: flight.RecordedStep, token_texts: dict[int, str]) -> Moment:
+    """The completions with the highest, the middle and the lowest reward of a record; different texts where it can."""
+    reward = record.tensors["reward"]
+    order = sorted(range(len(reward)), key=lambda i: -float(reward[i]))
+    wanted = [order[0], order[len(order) // 2], order[-1]] if order else []
+    rows: dict[str, int] = {}
+    for i in [*wanted, *order[1:]]:
+        if len(rows) < 3 and i not in rows.values():
+            rows.setdefault(record.texts[i], i)
+    modes = {"advantages": "advantage", "entropy": "entropy", "sampler_logprobs": "surprise"}
+    known = frozenset(mode for name, mode in modes.items() if name in record.tensors)
+    return Moment(
+        title=f"{title}: step {record.step}" + (" (broke off in this step)" if record.unfinished else ""),
+        samples=[_sample(record, i, token_texts) for i in sorted(rows.values(), key=lambda i: -float(reward[i]))],
+        modes=known,
+    )
+
+
+def _sample(record: flight.RecordedStep, i: int, token_texts: dict[int, str]) -> Sample:
+    prompt = record.prompts[i // record.group_size]
+    ids = record.rows("tokens")[i].tolist()
+
+    def row(name: str) -> list[float] | None:
+        rows = record.rows(name)
+        return [float(v) for v in rows[i]] if rows else None
+
+    entropy, sampled, advantages, mask = row("entropy"), row("sampler_logprobs"), row("advantages"), row("mask")
+    facts = [("reward", f"{float(record.tensors['reward'][i]):.3g}")]
+    facts += [
+        (name, f"{float(values[i]):.3g}")
+        for name, values in record.tensors.items()
+        if name.startswith("reward/") and sum(n.startswith("reward/") for n in record.tensors) > 1
+    ]
+    facts.append(("tokens", str(len(ids)) + (", cut at the limit" if record.tensors["truncated"][i] else "")))
+    if advantages:
+        low, high = min(advantages), max(advantages)
+        facts.append(("advantage", f"{low:+.2f}" if high - low < 1e-6 else f"{low:+.2f} to {high:+.2f}"))
+    if entropy:
+        facts.append(("mean entropy", f"{sum(entropy) / len(entropy):.2f} nats"))
+    largest = max((abs(a) for rows in record.rows("advantages") for a in rows.tolist()), default=0.0)
+    tokens = [
+        _token(
+            token_texts.get(token, f"<{token}>"),
+            entropy[t] if entropy else None,
+            -sampled[t] if sampled else None,
+            advantages[t] if advantages else None,
+            largest,
+            outside=bool(mask) and not mask[t],  # type: ignore[index]
+        )
+        for t, token in enumerate(ids[:LONGEST])
+    ]
+    return Sample(
+        step=record.step,
+        prompt=visible(str(prompt.get("question") or "")),
+        answer=None if prompt.get("answer") is None else visible(str(prompt["answer"])),
+        facts=facts,
+        tokens=tokens if token_texts else [],
+        more=max(0, len(ids) - LONGEST),
+        text=visible(record.texts[i])[: 4 * LONGEST],
+    )
+
+
+def _token(
+    text: str, entropy: float | None, surprise: float | None, advantage: float | None, largest: float, outside: bool
+) -> Token:
+    told = [
+        f"{name} {value:.2f}"
+        for name, value in (("entropy", entropy), ("surprise", surprise), ("advantage", advantage))
+        if value is not None and math.isfinite(value)
+    ]
+    size = 0 if advantage is None or not abs(advantage) > 1e-9 or not largest else 1 + (abs(advantage) > largest / 2)
+    return Token(
+        text=visible(text, newline="↵"),
+        breaks="\n" in text,
+        entropy=level(entropy),
+        surprise=level(surprise),
+        advantage=size if (advantage or 0) > 0 else -size,
+        title=", ".join(told) + (", not in the loss" if outside else ""),
+        outside=outside,
+    )
+
+
+def level(value: Any) -> int | None:
+    """0 to 4 by :data:`BOUNDS`; None of nothing and of NaN."""
+    if value is None or not math.isfinite(value):
+        return None
+    return sum(value > bound for bound in BOUNDS)
+
+
+def visible(text: str, newline: str = "\n") -> str:
+    """The text with everything visible that could hide or reorder other text: control and format characters."""
+    out = []
+    for c in text:
+        if c == "\n":
+            out.append(newline)
+        elif unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+            out.append(f"\\x{ord(c):02x}" if ord(c) < 256 else f"\\u{ord(c):04x}")
+        else:
+            out.append(c)
+    return "".join(out)

@@ -1,0 +1,98 @@
+"""Headless Chromium by chromedriver's own HTTP protocol, so that no further package is needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
+)  # fmt: skip
+
+
+class Browser:
+    """One session; ``width`` by ``height`` points, as a phone of two dots a point if ``phone``."""
+
+    def __init__(self, port: int, profile: Path, width: int, height: int, phone: bool) -> None:
+        self.base = f"http://127.0.0.1:{port}"
+        options: dict[str, Any] = {
+            "binary": CHROMIUM,
+            "args": [*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"],
+        }
+        if phone:
+            metrics = {"width": width, "height": height, "pixelRatio": 2, "mobile": True}
+            options["mobileEmulation"] = {"deviceMetrics": metrics}
+        capabilities = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
+        started = self.call("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
+        self.base += f"/session/{started['sessionId']}"
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, path: Path) -> None:
+        self.call("POST", "/url", {"url": path.absolute().as_uri()})
+
+    def run(self, script: str) -> Any:
+        return self.call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        return self.call("POST", "/se/log", {"type": kind})
+
+    def requests(self) -> list[str]:
+        """Addresses that the page asked for; the browser's own and pictures inside the page left out."""
+        events = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
+        urls = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        return [url for url in urls if not url.startswith(("chrome", "data:", "about:"))]
+
+    def screenshot(self, path: Path, whole: bool = False) -> None:
+        if whole:
+            size = self.call("POST", "/goog/cdp/execute", {"cmd": "Page.getLayoutMetrics", "params": {}})
+            clip = {**size["cssContentSize"], "scale": 1}
+            params = {"captureBeyondViewport": True, "clip": clip}
+            png = self.call("POST", "/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": params})["data"]
+        else:
+            png = self.call("GET", "/screenshot")
+        path.write_bytes(base64.b64decode(png))
+
+
+@contextmanager
+def browser(profile: Path, width: int = 1280, height: int = 900, phone: bool = False) -> Iterator[Browser]:
+    """A fresh browser that is gone at the end."""
+    assert DRIVER is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    session = None
+    try:
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        session = Browser(port, profile, width, height, phone)
+        yield session
+    finally:
+        if session is not None:
+            session.call("DELETE", "")
+        process.terminate()
+        process.wait(10)
