@@ -42,7 +42,6 @@ def add_audit_metrics(
     mean = _mean_advantages(experience, advantages).tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
-    metrics.add("advantage/positive", sum(a for a in mean if a > 0), sum(map(abs, mean)))
     distinct = inverted = mixed = 0
     for start in range(0, len(rewards), size):
         rows = range(start, start + size)
@@ -84,6 +83,16 @@ def peak_memory(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
+    """``loss/upward``: the share of what the loss does to log-probabilities that raises them.
+
+    Args:
+        metrics: added to.
+        token_weights: dL/d(log-probability), [n, T], 0 outside the mask.
+    """
+    metrics.add("loss/upward", -token_weights.clamp_max(0).sum(), token_weights.abs().sum())
 
 
 def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_grpo import experience as shape
 from lit_grpo import guards
-from lit_grpo.audit import update_size
+from lit_grpo.audit import add_direction, update_size
 from lit_grpo.errors import StopRun
 from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep, Passes
@@ -93,6 +93,7 @@ class Updater:
                     module.manual_backward(out.loss * module.trainer.world_size)
                 loss += out.loss.detach().double().cpu()
             metrics.update(out.metrics, out.maxima)
+            add_direction(metrics, out.token_weights)
             if guard is not None:
                 guard.add(chosen, stats.logprobs)
                 assert stats.entropy is not None
