@@ -9,6 +9,22 @@ from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine
 from lit_grpo.engines.config import EngineConfig, ServerConfig
 
 
+def check_engine(config: EngineConfig) -> None:
+    """What can be known before a model is loaded. Quick, imports nothing.
+
+    Raises:
+        UserError: the engine needs vLLM, which is not installed, or a setting contradicts another.
+    """
+    if config.name == "vllm":
+        from lit_grpo.engines.vllm_start import check_installed
+
+        check_installed()
+    elif config.name == "vllm_server":
+        from lit_grpo.engines.vllm_server_process import check_server_config
+
+        check_server_config(config)
+
+
 def make_engine(
     config: EngineConfig,
     *,
@@ -35,7 +51,8 @@ def make_engine(
     if config.name == "transformers":
         from lit_grpo.engines.transformers import TransformersEngine
 
-        return TransformersEngine(policy.model, end_token_ids, config.batch_size, own_weights=beside_learner)
+        model = policy.without_adapters() if beside_learner else policy.model
+        return TransformersEngine(model, end_token_ids, config.batch_size, own_weights=beside_learner)
     if config.name == "vllm_server":
         from lit_grpo.engines.vllm_server import make_vllm_server
 
@@ -60,4 +77,12 @@ def make_engine(
     )
 
 
-__all__ = ["EngineConfig", "EngineError", "NamedWeights", "RolloutEngine", "ServerConfig", "make_engine"]
+__all__ = [
+    "EngineConfig",
+    "EngineError",
+    "NamedWeights",
+    "RolloutEngine",
+    "ServerConfig",
+    "check_engine",
+    "make_engine",
+]

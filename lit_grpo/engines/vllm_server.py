@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 import time
 import uuid
@@ -16,7 +17,7 @@ from lit_grpo.engines.config import ServerConfig
 from lit_grpo.engines.vllm_requests import check_requests
 from lit_grpo.engines.vllm_server_checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server_http import Answers, Client, Key, ServerRefusal, ServerTrouble, metric
-from lit_grpo.engines.vllm_server_process import ServerProcess, default_engine_args
+from lit_grpo.engines.vllm_server_process import ServerProcess, check_server_config, default_engine_args
 from lit_grpo.engines.vllm_server_weights import make_scratch_folder, write_weights
 from lit_grpo.engines.vllm_start import KEY
 from lit_grpo.errors import UserError
@@ -24,6 +25,8 @@ from lit_grpo.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from lit_grpo.engines.config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 TOKENS = "vllm:generation_tokens_total"
 """The server's count of sampled tokens: it stands still in a server that hangs."""
@@ -343,6 +346,7 @@ class VLLMServer:
             pause = next(pauses, None)
             if pause is None:
                 raise EngineError(f"the vLLM server failed {self._settings.retries + 1} times: {trouble}") from trouble
+            log.warning("The vLLM server failed: %s. Trying again in %.0f s.", trouble, pause)
             time.sleep(pause)
             held, hung = self._held(), isinstance(trouble, _Hung)
             loading = self._version < 0  # in a sync; it loads the weights itself
@@ -361,6 +365,7 @@ class VLLMServer:
                     self._bring_back()
                 if not loading:
                     self._load()
+                log.warning("The vLLM server is back with the weights of version %s.", self._stamp.rpartition(":")[2])
                 return
             except ServerTrouble as again:
                 trouble = again
@@ -443,8 +448,9 @@ def make_vllm_server(
     """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
 
     Raises:
-        UserError: several processes train, or see :class:`VLLMServer`.
+        UserError: several processes train; a setting makes no sense; or see :class:`VLLMServer`.
     """
+    check_server_config(config)
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

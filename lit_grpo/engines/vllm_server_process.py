@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm_server_worker import EXTENSION
 from lit_grpo.engines.vllm_start import CPU_CACHE_BYTES, INSTALL, KEY
 from lit_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from lit_grpo.engines.config import EngineConfig
 
 HOST = "127.0.0.1"
 """Not reachable from elsewhere: whoever reaches the server can run code in it."""
@@ -52,12 +55,7 @@ class ServerProcess:
     def __init__(
         self, model_path: Path, *, port: int, engine_args: Mapping[str, Any], env: Mapping[str, str], scratch: Path
     ) -> None:
-        if find_spec("vllm") is None:
-            raise UserError(
-                "a vLLM server cannot be started: vLLM is not installed",
-                where=f"{KEY}.name",
-                remedy=f"{INSTALL}; or give the address of a running server as {KEY}.server.url",
-            )
+        _check_installed()
         self.port = _free_port(port)
         self.url = f"http://{HOST}:{self.port}"
         self.scratch = scratch
@@ -127,6 +125,43 @@ class ServerProcess:
         if not self._keep_log:
             self.log.unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def check_server_config(config: EngineConfig) -> None:
+    """Quick, imports nothing.
+
+    Raises:
+        UserError: vLLM is needed and not installed, or a setting makes no sense.
+    """
+    server = config.server
+    for name in ("start_seconds", "progress_seconds", "wait_seconds"):
+        if getattr(server, name) <= 0:
+            raise UserError(f"{name} is {getattr(server, name)}, must be above 0", where=f"{KEY}.server.{name}")
+    if server.retries < 0:
+        raise UserError(f"retries is {server.retries}, must be at least 0", where=f"{KEY}.server.retries")
+    if server.url is None:
+        _check_installed()
+        return
+    if not server.url.startswith(("http://", "https://")):
+        raise UserError(
+            f"{server.url!r} is no address of a server", where=f"{KEY}.server.url", remedy="http://HOST:PORT"
+        )
+    for name, given in (("args", config.args), ("server.env", server.env), ("server.port", server.port)):
+        if given:
+            raise UserError(
+                f"{name} is for a server that is started here, and url names one that is running",
+                where=f"{KEY}.{name}",
+                remedy=f"remove it and give it to the running server, or remove {KEY}.server.url",
+            )
+
+
+def _check_installed() -> None:
+    if find_spec("vllm") is None:
+        raise UserError(
+            "a vLLM server cannot be started: vLLM is not installed",
+            where=f"{KEY}.name",
+            remedy=f"{INSTALL}; or give the address of a running server as {KEY}.server.url",
+        )
 
 
 def default_engine_args() -> dict[str, Any]:

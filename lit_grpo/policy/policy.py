@@ -139,6 +139,10 @@ class Policy(nn.Module):
         parameters = dict(self.model.named_parameters())
         yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
 
+    def without_adapters(self) -> nn.Module:
+        """The model, or, if it has adapters, a copy with them merged in: ``named_weights`` fit into it."""
+        return lora.without_adapters(self.model) if lora.has_adapters(self.model) else self.model
+
     @torch.no_grad()
     def check(self, *, shared_prompts: bool) -> None:
         """Hold the short cuts of this class to the model's own forward pass, on a few tokens.

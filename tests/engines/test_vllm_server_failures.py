@@ -14,7 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from lit_grpo.engines import EngineError, ServerConfig, vllm_server, vllm_server_process
+from lit_grpo.engines import EngineConfig, EngineError, ServerConfig, check_engine, vllm_server, vllm_server_process
 from lit_grpo.engines.vllm_server import VLLMServer
 from lit_grpo.engines.vllm_server_checks import HAND_COMMAND
 from lit_grpo.engines.vllm_server_worker import EXTENSION
@@ -169,7 +169,9 @@ def test_a_dead_server_stops_the_generation(engine: VLLMServer, server: StandIn)
 
 
 @recover
-def test_after_the_server_is_back_only_missing_samples_are_asked_for(engine: VLLMServer, server: StandIn) -> None:
+def test_after_the_server_is_back_only_missing_samples_are_asked_for(
+    engine: VLLMServer, server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
     got, running = kill_in_the_middle(engine, server)
     before = len(server.asked)
     threading.Timer(0.5, server.rise).start()
@@ -177,6 +179,7 @@ def test_after_the_server_is_back_only_missing_samples_are_asked_for(engine: VLL
     delivered = {SEEDS[c.request, c.sample] for c in got}
     assert sorted(server.asked[before:]) == sorted(set(SEEDS.values()) - delivered)
     assert len(server.loads) == 2, "the same weights, without the learner"
+    assert "is back with the weights of version 5" in caplog.text, "a person is told"
 
 
 @recover
@@ -327,6 +330,26 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         told("no vLLM server answers at", url=f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "words"),
+    [
+        ({"url": "localhost:8000"}, {}, "no address of a server"),
+        ({"url": "http://localhost:8000", "port": 8000}, {}, "port is for a server that is started here"),
+        ({"url": "http://localhost:8000"}, {"seed": 1}, "args is for a server that is started here"),
+        ({"retries": -1}, {}, "retries is -1"),
+        ({"progress_seconds": 0.0}, {}, "progress_seconds is 0"),
+        ({}, {}, "not installed"),
+    ],
+)
+def test_wrong_settings_are_named_before_a_model_is_loaded(
+    settings: Any, args: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=words):
+        check_engine(EngineConfig(name="vllm_server", args=args, server=ServerConfig(**settings)))
+    check_engine(EngineConfig(name="vllm_server", server=ServerConfig(url="http://localhost:8000")))
 
 
 def test_a_port_in_use_is_named_before_anything_starts(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_grpo import LitGRPO
 from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.engines import EngineConfig, make_engine
 from lit_grpo.engines.transformers import TransformersEngine
 from lit_grpo.errors import UserError
 from lit_grpo.export import export
@@ -100,6 +101,27 @@ def test_the_transformers_engine_samples_with_the_adapters() -> None:
     assert with_adapters == greedy(plain_model(policy.named_weights()))
     assert with_adapters == greedy(adapters.without_adapters(policy.model))
     assert with_adapters != greedy(load_model(PolicyConfig(tiny=tiny.TINY)))
+
+
+def test_an_engine_beside_the_learner_follows_the_adapters() -> None:
+    policy = trained_adapters()
+    engine = make_engine(
+        EngineConfig(),
+        policy=policy,
+        policy_config=CONFIG,
+        tokenizer=None,
+        end_token_ids=(),
+        max_model_len=64,
+        seed=0,
+        beside_learner=True,
+    )
+    asked = [Request(i, (1 + i, 4, 2), (0,)) for i in range(6)]
+    for seed in (0, 1):
+        policy.load_state_dict(trained_adapters(seed).state_dict())
+        engine.sync(policy.named_weights(), seed)
+        found = engine.generate(asked, Sampling(temperature=0.0, max_new_tokens=12))
+        assert [c.token_ids for c in sorted(found, key=lambda c: c.request)] == greedy(policy.model)
+    assert greedy(policy.model) != greedy(trained_adapters(0).model)
 
 
 def lora_module(**changes: Any) -> LitGRPO:
