@@ -19,7 +19,8 @@ from lit_grpo.engines.vllm_server_weights import make_scratch_folder, read_weigh
 
 SERVER = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as vLLM's engine process
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])  # as vLLM's engine process
 print(os.getpid(), child.pid, file=open(sys.argv[1] + ".tmp", "w"), flush=True)
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
 time.sleep(600)
@@ -92,6 +93,8 @@ def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path:
     while process.running and time.monotonic() < end:
         time.sleep(0.05)
     assert not process.running
+    if victim == 0:
+        assert gone(ids), "the supervisor sees to it"
     start(process, tmp_path)
     assert gone(ids, 0)
 
