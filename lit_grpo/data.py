@@ -43,7 +43,8 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: completions of each evaluation prompt.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
-            groups of a rollout have unequal rewards, at most this many times.
+            groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
+            prompts of a rollout; what is no longer needed is cancelled).
         on_short_rollout: what happens then: uniform groups, which have no gradient, fill the rollout up, with a warning
             and ``sampling/short`` (``fill``), or the run ends (``error``). It ends too without any mixed group.
     """

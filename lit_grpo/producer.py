@@ -21,6 +21,9 @@ from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sa
 
 _SCORING_THREADS = 4
 
+Scored = tuple[list[str], dict[str, list[Score]]]
+"""Texts of a group, and under each reward's name its scores."""
+
 
 class Cancelled(Exception):  # noqa: N818 - it is an order, not an error
     """The producer was closed while a rollout was being made in another thread."""
@@ -63,7 +66,7 @@ class RolloutProducer:
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
         self.retries, self.sleep_level = retries, sleep_level
-        self._engine_lock = threading.Lock()
+        self._engine_lock = threading.RLock()  # several generations of one thread may be open
         """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
         self._closing = threading.Event()
         self._scorers = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reward")
@@ -98,38 +101,59 @@ class RolloutProducer:
         places = range(len(prompts)) if places is None else places
         seconds_sync = self.sync() if sync else 0.0
         requests = [
-            Request(
-                i,
-                prompt.token_ids,
-                tuple(derive_seed(self.seed, purpose, index, place, s) for s in range(group_size)),
-            )
+            self.request(i, place, prompt, group_size, index, purpose)
             for i, (place, prompt) in enumerate(zip(places, prompts, strict=True))
         ]
         started = time.perf_counter()
         groups: list[list[Completion | None]] = [[None] * group_size for _ in prompts]
         missing = [group_size] * len(prompts)
-        scores: list[Future[tuple[list[str], dict[str, list[Score]]]] | None] = [None] * len(prompts)
-        for completion in self._sampled(requests, sampling):
+        scores: list[Future[Scored] | None] = [None] * len(prompts)
+        for completion in self.sampled(requests, sampling):
             i = completion.request
             groups[i][completion.sample] = completion
             missing[i] -= 1
             if not missing[i]:  # a whole group: score it while the engine goes on
-                scores[i] = self._scorers.submit(self._score, prompts[i], [c for c in groups[i] if c is not None])
+                scores[i] = self.scored(prompts[i], [c for c in groups[i] if c is not None])
         if any(missing):
             raise RuntimeError(f"the engine ended with {sum(missing)} completions missing")
         sampled = time.perf_counter()
         results = [future.result() for future in scores if future is not None]
         rewarded = time.perf_counter()
 
-        completions = [c for group in groups for c in group if c is not None]
-        tokens = sum(len(c.token_ids) for c in completions)
+        times = {"sync": seconds_sync, "generate": sampled - started, "reward": rewarded - sampled}
+        whole = [[c for c in group if c is not None] for group in groups]
+        return self.assemble(prompts, whole, results, sampling, index, times)
+
+    def request(
+        self, number: int, place: int, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
+    ) -> Request:
+        """What the engine is asked for one prompt. Its seeds derive from the prompt's place in the rollout."""
+        seeds = (derive_seed(self.seed, purpose, index, place, sample) for sample in range(group_size))
+        return Request(number, prompt.token_ids, tuple(seeds))
+
+    def scored(self, prompt: Prompt, group: list[Completion]) -> Future[Scored]:
+        """Texts and scores of a whole group, made in another thread while the engine goes on."""
+        return self._scorers.submit(self._score, prompt, group)
+
+    def totals(self, result: Scored) -> list[float]:
+        """The weighted sum of the rewards of each completion of a group."""
+        columns = [[reward.weight * score.value for score in result[1][reward.name]] for reward in self.rewards]
+        return [sum(row) for row in zip(*columns, strict=True)]
+
+    def assemble(
+        self,
+        prompts: Sequence[Prompt],
+        groups: Sequence[Sequence[Completion]],
+        results: Sequence[Scored],
+        sampling: Sampling,
+        index: int,
+        times: dict[str, float],
+    ) -> Rollout:
+        """A rollout of whole, scored groups, one for each prompt."""
+        completions = [c for group in groups for c in group]
         rewards, total, metrics = self._combine([by_name for _, by_name in results])
-        metrics |= {
-            "time/sync": seconds_sync,
-            "time/generate": sampled - started,
-            "time/reward": rewarded - sampled,
-            "tokens": float(tokens),
-        }
+        metrics |= {f"time/{part}": seconds for part, seconds in times.items()}
+        metrics["tokens"] = float(sum(len(c.token_ids) for c in completions))
         return Rollout(
             index=index,
             prompts=list(prompts),
@@ -138,7 +162,7 @@ class RolloutProducer:
             rewards=rewards,
             reward=total,
             no_answer=self._without_answer([by_name for _, by_name in results]),
-            group_size=group_size,
+            group_size=len(groups[0]) if groups else 1,
             temperature=sampling.temperature or 1.0,
             metrics=metrics,
         )
@@ -151,7 +175,7 @@ class RolloutProducer:
                 self.engine.sync(self.policy.named_weights(), self.policy.policy_version)
         return time.perf_counter() - started
 
-    def _sampled(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+    def sampled(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """What the engine yields, each sample once, also where it has to be asked again after a failure."""
         left = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
         with self._engine_lock:
@@ -182,7 +206,7 @@ class RolloutProducer:
             with self._engine_lock:
                 cast(Any, self.engine).sleep(self.sleep_level)
 
-    def _score(self, prompt: Prompt, group: list[Completion]) -> tuple[list[str], dict[str, list[Score]]]:
+    def _score(self, prompt: Prompt, group: list[Completion]) -> Scored:
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
         items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
         return texts, score_all(self.rewards, items, self.on_reward_error)

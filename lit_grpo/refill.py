@@ -107,7 +107,7 @@ def refill(
             flags |= told
         own |= {group.place: group for group in found}
         mixed, rounds = sum(flags.values()), rounds + 1
-    chosen = _choose(flags, groups, mixed, rounds, on_short)
+    chosen = choose(flags, groups, mixed, rounds, on_short)
     share = _share(own, chosen, rank, world_size, gather)
     rewards = gather((sum(float(p.reward.double().sum()) for p in parts), sum(len(p.reward) for p in parts)))
     metrics = _add_up(parts) | {
@@ -128,7 +128,7 @@ def ask(groups: int, mixed: int, asked: int) -> int:
     return max(missing, min(expected, MOST_AT_ONCE * groups))
 
 
-def _choose(flags: dict[int, bool], groups: int, mixed: int, rounds: int, on_short: OnShort) -> list[int]:
+def choose(flags: dict[int, bool], groups: int, mixed: int, rounds: int, on_short: OnShort) -> list[int]:
     """Places of the groups of the rollout, in order."""
     good = sorted(place for place, is_mixed in flags.items() if is_mixed)[:groups]
     if mixed >= groups:

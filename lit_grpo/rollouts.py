@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from lit_grpo.active import active_sampling
 from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import Gather, OnShort, alone, refill
 from lit_grpo.rng import derive_seed
@@ -160,6 +161,19 @@ class RolloutLoader:
             chosen = [self.prompts[self.order[position + place]] for place in places]
             return self.producer.produce(chosen, self.sampling, self.group_size, index=index, places=places, sync=sync)
 
+        if self.dynamic and self.world_size == 1:
+            full = active_sampling(
+                self.producer,
+                lambda place: self.prompts[self.order[position + place]],
+                self.sampling,
+                self.group_size,
+                index=index,
+                groups=self.prompts_per_rollout,
+                max_rounds=self.max_rounds,
+                on_short=self.on_short,
+                sync=sync,
+            )
+            return full.rollout, full.prompts
         if self.dynamic:
             done = refill(
                 sample,

@@ -321,16 +321,19 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
     metrics = rollouts[0].metrics
     taken = state["position"]
     assert metrics["sampling/prompts"] == taken <= 12 * max_rounds
-    assert 1 <= metrics["sampling/rounds"] <= max_rounds
+    assert metrics["sampling/rounds"] >= 1
+    assert world == 1 or metrics["sampling/rounds"] <= max_rounds
     assert all(len(r.prompts) == 4 // world for r in rollouts), "the same number on each rank"
     used = sorted(p.id for r in rollouts for p in r.prompts)
     good = [f"p{order[i]}" for i in range(taken) if mixed[i]]
     if len(good) >= 4:
         assert used == sorted(good[:4])
         assert (metrics["sampling/kept"], metrics["sampling/short"]) == (4, 0)
-        assert metrics["sampling/surplus"] == len(good) - 4
+        # One process: what lies behind the last prompt chosen counts as not used. Several: it is dropped.
+        assert metrics["sampling/surplus"] >= len(good) - 4
+        assert world > 1 or mixed[taken - 1]
     else:
-        assert metrics["sampling/rounds"] == max_rounds
+        assert metrics["sampling/rounds"] == max_rounds if world > 1 else taken == 4 * max_rounds
         flat = [f"p{order[i]}" for i in range(taken) if not mixed[i]]
         assert used == sorted(good + flat[: 4 - len(good)])
         assert (metrics["sampling/kept"], metrics["sampling/short"]) == (len(good), 4 - len(good))
@@ -359,7 +362,8 @@ def test_every_round_samples_with_seeds_of_its_own():
     engine: Any = loader.producer.engine
     seeds = [seed for request in engine.asked for seed in request.seeds]
     assert len(seeds) == len(set(seeds)) > 3 * 8
-    assert sum(r.metrics["sampling/prompts"] for r in rollouts) == len(seeds) / 2 == loader.position
+    # What was begun behind the last prompt chosen is not used up: the next rollout begins with it.
+    assert sum(r.metrics["sampling/prompts"] for r in rollouts) == loader.position <= len(seeds) / 2
 
 
 def test_a_dynamic_loader_restored_from_its_state_goes_on_where_the_other_would_have():
@@ -377,10 +381,10 @@ def test_a_dynamic_loader_restored_from_its_state_goes_on_where_the_other_would_
 def test_a_short_rollout_is_loud_or_ends_the_run():
     table = [[0, 1]] + [[1, 1]] * 19
     with pytest.warns(UserWarning, match="1 of 4 groups with unequal rewards"):
-        (rollout,) = itertools.islice(dynamic(table, max_rounds=2), 1)
+        (rollout,) = itertools.islice(dynamic(table, max_rounds=5), 1)
     assert (len(rollout.prompts), rollout.metrics["sampling/short"]) == (4, 3)
     with pytest.raises(StopRun, match="1 of 4 groups"):
-        next(iter(dynamic(table, max_rounds=2, on_short="error")))
+        next(iter(dynamic(table, max_rounds=5, on_short="error")))
     with pytest.raises(StopRun, match="0 of 4 groups"):
         next(iter(dynamic([[1, 1]] * 20, max_rounds=2)))
 

@@ -19,6 +19,7 @@ ranks. :func:`derive` turns the reduced means into the numbers that are no means
 ``mismatch/k1``, ``/k3``      KL(pi_sampler || pi_old): mean of -log c, of c - 1 - log c
 ``mismatch/weight``           mean c; ``mismatch/weight_sq`` mean c^2, ``mismatch/sequence_weight_sq`` mean C^2
 ``mismatch/capped``           share of tokens whose weight the sampler correction changed
+``mismatch/applied``          mean of the weight w after correction, ``mismatch/applied_sq`` mean w^2
 ``mismatch/missing``          share of tokens without a sampler log-probability
 ``mismatch/impossible``       share of tokens with pi_sampler > 0.5 and pi_old < 1e-4: wrong template, stale weights
 ``mismatch/*_perplexity``     learner and sampler: mean over completions of exp(-mean log-probability)
@@ -28,6 +29,7 @@ ranks. :func:`derive` turns the reduced means into the numbers that are no means
 ``value/correct``             mean value on tokens of correct completions; ``value/incorrect`` of the others
 ``value/outside``             share of values outside the rewards' range
 ``mismatch/ess``              derived: (mean c)^2/mean c^2; ``mismatch/chi2_token``, ``chi2_sequence``: mean c^2 - 1
+``mismatch/applied_ess``      derived: (mean w)^2/mean w^2, the ESS after correction
 ``value/explained_variance``  derived: 1 - Var(return - V) / Var(return)
 ============================  =========================================================================================
 """
@@ -141,6 +143,8 @@ def derive(means: Mapping[str, float]) -> dict[str, float]:
         out["mismatch/chi2_token"] = means["mismatch/weight_sq"] - 1
         out["mismatch/chi2_sequence"] = means["mismatch/sequence_weight_sq"] - 1
         out["mismatch/ess"] = means["mismatch/weight"] ** 2 / means["mismatch/weight_sq"]
+    if means.get("mismatch/applied_sq", 0.0) > 0:
+        out["mismatch/applied_ess"] = means["mismatch/applied"] ** 2 / means["mismatch/applied_sq"]
     if "value/return_sq" in means:
         total = means["value/return_sq"] - means["value/return"] ** 2
         error = means["value/error_sq"] - means["value/error"] ** 2
@@ -217,6 +221,9 @@ def step_metrics(
         found, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
         sums, maxima = sums | found, maxima | peaks
         sums["mismatch/capped"] = mean_of(sampler.capped.double(), tokens)
+        applied = sampler.weights.double()
+        sums["mismatch/applied"] = mean_of(applied, tokens)
+        sums["mismatch/applied_sq"] = mean_of(applied * applied, tokens)
     if entropy is not None:
         sums |= entropy_shares(entropy.detach(), tokens)
     if plan.conflicts is not None:
