@@ -10,9 +10,11 @@ from typing import Any, Literal
 class ServerConfig:
     """A vLLM server in a process of its own, and what happens when it fails.
 
+    Where several processes train, each has its own server; ``{rank}`` in ``url`` and ``env`` stands for their numbers.
+
     Attributes:
         url: of a server that is running (docs/rollouts.md says how to start it); None: start one on this machine.
-        port: of the server that is started; 0: any free one.
+        port: of the server that is started, the next ones for further processes; 0: any free one.
         env: environment variables of the server that is started, say ``CUDA_VISIBLE_DEVICES``.
         start_seconds: longest start.
         weights_folder: where weights are handed over; a server on another machine must see the same folder. None:

@@ -17,7 +17,7 @@ from lit_grpo.engines.config import ServerConfig
 from lit_grpo.engines.vllm_requests import check_requests
 from lit_grpo.engines.vllm_server_checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server_http import Answers, Client, Key, ServerRefusal, ServerTrouble, metric
-from lit_grpo.engines.vllm_server_process import ServerProcess, check_server_config, default_engine_args
+from lit_grpo.engines.vllm_server_process import ServerProcess, check_server_config, default_engine_args, server_of_rank
 from lit_grpo.engines.vllm_server_weights import make_scratch_folder, write_weights
 from lit_grpo.engines.vllm_start import KEY
 from lit_grpo.errors import UserError
@@ -448,19 +448,12 @@ def make_vllm_server(
     """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
 
     Raises:
-        UserError: several processes train; a setting makes no sense; or see :class:`VLLMServer`.
+        UserError: a setting makes no sense, or see :class:`VLLMServer`.
     """
     check_server_config(config)
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise UserError(
-            "the vllm_server engine serves one training process so far",
-            where=f"{KEY}.name",
-            remedy="set trainer.devices: 1, or engine: {name: vllm}",
-        )
+    rank, processes = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     dtype = policy_config.dtype if config.dtype == "auto" else config.dtype
     if config.dtype == "auto" and torch.cuda.is_available():
         dtype = "bfloat16"
@@ -469,7 +462,7 @@ def make_vllm_server(
         model_config.architectures = [type(policy.model).__name__]
     return VLLMServer(
         model_config,
-        config.server,
+        server_of_rank(config.server, rank, processes),
         end_token_ids=end_token_ids,
         max_model_len=max_model_len,
         dtype=dtype,

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from lit_grpo.engines.vllm_start import CPU_CACHE_BYTES, INSTALL, KEY
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from lit_grpo.engines.config import EngineConfig
+    from lit_grpo.engines.config import EngineConfig, ServerConfig
 
 HOST = "127.0.0.1"
 """Not reachable from elsewhere: whoever reaches the server can run code in it."""
@@ -35,6 +36,17 @@ _SUPERVISOR = Path(__file__).with_name("vllm_server_supervisor.py")
 _ROOT = Path(__file__).parents[2]
 """Put on the server's path, so that its workers find lit_grpo in an uninstalled checkout too."""
 _LAST_LINES = 15
+_LAUNCHER = {
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+"""Says which training process this is; vLLM would take it for its own."""
 
 
 class ServerProcess:
@@ -64,7 +76,8 @@ class ServerProcess:
         self._keep_log = False
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
-        self._env = {**os.environ, **_environment(), **env}
+        inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+        self._env = {**inherited, **_environment(), **env}
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), self._env.get("PYTHONPATH")]))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -153,6 +166,30 @@ def check_server_config(config: EngineConfig) -> None:
                 where=f"{KEY}.{name}",
                 remedy=f"remove it and give it to the running server, or remove {KEY}.server.url",
             )
+
+
+def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerConfig:
+    """The settings for one of several training processes: each has a server of its own.
+
+    ``{rank}`` in the address and in values of ``env`` becomes the number of the process; a fixed port counts up.
+
+    Raises:
+        UserError: the address is the same for all.
+    """
+    if server.url is not None and processes > 1 and "{rank}" not in server.url:
+        raise UserError(
+            f"{processes} processes train, and each needs a vLLM server of its own, but {server.url} is one address",
+            where=f"{KEY}.server.url",
+            remedy="put {rank} where the addresses differ (http://127.0.0.1:800{rank} for 8000, 8001, ...), or leave "
+            "url out to have the servers started",
+        )
+    number = str(rank)
+    return replace(
+        server,
+        url=None if server.url is None else server.url.replace("{rank}", number),
+        port=server.port + rank if server.port else 0,
+        env={name: value.replace("{rank}", number) for name, value in server.env.items()},
+    )
 
 
 def _check_installed() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.engines import EngineError, vllm_server_process
-from lit_grpo.engines.vllm_server_process import ServerProcess, _as_options
+from lit_grpo.engines import EngineError, ServerConfig, vllm_server_process
+from lit_grpo.engines.vllm_server_process import ServerProcess, _as_options, server_of_rank
 from lit_grpo.engines.vllm_server_weights import make_scratch_folder, read_weights, write_weights
+from lit_grpo.errors import UserError
 
 SERVER = """
 import os, subprocess, sys, time
@@ -135,6 +136,23 @@ def test_a_server_that_does_not_start_says_why(process: ServerProcess) -> None:
     with pytest.raises(EngineError, match="not ready after 1 s"):
         process.start(1, lambda: False)
     assert not process.running
+
+
+def test_each_training_process_has_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ServerConfig(port=8000, env={"CUDA_VISIBLE_DEVICES": "{rank}"})
+    second = server_of_rank(own, 1, 2)
+    assert (second.port, second.env) == (8001, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert server_of_rank(ServerConfig(), 1, 2).port == 0
+    assert server_of_rank(ServerConfig(url="http://h:800{rank}"), 1, 2).url == "http://h:8001"
+    assert server_of_rank(ServerConfig(url="http://h:8000"), 0, 1).url == "http://h:8000"
+    with pytest.raises(UserError, match=r"2 processes train(.|\n)*put \{rank\}"):
+        server_of_rank(ServerConfig(url="http://h:8000"), 1, 2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: object())
+    process = make(tmp_path)
+    assert "RANK" not in process._env
+    assert process._env["LIT_GRPO_TEST"] == "1"
+    process.close()
 
 
 def test_options_are_vllms_command_line() -> None:
