@@ -23,6 +23,8 @@ ALLOWED = {
     "policy": {"tasks"},
     "tracking": {"callbacks", "objectives"},
     "callbacks": {"tracking", "rng"},
+    "report": {"tracking", "callbacks", "cli"},
+    "check": {"cli", "experience", "objectives", "policy", "rewards", "tasks"},
 }
 NOT_AT_IMPORT = {
     "objectives": {"lightning", "transformers", "vllm", "mlflow"},
@@ -32,6 +34,8 @@ NOT_AT_IMPORT = {
     "tasks": {"lightning", "transformers", "vllm", "mlflow", "datasets", "pyarrow"},
     "tracking": {"transformers", "vllm", "mlflow", "matplotlib"},
     "callbacks": {"transformers", "vllm", "mlflow"},
+    "report": {"transformers", "vllm", "mlflow", "matplotlib", "PIL", "jinja2", "torch"},
+    "check": {"transformers", "vllm", "mlflow"},
 }
 
 

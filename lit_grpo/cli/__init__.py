@@ -34,6 +34,7 @@ COMMANDS = (
     Command("validate", "score the validation questions (data.val_prompts)", "lit_grpo.cli.training:run"),
     Command("test", "score the test questions (data.test_prompts)", "lit_grpo.cli.training:run"),
     Command("predict", "write completions for the test questions", "lit_grpo.cli.training:run"),
+    Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.check.command:run"),
     Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.report.command:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.export:run"),
 )

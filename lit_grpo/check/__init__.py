@@ -1,0 +1,1 @@
+"""``lit-grpo check``: what can be known of a run before GPU hours are spent on it."""

@@ -1,0 +1,74 @@
+"""One line of the preflight's table, and the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["pass", "warn", "fail"]
+SIGNS: Mapping[str, str] = {"pass": "✔ pass", "warn": "▲ warn", "fail": "✖ FAIL"}
+COLOURS: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check found.
+
+    Attributes:
+        name: of the check.
+        status: ``fail``: the run would be wasted. ``warn``: look at it first.
+        found: what was seen, with numbers.
+        remedy: what to do, where it is no pass.
+        values: the numbers behind it, for ``--json``.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status != "pass" and not self.remedy:
+            raise ValueError(f"{self.name}: a {self.status} needs a remedy")
+
+
+def percent(share: float) -> str:
+    """A share with the digits that tell it from 0 and 1."""
+    return f"{share:.1%}" if 0 < share < 0.1 or 0.9 < share < 1 else f"{share:.0%}"
+
+
+def show(results: Sequence[Result]) -> None:
+    """Print the table to standard output, 80 columns wide where that is all there is."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("check", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for result in results:
+        found = Text(result.found)
+        if result.status != "pass":
+            found.append(f"\n→ {result.remedy}", style="bold")
+        table.add_row(Text(SIGNS[result.status], style=COLOURS[result.status]), result.name, found)
+    console.print(table)
+    counts = {status: sum(r.status == status for r in results) for status in SIGNS}
+    print(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
+
+
+def write_json(results: Sequence[Result], path: Path, about: Mapping[str, Any]) -> None:
+    """Write everything as one JSON object: ``passed``, ``checks`` and what is in ``about``."""
+    checks = [
+        {"name": r.name, "status": r.status, "found": r.found, "remedy": r.remedy, "values": r.values} for r in results
+    ]
+    content = {**about, "passed": all(r.status != "fail" for r in results), "checks": checks}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
