@@ -3,9 +3,12 @@
 
     python scripts/warm_start_two_form_addition.py models/two_form_addition
 
-A 2-layer model with a character tokenizer is taught both forms of the answer, equally often, for at most 260 supervised
-steps, seeded, in about half a minute on one core. It is stopped long before it has learned to add (some seeds learn
-faster than others, so by its loss): reinforcement learning needs right and wrong answers.
+A 2-layer model with a character tokenizer is taught answers for at most 260 supervised steps, seeded, in about half a
+minute on one core. Half are in the long form. The short ones are given as somebody in a hurry gives them: the
+carry is forgotten, so they are right where there is none. That makes a policy on which every known way to learn and to
+collapse is open: the long form is worth learning, the short one is quick, certain and often enough right to be
+reinforced. The teaching ends (some seeds learn faster than others, so by its loss) long before the long form is
+learned: reinforcement learning needs right and wrong answers.
 """
 
 from __future__ import annotations
@@ -14,13 +17,18 @@ import argparse
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lit_grpo.tasks import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-STEPS, BATCH, LR = 260, 128, 3e-3
-END_LOSS = 0.15
+STEPS, BATCH, LR = 260, 144, 3e-3
+LONG_SHARE = 0.5
+END_LOSS = 0.125
 """Nats a token at which it ends, mean of ten steps; the choice between the forms alone is 0.085."""
 INIT_SCALE = 2.5
 """Factor on the initial weight matrices: 0.02, transformers' default, is too small for width 96 and learns slowly."""
@@ -56,10 +64,10 @@ def warm_start(folder: Path, *, seed: int = 0, steps: int = STEPS) -> list[float
     losses: list[float] = []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LR * min((step + 1) / 20, (steps - step) / steps)
+            group["lr"] = LR * min((step + 1) / 20, 1 - step / STEPS)
         chosen = rng.choices(rows, k=BATCH)
         prompts = [tokenizer(row.question)["input_ids"] for row in chosen]
-        answers = [[*tokenizer(row.extra[_form(rng)])["input_ids"], tokenizer.eos_token_id] for row in chosen]
+        answers = [[*tokenizer(taught(row, rng))["input_ids"], tokenizer.eos_token_id] for row in chosen]
         batch = pad_rows(prompts, answers, width=max(map(len, answers)))
         logprobs = policy(batch, entropy="none").logprobs  # [n, T], 0 where there is no token
         loss = -logprobs.sum() / len(batch.target)
@@ -76,8 +84,12 @@ def warm_start(folder: Path, *, seed: int = 0, steps: int = STEPS) -> list[float
     return losses
 
 
-def _form(rng: random.Random) -> str:
-    return rng.choice(("short", "long"))
+def taught(row: Row, rng: random.Random) -> str:
+    """An answer to learn: the long form, or the short one with the carry forgotten (``:32`` for 27 and 15)."""
+    if rng.random() < LONG_SHARE:
+        return str(row.extra["long"])
+    a, b = row.extra["operands"]
+    return f":{a // 10 + b // 10}{(a + b) % 10}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,295 @@
+"""What goes wrong in the runs. It is done from outside, by wrapping the engine, the reward or methods of the module,
+as a bug elsewhere would do it; no monitor is told."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+
+from lit_grpo.engines.base import NamedWeights, RolloutEngine
+from lit_grpo.engines.transformers import TransformersEngine
+from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.rewards.base import Reward
+from lit_grpo.rng import derive_seed
+from lit_grpo.types import Completion, Experience, Request, RewardInput, Rollout, Sampling, Score
+
+
+class Sabotage:
+    """Does nothing; each kind overrides where it interferes.
+
+    Args:
+        start: rollouts trained on before it begins.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+
+    def engine(self, engine: RolloutEngine) -> RolloutEngine:
+        return engine
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        return rewards
+
+    def around_fit(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def callbacks(self, seed: int) -> list[pl.Callback]:
+        return []
+
+
+# --------------------------------------------------------------------------------------------------- the engine
+
+
+class Engine:
+    """An engine that passes everything on to another."""
+
+    def __init__(self, inner: RolloutEngine) -> None:
+        self.inner = inner
+
+    @property
+    def policy_version(self) -> int:
+        return self.inner.policy_version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        return self.inner.generate(requests, sampling)
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        self.inner.sync(weights, version)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class StaleEngine(Engine):
+    """Takes the learner's weights only every ``every`` rollouts, and says that it always does."""
+
+    def __init__(self, inner: TransformersEngine, every: int) -> None:
+        super().__init__(TransformersEngine(copy.deepcopy(inner.model), inner.end_token_ids, inner.batch_size))
+        self.every = every
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        if version % self.every == 0:
+            assert isinstance(self.inner, TransformersEngine)
+            own = dict(self.inner.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in weights:
+                    own[name].copy_(tensor)
+        self.inner.sync(iter(()), version)
+
+
+class HotEngine(Engine):
+    """Samples at another temperature than it is asked to."""
+
+    def __init__(self, inner: RolloutEngine, temperature: float) -> None:
+        super().__init__(inner)
+        self.temperature = temperature
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        return self.inner.generate(requests, replace(sampling, temperature=self.temperature))
+
+
+class StaleWeights(Sabotage):
+    """The engine's weights are up to ``every`` rollouts old."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(start=1)  # the first rollout has the right weights
+        self.every = every
+
+    def engine(self, engine: RolloutEngine) -> RolloutEngine:
+        assert isinstance(engine, TransformersEngine)
+        return StaleEngine(engine, self.every)
+
+
+class OneSidedTemperature(Sabotage):
+    """The engine samples at a temperature that the learner does not know of."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def engine(self, engine: RolloutEngine) -> RolloutEngine:
+        return HotEngine(engine, self.temperature)
+
+
+# --------------------------------------------------------------------------------------------------- the reward
+
+
+class WrappedReward(Reward):
+    """A reward under the name and weight of another, whose scores it changes."""
+
+    def __init__(self, inner: Reward, change: Callable[[RewardInput, float], float]) -> None:
+        super().__init__(inner.weight, inner.name)
+        self.inner, self.change, self.needs_answer = inner, change, inner.needs_answer
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        plain = [score[0] if isinstance(score, tuple) else score for score in self.inner.score(batch)]
+        return [Score(self.change(item, value)) for item, value in zip(batch, plain, strict=True)]
+
+
+class RewardNoise(Sabotage):
+    """A share of the labels is wrong; with ``coin`` every label is a coin toss, so that none means anything."""
+
+    def __init__(self, share: float, coin: bool = False) -> None:
+        super().__init__()
+        self.share, self.coin = share, coin
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        def change(item: RewardInput, value: float) -> float:
+            # Not from the text: equal completions are judged differently, as a broken verifier does.
+            one = item.completion
+            draw = derive_seed("noise", seed, item.prompt.id, one.policy_version, one.sample) / 2**63
+            if self.coin:
+                return float(draw < self.share / 2) if draw < self.share else value
+            return 1.0 - value if draw < self.share else value
+
+        return [WrappedReward(rewards[0], change), *rewards[1:]]
+
+
+class BriefReward(Reward):
+    """Pays for a completion that begins with the answer, right or not."""
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        return [Score(float(item.text.startswith(":"))) for item in batch]
+
+
+class HackableFormat(Sabotage):
+    """A second reward, for a format in which this policy gets fewer sums right; nothing ties it to a right answer."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        return [*rewards, BriefReward(self.weight, "format")]
+
+
+class PaidLength(Sabotage):
+    """The one reward grows with length."""
+
+    def __init__(self, per_token: float) -> None:
+        super().__init__()
+        self.per_token = per_token
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        def change(item: RewardInput, value: float) -> float:
+            return value + self.per_token * len(item.completion.token_ids)
+
+        return [WrappedReward(rewards[0], change), *rewards[1:]]
+
+
+# --------------------------------------------------------------------------------------------------- the learner
+
+
+class ChangedExperience(Sabotage):
+    """What the objective sees of a rollout is changed."""
+
+    def change(self, batch: Rollout, experience: Experience) -> Experience:
+        raise NotImplementedError
+
+    def around_fit(self) -> AbstractContextManager[Any]:
+        from lit_grpo import module
+        from lit_grpo.experience import make_experience
+
+        def changed(batch: Rollout, device: Any) -> Experience:
+            return self.change(batch, make_experience(batch, device))
+
+        return mock.patch.object(module, "make_experience", changed)
+
+
+class DroppedEos(ChangedExperience):
+    """The end token counts as padding and has no loss."""
+
+    def change(self, batch: Rollout, experience: Experience) -> Experience:
+        return replace(experience, lengths=experience.lengths - (~experience.truncated).long())
+
+
+class ShuffledGroups(ChangedExperience):
+    """Group ids are dealt out at random: groups mix prompts."""
+
+    def change(self, batch: Rollout, experience: Experience) -> Experience:
+        generator = torch.Generator().manual_seed(batch.index)
+        order = torch.randperm(len(experience.group_ids), generator=generator)
+        return replace(experience, group_ids=experience.group_ids[order])
+
+
+class AtTrainStart(pl.Callback):
+    """Changes the module when its own checks are done."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.change(pl_module)
+
+
+class ShiftedLogprobs(Sabotage):
+    """The learner takes each token's log-probability from the position after the right one. Needs padded rows."""
+
+    def callbacks(self, seed: int) -> list[pl.Callback]:
+        def change(module: Any) -> None:
+            forward = module.policy.forward
+
+            def shifted(batch: PolicyInput, *args: Any, **kwargs: Any) -> Any:
+                last = batch.input_ids.numel() - 1
+                return forward(replace(batch, source=(batch.source + 1).clamp(max=last)), *args, **kwargs)
+
+            module.policy.forward = shifted
+
+        return [AtTrainStart(change)]
+
+
+class BadValues(Sabotage):
+    """The critic's values are noise of this standard deviation on top of what it learns."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def callbacks(self, seed: int) -> list[pl.Callback]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def change(module: Any) -> None:
+            forward = module.critic.forward
+
+            def noisy(batch: PolicyInput) -> torch.Tensor:
+                values = forward(batch)
+                noise = self.noise * torch.randn(values.shape, generator=generator)
+                # Where there is no token the value is 0 and stays 0.
+                return values + batch.scatter(noise[batch.row, batch.column])
+
+            module.critic.forward = noisy
+
+        return [AtTrainStart(change)]
+
+
+class NanGradient(pl.Callback):
+    """Puts a NaN into one gradient in each of some rollouts."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.active = range(start, start + count)
+        self.now = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        weight = next(pl_module.policy.parameters())
+        weight.register_hook(lambda gradient: gradient * float("nan") if self.now else gradient)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
+        self.now = batch.index in self.active
+
+
+class InjectedNan(Sabotage):
+    """A gradient is NaN for ``count`` rollouts."""
+
+    def __init__(self, start: int, count: int) -> None:
+        super().__init__(start)
+        self.count = count
+
+    def callbacks(self, seed: int) -> list[pl.Callback]:
+        return [NanGradient(self.start, self.count)]

@@ -1,0 +1,161 @@
+"""Train one run of the benchmark and keep what its callbacks could see."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lit_grpo import LitGRPO, RolloutDataModule
+from lit_grpo.callbacks import HealthMonitor
+from lit_grpo.callbacks.actions import FINDINGS_FILE, read_journal
+from lit_grpo.engines import EngineConfig
+from lit_grpo.errors import StopRun
+from lit_grpo.guards import GuardConfig
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import OptimizerConfig, PolicyConfig
+from lit_grpo.producer import RolloutProducer
+from lit_grpo.rewards import ExactMatch
+from lit_grpo.tasks import TwoFormAddition
+from lit_grpo.tasks.two_form_addition import ANSWER, MAX_NEW_TOKENS
+from lit_grpo.types import Rollout, Sampling
+from scripts.diagnosis.cases import Case, Job, find
+from scripts.diagnosis.sabotage import Sabotage
+
+PROMPTS, GROUP_SIZE = 16, 8
+NO_GUARDS = GuardConfig(max_engine_gap=None, max_ratio_gap=None, max_truncated=None)
+"""The module's own guards stop a run whose engine and learner disagree at its first rollout. They are off here: the
+monitors are to find it."""
+
+
+class SabotagedData(RolloutDataModule):
+    """Data whose engine is wrapped when it is made."""
+
+    def __init__(self, sabotage: Sabotage, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._sabotage = sabotage
+
+    @property
+    def producer(self) -> RolloutProducer:
+        fresh = self._producer is None
+        producer = super().producer
+        if fresh:
+            producer.engine = self._sabotage.engine(producer.engine)
+        return producer
+
+
+class Trace(pl.Callback):
+    """Keeps each step's metrics, and what no monitor sees: the share of answers that are really right."""
+
+    def __init__(self, keep_rollouts: bool = False) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.correct: list[float] = []
+        self.rollouts: list[Rollout] | None = [] if keep_rollouts else None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Rollout, batch_idx: int) -> None:
+        self.steps.append({key: float(value) for key, value in pl_module.step_metrics.items()})
+        self.correct.append(correct_share(batch))
+        if self.rollouts is not None:
+            self.rollouts.append(batch)
+
+
+def correct_share(batch: Rollout) -> float:
+    """Share of completions with the right answer, whatever the rewards say."""
+    found = [re.search(ANSWER, text) for text in batch.texts]
+    answers = [batch.prompts[i // batch.group_size].answer for i in range(len(found))]
+    return sum(m is not None and m[1] == a for m, a in zip(found, answers, strict=True)) / max(1, len(found))
+
+
+def build(case: Case, sabotage: Sabotage, base: Path, seed: int, rollouts: int) -> tuple[LitGRPO, SabotagedData]:
+    """Module and data of one run."""
+    module = LitGRPO(
+        policy=PolicyConfig(path=str(base), share_prompts=False),
+        objective=ObjectiveConfig(recipe=case.recipe, **case.objective),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=case.lr, warmup_steps=case.warmup_steps),
+        micro_batch_size=PROMPTS * GROUP_SIZE,
+        guards=NO_GUARDS,
+        **case.module,
+    )
+    data = SabotagedData(
+        sabotage,
+        prompts=TwoFormAddition(),
+        rewards=sabotage.rewards([ExactMatch(extract=ANSWER)], seed),
+        group_size=GROUP_SIZE,
+        prompts_per_rollout=PROMPTS,
+        rollouts=rollouts,
+        sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS),
+        engine=EngineConfig(name="transformers", batch_size=512),
+    )
+    return module, data
+
+
+def train(
+    job: Job,
+    models: Path,
+    folder: Path,
+    *,
+    rollouts: int | None = None,
+    callbacks: Sequence[pl.Callback] | None = None,
+    keep_rollouts: bool = False,
+) -> dict[str, Any]:
+    """One run: its trace, what the monitors wrote down, and how it ended. Never raises.
+
+    Args:
+        job: which run.
+        models: folder with the warm-started models.
+        folder: of the run.
+        rollouts: length; the case's own if None.
+        callbacks: in place of a HealthMonitor.
+        keep_rollouts: return the rollouts themselves too.
+    """
+    case, cpu = find(job.name), time.process_time()
+    trace = Trace(keep_rollouts)
+    out: dict[str, Any] = {"status": "done", "reason": ""}
+    try:
+        pl.seed_everything(job.seed, verbose=False)
+        sabotage = case.make()
+        module, data = build(case, sabotage, models / case.model, job.seed, rollouts or case.rollouts)
+        watching = [health_monitor(job.part)] if callbacks is None else callbacks
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[*sabotage.callbacks(job.seed), *watching, trace],
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        with sabotage.around_fit():
+            trainer.fit(module, datamodule=data)
+    except StopRun as stop:
+        out |= {"status": "stopped", "reason": str(stop)}
+    except Exception as error:  # a run that fails must not end the others
+        out |= {"status": "error", "reason": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    journal = folder / FINDINGS_FILE
+    out["events"] = read_journal(journal) if journal.exists() else []
+    out |= {"steps": trace.steps, "correct": trace.correct, "rollouts": trace.rollouts}
+    return out | {"cpu_seconds": round(time.process_time() - cpu, 1)}
+
+
+def quiet() -> None:
+    """For a worker process: one thread, and no word of Lightning or the monitors, which say it in their journal."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+
+def health_monitor(part: str) -> HealthMonitor:
+    """All monitors with their defaults. To see what they say of a whole run they only log, unless they may go back."""
+    if part == "rollback":
+        return HealthMonitor(actions={"critical": "rollback"})
+    return HealthMonitor(actions={"critical": "log"})
