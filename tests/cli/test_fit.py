@@ -131,6 +131,8 @@ def test_a_run_leaves_everything_behind(place, capsys):
         "metrics.jsonl",
         "objective.json",
         "params.json",
+        "report",
+        "report.html",
         "run.json",
     }
     assert names == expected
@@ -149,12 +151,18 @@ def test_a_run_leaves_everything_behind(place, capsys):
     assert run.info.status == "FINISHED"
     assert run.data.params["model.optimizer.lr"] == "0.001"
     assert run.data.params["objective.advantage"] == "group_std"
-    assert {a.path for a in client.list_artifacts(run.info.run_id)} >= {"config.yaml", "objective.json", "curves.png"}
+    assert {a.path for a in client.list_artifacts(run.info.run_id)} >= {
+        "config.yaml",
+        "curves.png",
+        "objective.json",
+        "report.html",
+    }
     assert len(client.get_metric_history(run.info.run_id, "reward")) == 4
 
     # The list of callbacks in the file has not thrown out ours.
     kinds = [type(callback).__name__ for callback in Seen.trainer.callbacks]
-    assert {"Seen", "RolloutCheckpoint", "RunSummary", "SaveRunConfig", "LineProgress"} <= set(kinds)
+    expected = {"Seen", "RolloutCheckpoint", "ReportWriter", "RunSummary", "SaveRunConfig", "LineProgress"}
+    assert expected <= set(kinds)
     assert kinds.count("RolloutCheckpoint") == 1
 
 
