@@ -110,7 +110,8 @@ def active_sampling(
         "sampling/cancelled": float(asked - len(order)),
         "sampling/reward": sum(rewards) / len(rewards),
     }
-    return Refilled(join([own[p] for p in chosen], whole, metrics), used)
+    skipped = [place for place in range(used) if not flags[place] and place not in chosen]
+    return Refilled(join([own[p] for p in chosen], whole, metrics), used, skipped)
 
 
 class _Groups:

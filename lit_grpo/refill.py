@@ -56,6 +56,8 @@ class Refilled:
 
     rollout: Rollout
     prompts: int
+    skipped: list[int]
+    """Places of the prompts whose groups had equal rewards and were left out, over all ranks."""
 
 
 def alone(value: Any) -> list[Any]:
@@ -118,7 +120,8 @@ def refill(
         "sampling/short": float(max(0, groups - mixed)),
         "sampling/reward": sum(total for total, _ in rewards) / sum(count for _, count in rewards),
     }
-    return Refilled(join(share, parts[0], metrics), len(flags))
+    skipped = [place for place, is_mixed in flags.items() if not is_mixed and place not in chosen]
+    return Refilled(join(share, parts[0], metrics), len(flags), sorted(skipped))
 
 
 def ask(groups: int, mixed: int, asked: int) -> int:

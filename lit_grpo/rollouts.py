@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import torch
 
 from lit_grpo.active import active_sampling
 from lit_grpo.producer import RolloutProducer
-from lit_grpo.refill import Gather, OnShort, alone, refill
+from lit_grpo.refill import Gather, OnShort, Refilled, alone, refill
 from lit_grpo.rng import derive_seed
 from lit_grpo.types import Prompt, Rollout, Sampling
 
@@ -30,6 +31,16 @@ class PromptOrder:
             generator = torch.Generator().manual_seed(derive_seed("prompts", self.seed, epoch))
             self._order, self._epoch = torch.randperm(self.count, generator=generator).tolist(), epoch
         return self._order[place]
+
+
+class Made(NamedTuple):
+    """A rollout and what was done with prompts to make it."""
+
+    rollout: Rollout
+    prompts: int
+    """Taken from the order, over all ranks."""
+    skipped: list[str]
+    """Ids of those that dynamic sampling left out."""
 
 
 class RolloutLoader:
@@ -86,6 +97,8 @@ class RolloutLoader:
         """Rollouts of all epochs; ``next_rollout`` starts again with each."""
         self.position = 0
         """Prompts taken from the order, over all ranks: those skipped by dynamic sampling too."""
+        self.skipped: Counter[str] = Counter()
+        """How often dynamic sampling left out each prompt, by id."""
         self._life = 0
         """Counts restored states: what was sampled ahead in another life is dropped."""
 
@@ -95,30 +108,31 @@ class RolloutLoader:
     def __iter__(self) -> Iterator[Rollout]:
         if self.next_rollout >= self.count:  # another epoch over the same number of rollouts
             self.next_rollout = 0
-        for rollout, taken in self._ahead() if self.ahead else self._one_by_one():
+        for made in self._ahead() if self.ahead else self._one_by_one():
             # Before the yield: Lightning stops asking after the last item, so nothing behind it would run. All at once
             # and only here: a run cut in the middle of a rollout begins that rollout again.
             self.next_rollout += 1
             self.produced += 1
-            self.position += taken
-            yield rollout
+            self.position += made.prompts
+            self.skipped.update(made.skipped)
+            yield made.rollout
 
-    def _one_by_one(self) -> Iterator[tuple[Rollout, int]]:
+    def _one_by_one(self) -> Iterator[Made]:
         while self.next_rollout < self.count:
             made = self._make(self.produced, self.position)
             self.producer.rest()
             yield made
 
-    def _ahead(self) -> Iterator[tuple[Rollout, int]]:
+    def _ahead(self) -> Iterator[Made]:
         """Rollouts in order; while the learner has one, the next ones are sampled in a thread."""
-        waiting: deque[Future[tuple[Rollout, int]]] = deque()
+        waiting: deque[Future[Made]] = deque()
         worker = ThreadPoolExecutor(1, "rollout")
         life, index, end, seconds_sync = -1, 0, 0, 0.0
 
-        def make(which: int) -> tuple[Rollout, int]:
+        def make(which: int) -> Made:
             nonlocal end  # of the prompts taken so far; touched by the one worker thread alone
             made = self._make(which, end, sync=False)
-            end += made[1]
+            end += made.prompts
             return made
 
         def submit(steps_until_trained: int) -> None:
@@ -143,17 +157,17 @@ class RolloutLoader:
                 if not waiting:
                     submit(0)
                 started = time.perf_counter()
-                rollout, taken = waiting.popleft().result()
+                made = waiting.popleft().result()
                 waited = time.perf_counter() - started
                 while len(waiting) < self.ahead and self.next_rollout + 1 + len(waiting) < self.count:
                     submit(1 + len(waiting))
-                rollout.metrics |= {"time/wait": waited, "time/sync": seconds_sync}
+                made.rollout.metrics |= {"time/wait": waited, "time/sync": seconds_sync}
                 seconds_sync = 0.0
-                yield rollout, taken
+                yield made
         finally:
             worker.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, index: int, position: int, sync: bool = True) -> tuple[Rollout, int]:
+    def _make(self, index: int, position: int, sync: bool = True) -> Made:
         """This rank's part of rollout ``index``, and how many prompts all ranks took for it."""
 
         def sample(places: Sequence[int]) -> Rollout:
@@ -173,7 +187,7 @@ class RolloutLoader:
                 on_short=self.on_short,
                 sync=sync,
             )
-            return full.rollout, full.prompts
+            return self._made(full, position)
         if self.dynamic:
             done = refill(
                 sample,
@@ -184,16 +198,24 @@ class RolloutLoader:
                 max_rounds=self.max_rounds,
                 on_short=self.on_short,
             )
-            return done.rollout, done.prompts
+            return self._made(done, position)
         share = self.prompts_per_rollout // self.world_size
-        return sample(range(self.rank * share, (self.rank + 1) * share)), self.prompts_per_rollout
+        rollout = sample(range(self.rank * share, (self.rank + 1) * share))
+        return Made(rollout, self.prompts_per_rollout, [])
 
-    def state_dict(self) -> dict[str, int]:
-        return {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
+    def _made(self, done: Refilled, position: int) -> Made:
+        skipped = [self.prompts[self.order[position + place]].id for place in done.skipped]
+        return Made(done.rollout, done.prompts, skipped)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts were used follows from the position, since their order does from the seed."""
+        counts = {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
+        return counts | {"skipped": dict(self.skipped)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_rollout, self.produced = state["next_rollout"], state["produced"]
         self.position = state["position"]
+        self.skipped = Counter(state.get("skipped", {}))
         self._life += 1
 
 

@@ -376,6 +376,7 @@ def test_a_dynamic_loader_restored_from_its_state_goes_on_where_the_other_would_
         second = dynamic(table, count=6)
         second.load_state_dict(first.state_dict())
         assert begun + [content(r) for r in second] == straight
+        assert second.position == sum(len(r[0]) for r in straight) + sum(second.skipped.values())
 
 
 def test_a_short_rollout_is_loud_or_ends_the_run():

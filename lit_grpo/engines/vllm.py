@@ -112,8 +112,8 @@ class VLLMEngine:
         self._asleep: set[str] = set()
         """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
-        self._routes: dict[str, tuple[deque[Completion], int, int]] = {}
-        """Where a running sample's completion goes: (inbox of its generate call, request index, sample)."""
+        self._routes: dict[str, tuple[deque[Completion], Request, int]] = {}
+        """Where a running sample's completion goes: (inbox of its generate call, request, sample)."""
 
     @property
     def policy_version(self) -> int:
@@ -154,7 +154,7 @@ class VLLMEngine:
                 for sample, seed in enumerate(request.seeds):
                     key = f"{call}-{position}-{sample}"
                     self._engine.add_request(key, prompt, _sampling_params(sampling, self.end_token_ids, seed))
-                    self._routes[key] = (inbox, request.index, sample)
+                    self._routes[key] = (inbox, request, sample)
                     waiting.add(key)
             left = len(waiting)
             while left:
@@ -185,7 +185,8 @@ class VLLMEngine:
         for output in outputs:
             if not output.finished or output.request_id not in self._routes:
                 continue
-            inbox, index, sample = self._routes.pop(output.request_id)
+            inbox, request, sample = self._routes.pop(output.request_id)
+            index = request.index
             result = output.outputs[0]
             ids, logprobs = tuple(result.token_ids), tuple(result.logprobs.logprobs)
             if result.finish_reason not in ("stop", "length") or len(ids) != len(logprobs):
@@ -193,6 +194,8 @@ class VLLMEngine:
                     f"vLLM ended sample {sample} of request {index} with {result.finish_reason!r}, "
                     f"{len(ids)} ids and {len(logprobs)} log-probabilities"
                 )
+            if list(output.prompt_token_ids) != list(request.token_ids):
+                raise EngineError(f"vLLM sampled request {index} from another prompt than it was given")
             inbox.append(Completion(index, sample, ids, logprobs, result.finish_reason, self._version))
 
     def _abort(self, keys: list[str]) -> None:

@@ -16,6 +16,7 @@ from tests.engines.vllm_fixtures import ON_GPU, largest_gap, requests, sampled
 pytestmark = pytest.mark.vllm
 TINY = TinyModel(width=64, heads=2, max_position=256)
 ROUNDING = 0.3 if ON_GPU else 2e-3
+WRONG = 1.0 if ON_GPU else 0.2
 """Nats. Adapters this large make a badly conditioned model: float32 with merged weights is 4e-4 from float64."""
 PROMPTS = [tuple((5 * i + j * j) % 12 for j in range(40 + 5 * i)) for i in range(4)]
 
@@ -54,7 +55,7 @@ def test_greedy_and_logprobs_are_the_learners_after_each_sync() -> None:
             for name, parameter in policy.named_parameters():
                 if ".lora_B." in name:
                     parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(version))
-            assert largest_gap(policy.model, asked, drawn, 1.3) > (1.0 if ON_GPU else 100 * ROUNDING), "the adapters matter"
+            assert largest_gap(policy.model, asked, drawn, 1.3) > WRONG, "the adapters matter"
         assert outputs[0] != outputs[1] != outputs[2]
     finally:
         engine.close()
