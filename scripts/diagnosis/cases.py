@@ -30,7 +30,7 @@ class Case:
         objective: overrides of the recipe.
         module: further arguments of the module.
         warmup_steps: over which the learning rate rises.
-        rollouts: length of the run.
+        rollouts: length of the run, see :meth:`length`.
         model: name of the warm-started model, see :data:`MODELS`.
         seeds: how many of the seeds of a set it runs with.
         rollback: whether it is also run with rollbacks, to see whether they save it: runs that learn at first and then
@@ -55,9 +55,13 @@ class Case:
     def healthy(self) -> bool:
         return not self.right
 
+    def length(self, part: str) -> int:
+        """Rollouts of a run. One that goes back gets more: what it learns afterwards counts."""
+        return self.rollouts + (20 if part == "rollback" else 0)
+
 
 def _healthy(name: str, recipe: str, lr: float = 3e-4, **changes: Any) -> Case:
-    return Case(f"healthy_{name}", recipe, lr, **({"seeds": 1, "rollouts": 100} | changes))
+    return Case(f"healthy_{name}", recipe, lr, **({"seeds": 1, "rollouts": 80} | changes))
 
 
 def _wrong(name: str, right: str, recipe: str = "grpo", lr: float = 3e-4, **changes: Any) -> Case:
@@ -134,4 +138,4 @@ def plan(which: str, only: list[str] | None = None, parts: tuple[str, ...] = PAR
         if (part == "diagnosis" or case.rollback) and (only is None or case.name in only)
         for seed in SEEDS[which][: case.seeds]
     ]
-    return sorted(jobs, key=lambda job: -find(job.name).rollouts)
+    return sorted(jobs, key=lambda job: -find(job.name).length(job.part))

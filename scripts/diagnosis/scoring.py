@@ -107,17 +107,18 @@ def judge_rollback(correct: Sequence[float], events: Sequence[Mapping[str, Any]]
         "rollbacks": [[e["step"], e["target"], e["diagnosis"]] for e in returns],
         "best": round(best, 4),
         "final": round(final, 4),
+        "collapsed": bool(returns) or final < FALLING * best,
         "saved": bool(returns) and final >= FALLING * best,
     }
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fractions over the sabotaged runs (rollback: over its own runs), counts over the healthy ones; None of none."""
+    """Fractions over the sabotaged runs (rollback: its own, if they collapsed), counts over the healthy ones."""
     watched = [run for run in runs if run["part"] == "diagnosis" and run["status"] != "error"]
     wrong = [run for run in watched if run["expected"]]
     healthy = [run for run in watched if not run["expected"]]
     fell = [run for run in wrong if run["lost"] is not None]
-    returned = [run for run in runs if run["part"] == "rollback" and run["status"] != "error"]
+    returned = [run for run in runs if run["part"] == "rollback" and run["status"] != "error" and run["collapsed"]]
     delays = sorted(run["delay"] for run in wrong if run["delay"] is not None)
     return {
         "recall": _share(wrong, "detected"),

@@ -91,7 +91,7 @@ def misses(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         if run["status"] == "error":
             out.append(f"{name} ({run['part']}): the run failed: {run['reason']}")
         elif run["part"] == "rollback":
-            if not run["saved"]:
+            if run["collapsed"] and not run["saved"]:
                 out.append(f"{name}: rollback left it at {run['final']:.2f} of a best of {run['best']:.2f}")
         elif not run["expected"]:
             if run["false_alarms"]:

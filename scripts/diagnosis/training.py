@@ -122,7 +122,7 @@ def train(
     try:
         pl.seed_everything(job.seed, verbose=False)
         sabotage = case.make()
-        module, data = build(case, sabotage, models / case.model, job.seed, rollouts or case.rollouts)
+        module, data = build(case, sabotage, models / case.model, job.seed, rollouts or case.length(job.part))
         watching = [health_monitor(job.part)] if callbacks is None else callbacks
         trainer = pl.Trainer(
             max_epochs=1,

@@ -81,7 +81,12 @@ def test_a_rollback_saves_a_run_that_ends_near_its_best():
     back = [{"event": "rollback", "step": 45, "target": 20, "diagnosis": "C_NL"}]
     assert judge_rollback(FALLING[:45] + [0.6] * 30, back)["saved"]
     assert not judge_rollback(FALLING[:45] + [0.5] * 30, back)["saved"]
-    assert not judge_rollback([0.6] * 60, [])["saved"]
+    never = judge_rollback([0.6] * 60, [])
+    assert not never["saved"]
+    assert not never["collapsed"]
+    unseen = judge_rollback(FALLING, [])
+    assert unseen["collapsed"]
+    assert not unseen["saved"]
 
 
 def test_the_summary_counts_what_it_says():
@@ -91,14 +96,13 @@ def test_the_summary_counts_what_it_says():
 
     runs = [entry(BY_REWARD, "a", said(36)), entry(BY_REWARD, "b", said(59, "C_PL")), entry(BY_REWARD, "c")]
     runs += [entry(HEALTHY, "d", said(5)), entry(HEALTHY, "e")]
-    runs.append(
-        {"part": "rollback", "name": "a", "seed": 0, "status": "done", "reason": "", **judge_rollback([0.6], [])}
-    )
+    done = {"part": "rollback", "name": "a", "seed": 0, "status": "done", "reason": ""}
+    runs += [done | judge_rollback(FALLING, []), done | judge_rollback([0.6], [])]  # the second did not collapse
     totals = summary(runs)
     assert totals["recall"] == pytest.approx(2 / 3)
     assert totals["right_class"] == pytest.approx(1 / 3)
     assert totals["in_time"] == pytest.approx(1 / 3)
-    assert totals["rollback_saved"] == 0.0
+    assert (totals["rollback_saved"], totals["rollback_runs"]) == (0.0, 1)
     assert (totals["false_stops"], totals["false_alarms"], totals["sabotaged"], totals["healthy"]) == (1, 1, 3, 2)
     text = report(runs, totals)
     assert len(misses(runs)) == 5
