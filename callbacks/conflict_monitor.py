@@ -19,7 +19,7 @@ class ConflictMonitor(Monitor):
     Args:
         format_key: logged reward that pays for the form of an answer. Where it is not logged, the total reward.
         share: share of the groups that share a beginning.
-        fall: share of the best reward. Ours.
+        fall: share of the best reward. Ours: half of this gave a false alarm on a healthy run of the benchmark.
         growth: multiple. Ours.
         trend: rollouts. Ours.
         smooth: rollouts of the means.
@@ -32,7 +32,7 @@ class ConflictMonitor(Monitor):
         self,
         format_key: str = "reward/format",
         share: float = 0.5,
-        fall: float = 0.05,
+        fall: float = 0.1,
         growth: float = 2.0,
         trend: int = 50,
         smooth: int = 10,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -89,6 +90,26 @@ class History:
         """Share of the best mean of ``size`` values that the newest such mean lacks; 0 where that is unknown."""
         best, now = self.best(key, size), self.mean(key, size)
         return 0.0 if best is None or now is None or best <= 0 else max(0.0, 1 - now / best)
+
+    def fall(self, key: str, recent: int = 3, before: int = 8) -> tuple[float, float]:
+        """How far the mean of the last ``recent`` values lies below the best mean of ``before`` values ahead of them.
+
+        Returns:
+            The fall as a share of that best, and in standard errors of the difference; the scatter of single values is
+            told from the differences of neighbours, so that a trend does not count as scatter. (0, 0) with too few.
+        """
+        values = self.values[key]
+        end = len(values) - recent
+        if end < before:
+            return 0.0, 0.0
+        now = fmean(values[end:])
+        best = max(fmean(values[i - before : i]) for i in range(before, end + 1))
+        steps = [abs(b - a) for a, b in pairwise(values[-40:])]
+        scatter = 1.4826 * median(steps) / math.sqrt(2)
+        error = scatter * math.sqrt(1 / recent + 1 / before)
+        if best <= 0 or now >= best:
+            return 0.0, 0.0
+        return 1 - now / best, (best - now) / error if error > 0 else math.inf
 
     def slope(self, key: str, size: int) -> float | None:
         """Least-squares slope per step over the last ``size`` values; None with fewer."""

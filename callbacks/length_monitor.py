@@ -33,12 +33,17 @@ class LengthMonitor(Monitor):
         gap: multiple of the mean correct length.
         truncation: share of completions.
         truncation_once: share of completions.
+        sudden: multiple of the smallest length of the last ``sudden_within`` rollouts that is critical together with
+            ``truncation_sudden`` cut completions and ``sudden_entropy`` times the smallest entropy. Ours, like these.
+        sudden_within: rollouts.
+        sudden_entropy: multiple.
+        truncation_sudden: share of completions.
         patience: rollouts.
         flat: rise of the reward that still counts as none. Ours.
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("length", "length/correct", "length/incorrect", "truncated", "reward")
+    keys: ClassVar[tuple[str, ...]] = ("length", "length/correct", "length/incorrect", "truncated", "reward", "entropy")
 
     def __init__(
         self,
@@ -49,6 +54,10 @@ class LengthMonitor(Monitor):
         gap: float = 1.0,
         truncation: float = 0.1,
         truncation_once: float = 0.3,
+        sudden: float = 1.1,
+        sudden_within: int = 15,
+        sudden_entropy: float = 1.3,
+        truncation_sudden: float = 0.05,
         patience: int = 10,
         flat: float = 0.02,
         actions: dict[str, str] | None = None,
@@ -58,8 +67,11 @@ class LengthMonitor(Monitor):
         self.growth, self.fall, self.floor, self.trend, self.gap = growth, fall, floor, trend, gap
         self.truncation, self.truncation_once = truncation, truncation_once
         self.patience, self.flat = patience, flat
+        self.sudden, self.sudden_within, self.sudden_entropy = sudden, sudden_within, sudden_entropy
+        self.truncation_sudden = truncation_sudden
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._sudden(step)
         yield from self._change(step)
         yield from self._gap(step)
         yield from self._truncated(step)
@@ -102,6 +114,28 @@ class LengthMonitor(Monitor):
                 ("reward lost", 5, lost, 0.1),
                 onset=start,
                 remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
+            )
+
+    def _sudden(self, step: int) -> Iterable[Finding]:
+        """Growth into the limit with rising entropy, whatever the reward says: it may be paid for length."""
+        history, size = self.history, min(self.sudden_within, self.history.count("length") - 3)
+        if size < 5 or history.count("entropy") < size + 3:
+            return
+        now, cut = history.median("length", 3) or 0.0, history.median("truncated", 3) or 0.0
+        unsure = history.median("entropy", 3) or 0.0
+        low, calm = (
+            min(history.median(key, 3, back) or 0.0 for back in range(3, size + 1)) for key in ("length", "entropy")
+        )
+        if now > self.sudden * low and cut > self.truncation_sudden and unsure > self.sudden_entropy * calm:
+            yield self.finding(
+                "length_growing",
+                "critical",
+                f"completions grow into the limit: {low:.3g} to {now:.3g} tokens, {cut:.0%} cut, and entropy rises",
+                ("length", size, now, self.sudden * low, low),
+                ("truncated", 3, cut, self.truncation_sudden),
+                ("entropy", size, unsure, self.sudden_entropy * calm, calm),
+                onset=history.began("truncated", lambda value: value > 0, step),
+                remedies=("check that no reward pays for length", *REMEDIES_LONG),
             )
 
     def _gap(self, step: int) -> Iterable[Finding]:
