@@ -29,7 +29,7 @@ class CriticMonitor(Monitor):
     (share of values outside the range of the rewards above ``outside``), ``value_unexplained`` (explained variance
     below 0 for ``unexplained`` rollouts; or below ``hopeless`` for ``patience``, at any time), ``values_contradict``
     (equal completions to one prompt get different advantages, though their rewards are equal: the same states are
-    valued differently). The first three are critical where the reward has lost a tenth of its best as well, or values
+    valued differently). The first three are critical where the reward has fallen as well, or values
     are off by more than the range of the rewards; the last, and values beyond hope, always.
 
     Args:
@@ -83,8 +83,7 @@ class CriticMonitor(Monitor):
         off = max(
             (abs(v - min(max(v, self.lowest), self.highest)) for v in (wrong, right) if v is not None), default=0.0
         )
-        lost = history.lost("reward", 10)
-        severity: Severity = "critical" if lost > 0.1 or off > wide else "warning"
+        severity: Severity = "critical" if history.fallen("reward") or off > wide else "warning"
         if step <= self.warmup and off <= wide:
             return
         bound = self.lowest - self.margin

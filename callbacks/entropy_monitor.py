@@ -35,7 +35,7 @@ class EntropyMonitor(Monitor):
     ``entropy_rising`` (its slope leads to ``high`` H_ini within ``horizon`` rollouts), ``entropy_low`` (below ``low``
     H_ini, or below ``floor``, for ``patience`` rollouts). Low entropy is how a solved task ends, so it is critical only
     while prompts are still left unsolved: more than ``unsolved`` of the groups have no right answer, or the reward has
-    lost a tenth of its best.
+    fallen beyond doubt (:meth:`lit_grpo.callbacks.history.History.fallen`).
 
     Args:
         threshold: nats; ln 2, below which one token has the majority (2508.03772 Eq. 10).
@@ -137,8 +137,8 @@ class EntropyMonitor(Monitor):
         bound = max(self.low * initial, self.floor)
         if not self.history.holds("entropy", self.patience, lambda value: value < bound):
             return
-        wrong, lost = self.history.mean("groups/all_wrong", self.patience) or 0.0, self.history.lost("reward", 10)
-        left = wrong > self.unsolved or lost > 0.1
+        wrong = self.history.mean("groups/all_wrong", self.patience) or 0.0
+        left = wrong > self.unsolved or self.history.fallen("reward")
         now = self.history.mean("entropy", self.patience) or 0.0
         evidence: list[tuple[str, int, float, float, float | None]] = [("entropy", self.patience, now, bound, initial)]
         if wrong > self.unsolved:

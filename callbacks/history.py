@@ -111,6 +111,11 @@ class History:
             return 0.0, 0.0
         return 1 - now / best, (best - now) / error if error > 0 else math.inf
 
+    def fallen(self, key: str, share: float = 0.15, errors: float = 4.0) -> bool:
+        """Whether it has lost that share of its best beyond doubt, by :meth:`fall`."""
+        lost, sure = self.fall(key)
+        return lost > share and sure > errors
+
     def slope(self, key: str, size: int) -> float | None:
         """Least-squares slope per step over the last ``size`` values; None with fewer."""
         values, steps = self.window(key, size), self.steps[key][-size:]

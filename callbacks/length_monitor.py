@@ -19,8 +19,9 @@ class LengthMonitor(Monitor):
     """Mean length, its gap between incorrect and correct completions, and the share that hits the limit.
 
     Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not better;
-    critical where the reward has lost a tenth or ``truncation_once`` of the completions are cut), ``length_falling``
-    (below ``fall`` of what it was, or below ``floor``; critical where the reward has lost a tenth), ``length_gap``
+    critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut; and growth into
+    the limit with rising entropy, which is critical whatever the reward says, for it may be paid), ``length_falling``
+    (below ``fall`` of what it was, or below ``floor``; critical where the reward has fallen as well), ``length_gap``
     (incorrect completions are longer than correct ones by ``gap`` times the correct length, or by more and more for
     ``trend`` rollouts while the reward is flat), ``truncated`` (above ``truncation`` for ``patience`` rollouts, or
     above ``truncation_once``).
@@ -91,16 +92,17 @@ class LengthMonitor(Monitor):
         assert now is not None
         low = min(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
         high = max(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
-        lost, cut = self.history.lost("reward", 5), self.history.median("truncated", 3) or 0.0
+        (lost, _), fallen = self.history.fall("reward"), self.history.fallen("reward", errors=5.0)
+        cut = self.history.median("truncated", 3) or 0.0
         if low and now > self.growth * low and self._better(size) < self.flat:
-            bad = lost > 0.1 or cut > self.truncation_once
+            bad = fallen or cut > self.truncation_once
             start = self.history.steps["length"][-size:][values.index(min(values))]
             yield self.finding(
                 "length_growing",
                 "critical" if bad else "warning",
                 f"completions grew from {low:.3g} to {now:.3g} tokens and the reward did not",
                 ("length", size, now, self.growth * low, low),
-                ("reward lost", 5, lost, 0.1),
+                ("reward lost", 3, lost, 0.15),
                 onset=start,
                 remedies=REMEDIES_LONG,
             )
@@ -108,10 +110,10 @@ class LengthMonitor(Monitor):
             start = self.history.steps["length"][-size:][values.index(max(values))]
             yield self.finding(
                 "length_falling",
-                "critical" if lost > 0.1 else "info",
+                "critical" if fallen else "info",
                 f"completions shrank from {high:.3g} to {now:.3g} tokens",
                 ("length", size, now, max(self.floor, self.fall * high), high),
-                ("reward lost", 5, lost, 0.1),
+                ("reward lost", 3, lost, 0.15),
                 onset=start,
                 remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
             )
