@@ -77,6 +77,8 @@ class FlightRecorder(pl.Callback):
         """What was dumped."""
         self._folder: Path | None = None
         self._batch: Any = None
+        self._at = 0
+        """Rollouts trained on with the batch under way."""
         self._seen: weakref.ref[Any] | None = None
         self._journal = 0
         """Bytes of the findings that were read."""
@@ -97,12 +99,13 @@ class FlightRecorder(pl.Callback):
             self._known = set(flight.read_token_texts(self._folder))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batch = batch
+        self._watch(trainer)  # a rollback trains on some steps again, which would replace what is recorded of them
+        self._batch, self._at = batch, _trained(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._record(pl_module, batch, _trained(trainer))
+        self._record(pl_module, batch, self._at)
         self._batch = None
         self._watch(trainer)
 
@@ -113,7 +116,7 @@ class FlightRecorder(pl.Callback):
         if self._folder is None or trainer.state.fn != "fit":
             return
         if self._batch is not None:  # broke off inside the step
-            self._record(pl_module, self._batch, _trained(trainer), unfinished=True)
+            self._record(pl_module, self._batch, self._at, unfinished=True)
             self._batch = None
         self._watch(trainer)
         if not isinstance(exception, KeyboardInterrupt | SystemExit):
@@ -223,23 +226,25 @@ class FlightRecorder(pl.Callback):
 
     # Keeping.
 
-    def dump(self, trainer: Trainer, reason: str, explanation: str) -> Path | None:
+    def dump(self, trainer: Trainer, reason: str, explanation: str, step: int | None = None) -> Path | None:
         """Keep all that is recorded now in ``flight/<reason>-<step>``; None if there is nothing, or no room left.
 
         Args:
             trainer: whose run it is.
             reason: a short name.
             explanation: what ``reason.json`` says.
+            step: in the name; that of the last record if left out.
         """
         if self._folder is None or not flight.recorded_steps(self._folder) or len(self._kept) >= self.dumps:
             return None
-        name = f"{re.sub(r'[^A-Za-z0-9_]+', '_', reason)}-{self.step:06d}"
+        step = self.step if step is None else step
+        name = f"{re.sub(r'[^A-Za-z0-9_]+', '_', reason)}-{step:06d}"
         target = self._folder / name
         if name in self._kept:
             return target
         try:
             flight.link_folder(self._folder, target)
-            told = {"reason": reason, "step": self.step, "explanation": explanation}
+            told = {"reason": reason, "step": step, "explanation": explanation}
             (target / flight.REASON_FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             log.warning("The flight record could not be kept in %s: %s", target, error)
@@ -258,9 +263,9 @@ class FlightRecorder(pl.Callback):
         except (OSError, ValueError, KeyError) as error:
             log.warning("%s cannot be read (%s).", FINDINGS_FILE, error)
             news = []
-        for name, explanation in news:
+        for name, explanation, step in news:
             if not any(kept.startswith(f"{name}-") for kept in self._kept):
-                self.dump(trainer, name, explanation)
+                self.dump(trainer, name, explanation, step)
         stop = stop_reason(trainer)
         if (
             stop is not None
@@ -269,8 +274,8 @@ class FlightRecorder(pl.Callback):
         ):
             self.dump(trainer, "stop", f"{stop.monitor}: {stop.reason}")
 
-    def _new_diagnoses(self) -> list[tuple[str, str]]:
-        """(name, explanation) of each that is more than ``info``."""
+    def _new_diagnoses(self) -> list[tuple[str, str, int | None]]:
+        """(name, explanation, step) of each that is more than ``info``."""
         assert self._folder is not None
         path = self._folder.parent / FINDINGS_FILE
         if not path.exists() or path.stat().st_size <= self._journal:
@@ -282,7 +287,7 @@ class FlightRecorder(pl.Callback):
         self._journal += len(whole)
         events = [json.loads(line) for line in whole.splitlines() if line.strip()]
         return [
-            (str(e["diagnosis"]), str(e.get("explanation", "")))
+            (str(e["diagnosis"]), str(e.get("explanation", "")), e.get("step"))
             for e in events
             if e.get("event") == "diagnosis" and e.get("severity") != "info"
         ]

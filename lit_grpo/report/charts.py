@@ -155,9 +155,12 @@ def _draw(run: Run, panel: Panel, lines: Sequence[tuple[str, str]], marks: Seque
     longest = max(len(label) for _, label in lines) if len(lines) > 1 else 0
     figure, axes = _axes(panel.title, right=max(0.6, 0.95 - 0.0168 * longest))
     finite = [v for key, _ in lines for v in run.values(key) if math.isfinite(v)]
+    finite += [v for _, old in run.abandoned for key, _ in lines for v in old.get(key, []) if math.isfinite(v)]
     positive = [v for v in finite if v > 0]
     if panel.log and positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
+    else:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")  # no common factor over the title
     ends, told = [], []
     for i, (key, label) in enumerate(lines):
         # Evaluations come every so often: joined across the steps that have none.
@@ -167,11 +170,19 @@ def _draw(run: Run, panel: Panel, lines: Sequence[tuple[str, str]], marks: Seque
         axes.plot(x, y, color=COLOURS[i], linestyle=DASHES[i], linewidth=1.4, marker="o" if few else "", markersize=2.5)
         ends.append((x[-1], y[-1], label, COLOURS[i]))
         told.append(f"{label} {y[0]:.3g} at step {x[0]}, {y[-1]:.3g} at step {x[-1]}")
+        for old_steps, old in run.abandoned:
+            left = [(s, v) for s, v in zip(old_steps, old.get(key, []), strict=False) if math.isfinite(v)]
+            if left:
+                axes.plot([s for s, _ in left], [v for _, v in left], color=COLOURS[i], linestyle=DASHES[i],
+                          linewidth=0.8, alpha=0.6)  # fmt: skip
+                axes.plot(*left[-1], color=COLOURS[i], marker="x", markersize=5)
+                told.append(f"left behind: {label} {left[-1][1]:.3g} at step {left[-1][0]}")
     if panel.level is not None and finite and max(finite) > 0.8 * panel.level:
         axes.axhline(panel.level, color="0.4", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(panel.level_name, (0, panel.level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
-    if len(run.steps) > 1:
-        axes.set_xlim(run.steps[0], run.steps[-1])
+    every = [step for steps in (run.steps, *(steps for steps, _ in run.abandoned)) for step in steps]
+    if len(set(every)) > 1:
+        axes.set_xlim(min(every), max(every))
     _mark(axes, marks)
     if len(lines) > 1:
         _name_lines(axes, ends)

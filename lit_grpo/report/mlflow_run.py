@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.errors import UserError
-from lit_grpo.report.run import RUN_ID, Run, add_files, read_folder, table
+from lit_grpo.report.run import RUN_ID, Run, add_files, fill, read_folder
 
 ARTIFACTS = ("findings.jsonl", "config.yaml", "objective.json", "flight")
 
@@ -86,18 +86,18 @@ def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
     except MlflowException as error:
         first = str(error).strip().partition("\n")[0][:200]
         raise UserError(f"MLflow at {uri} gives no run {run_id}: {first}", where="RUN") from error
-    steps, metrics = table(rows)
     began = found.info.start_time
     run = Run(
         name=found.info.run_name or run_id,
         source=f"MLflow run {run_id} in {uri}",
-        steps=steps,
-        metrics=metrics,
+        steps=[],
+        metrics={},
         tags={k: str(v) for k, v in found.data.tags.items() if not k.startswith("mlflow.")},
         started=datetime.fromtimestamp(began / 1000, UTC).isoformat(timespec="seconds") if began else "",
         run_id=run_id,
         status=found.info.status,
     )
+    fill(run, rows)
     with tempfile.TemporaryDirectory(prefix="lit-grpo-report-") as place:
         try:
             there = {item.path for item in client.list_artifacts(run_id)}
@@ -111,39 +111,43 @@ def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
 
 
 def _rows(client: Any, run_id: str, keys: Any) -> list[dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    for key in keys:
-        history = client.get_metric_history(run_id, key)
-        for metric in sorted(history, key=lambda m: m.timestamp):  # of a step trained twice the later value holds
-            rows.setdefault(metric.step, {"step": metric.step})[key] = metric.value
-    return [rows[step] for step in sorted(rows)]
+    histories = ((key, client.get_metric_history(run_id, key)) for key in keys)
+    return _in_order([(m.timestamp, m.step, key, m.value) for key, history in histories for m in history])
+
+
+def _in_order(points: list[tuple[int, int, str, float]]) -> list[dict[str, Any]]:
+    """Records in the order of logging, from (time in ms, step, key, value); what was logged at one time is one."""
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for when, step, key, value in sorted(points, key=lambda point: point[:2]):
+        rows.setdefault((when, step), {"step": step})[key] = value
+    return list(rows.values())
 
 
 def read_file_store(folder: Path) -> Run:
     """A run in an ``mlruns`` folder of MLflow's file store, which MLflow itself no longer opens."""
     import yaml
 
-    rows: dict[int, dict[str, Any]] = {}
+    points: list[tuple[int, int, str, float]] = []
     for path in sorted(p for p in (folder / "metrics").rglob("*") if p.is_file()):
         key = path.relative_to(folder / "metrics").as_posix()
         for line in path.read_text().splitlines():
             parts = line.split()  # time in ms, value, step
             if len(parts) == 3:
-                rows.setdefault(int(parts[2]), {"step": int(parts[2])})[key] = float(parts[1])
+                points.append((int(parts[0]), int(parts[2]), key, float(parts[1])))
     meta = yaml.safe_load((folder / "meta.yaml").read_text()) if (folder / "meta.yaml").is_file() else {}
     tags = folder / "tags"
-    steps, metrics = table([rows[step] for step in sorted(rows)])
     status = {3: "FINISHED", 4: "FAILED", 5: "KILLED"}.get(meta.get("status") or 0, "")
     run = Run(
         name=str(meta.get("run_name") or folder.name),
         source=str(folder),
-        steps=steps,
-        metrics=metrics,
+        steps=[],
+        metrics={},
         tags={p.name: p.read_text().strip() for p in tags.iterdir() if not p.name.startswith("mlflow.")}
         if tags.is_dir()
         else {},
         run_id=folder.name,
         status=status,
     )
+    fill(run, _in_order(points))
     add_files(run, folder / "artifacts")
     return run

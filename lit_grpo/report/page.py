@@ -85,7 +85,7 @@ def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
         facts=_facts(run),
         main=_shown_diagnosis(main) if main else None,
         history=[_shown_diagnosis(e) for e in diagnoses(run)],
-        deeds=[e for e in run.events if e.get("event") in ("rollback", "adjust", "skip_step")],
+        deeds=[e for e in run.events if e.get("event") in ("rollback", "adjust", "skip_step", "exception")],
         quiet=_why_quiet(run),
         curves=curves,
         left_out=left_out,
@@ -129,6 +129,7 @@ def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
         "onset": event.get("onset"),
         "explanation": str(event.get("explanation") or ""),
         "action": str(event.get("action") or ""),
+        "instead": str(event.get("instead") or ""),
         "remedies": [str(r) for r in event.get("remedies") or []],
         "findings": [
             {

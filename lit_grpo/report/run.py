@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.tracking import flight
 from lit_grpo.tracking.folder import shown
-from lit_grpo.tracking.spool import FILE_NAME, read_metrics
+from lit_grpo.tracking.spool import FILE_NAME, read_lines
 
 FINDINGS_FILE = "findings.jsonl"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -29,6 +29,8 @@ class Run:
     steps: list[int]
     metrics: dict[str, list[float]]
     """By key, one value for each of ``steps``; NaN where it was not logged."""
+    abandoned: list[tuple[list[int], dict[str, list[float]]]] = field(default_factory=list)
+    """Steps and metrics of what was trained on and then left behind by a rollback or a resume, oldest first."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Lines of findings.jsonl, in order."""
     config: str = ""
@@ -64,6 +66,25 @@ class Run:
         except yaml.YAMLError:
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Put metrics into ``run`` from records in the order in which they were logged.
+
+    A record of a step that was logged before, with later steps behind it, means that the run went back there: what it
+    had from that step on is left behind.
+    """
+    current: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        step = int(line.get("step", 0))
+        again = (line.keys() & current.get(step, {}).keys()) - {"step", "wall_time", "epoch"}
+        if again and step < max(current):
+            gone = {s: row for s, row in current.items() if s >= step}
+            lead = [current[step - 1]] if step - 1 in current else []  # so that the line begins where it branched off
+            run.abandoned.append(table([*lead, *gone.values()]))
+            current = {s: row for s, row in current.items() if s < step}
+        current.setdefault(step, {}).update(line)
+    run.steps, run.metrics = table([current[step] for step in sorted(current)])
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]]:
@@ -118,7 +139,7 @@ def read_folder(folder: Path) -> Run:
         )
     run = Run(folder.resolve().name, shown(folder.absolute()), [], {})
     if (folder / FILE_NAME).exists():
-        run.steps, run.metrics = table(read_metrics(folder))
+        fill(run, (record for record, _ in read_lines(folder / FILE_NAME)))
     else:
         run.notes.append(f"{FILE_NAME} is missing: there are no curves.")
     add_files(run, folder)
@@ -142,8 +163,9 @@ def add_files(run: Run, folder: Path) -> None:
 
 
 def _add_records(run: Run, records: Path) -> None:
-    # What an alarm kept comes first: the ring may have lost it since, and the ring's own version wins.
-    for part in [*sorted(path for path in records.iterdir() if path.is_dir()), records]:
+    # What an alarm kept wins, the first alarm before later ones: after a rollback the ring holds the same steps anew.
+    kept = (path for path in records.iterdir() if path.is_dir())
+    for part in [records, *sorted(kept, key=lambda path: path.name.rpartition("-")[2], reverse=True)]:
         run.records.update(flight.recorded_steps(part))
         run.token_texts.update(flight.read_token_texts(part))
         if reason := _json(part / flight.REASON_FILE):
@@ -194,6 +216,9 @@ def how_it_ended(run: Run) -> str:
         return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
     if broke is not None and int(broke.get("step") or 0) >= done:
         return f"broke off {after}: {broke.get('explanation')}"
+    told = next((e for e in reversed(run.events) if e.get("event") == "exception" and e.get("reason")), None)
+    if told is not None and int(told.get("step") or 0) >= done:
+        return f"stopped {after}: {told['reason']}"
     if run.status in ("FAILED", "KILLED"):
         return f"{run.status.lower()} {after}"
     if run.status == "FINISHED" or (planned is not None and done >= planned):

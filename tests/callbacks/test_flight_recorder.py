@@ -44,7 +44,13 @@ def steps(folder):
 
 def alarm(severity):
     def write(trainer):
-        line = {"event": "diagnosis", "diagnosis": "C_NL", "severity": severity, "explanation": "entropy 0.3 → 1.9"}
+        line = {
+            "event": "diagnosis",
+            "diagnosis": "C_NL",
+            "severity": severity,
+            "step": 3,
+            "explanation": "entropy 0.3 → 1.9",
+        }
         with (tmp(trainer) / FINDINGS_FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -123,8 +129,8 @@ def test_an_alarm_keeps_what_the_ring_would_lose(tmp_path, severity):
         assert kept == []
         return
     (folder,) = kept
-    assert folder.name == "C_NL-000004"  # the monitor came after the recorder at step 3
-    assert list(flight.recorded_steps(folder)) == [3, 4]
+    assert folder.name == "C_NL-000003"
+    assert list(flight.recorded_steps(folder)) == [2, 3], "kept before step 4, as a rollback would train on 2 again"
     assert json.loads((folder / flight.REASON_FILE).read_text())["explanation"] == "entropy 0.3 → 1.9"
     assert flight.read_step(flight.step_file(folder, 3)).step == 3
     assert flight.read_token_texts(folder)

@@ -236,6 +236,36 @@ def test_what_an_alarm_kept_is_found_when_the_ring_has_lost_it(tmp_path):
     assert "Before onset: step 19" in page_of(folder).text
 
 
+def test_after_a_rollback_both_lives_are_there(tmp_path):
+    """Steps 19 to 30 went wrong and were left behind; the second life went from 19 to 24 until now."""
+    folder = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({**line, "entropy": 0.125}) + "\n" for line in lines[18:24])
+        file.write(json.dumps({"step": 23, "val/reward": 0.5}) + "\n")  # a key that the step did not have
+    ring = folder / flight.FOLDER
+    flight.link_folder(ring, ring / f"C_NL-{SEEN:06d}")
+    write_record(ring, 19, "anew")
+    run = read_folder(folder)
+    assert run.steps == list(range(1, 25))
+    assert run.values("entropy")[17:] == [0.4] + [0.125] * 6
+    ((steps, old),) = run.abandoned
+    assert steps == list(range(18, 31))
+    assert old["entropy"][-1] == pytest.approx(2.4)
+    pictures, html = make_report(run)
+    reward = next(p for p in pictures if p.name == "reward")
+    assert "left behind: training 0 at step 30" in reward.alt
+    assert "left behind by a rollback" in html
+    assert "anew" not in html, "the collapse is shown, not what came after it"
+
+
+def test_stopped_by_a_guard(tmp_path):
+    folder = make_run(tmp_path / "run", steps=5)
+    with (folder / "findings.jsonl").open("a") as file:
+        file.write('{"event": "exception", "step": 6, "reason": "engine and learner disagree"}\n')
+    assert how_it_ended(read_folder(folder)) == "stopped after 5 of 30 rollouts: engine and learner disagree"
+
+
 def test_stopped_by_a_monitor(tmp_path):
     folder = make_run(tmp_path / "run", steps=12)
     (folder / "run.json").write_text('{"tags": {"stop.reason": "C_NL: all is lost", "stop.callback": "HealthMonitor"}}')
@@ -309,9 +339,10 @@ def test_from_mlflow(tmp_path, monkeypatch):
     client.set_terminated(run_id, "KILLED")
     for where in (run_id, f"runs:/{run_id}", f"runs/artifacts/{run_id}/artifacts"):
         with open_run(where) as run:
-            assert (run.name, run.steps, run.values("reward")) == ("sent", [1, 2, 3], [0.1, 0.25, 0.3])
+            assert (run.name, run.steps, run.values("reward")) == ("sent", [1, 2], [0.1, 0.25])
+            assert [steps for steps, _ in run.abandoned] == [[1, 2, 3]]
             assert len(run.events) == 4
-            assert how_it_ended(run) == "stopped after 3 of 30 rollouts by a monitor: enough"
+            assert how_it_ended(run) == "stopped after 2 of 30 rollouts by a monitor: enough"
             _, html = make_report(run)
             assert "✖ critical: C_NL" in html
     assert main(["report", "f" * 32, "--tracking-uri", uri]) == 2
