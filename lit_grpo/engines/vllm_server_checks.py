@@ -52,6 +52,12 @@ def check_server(
             where=where,
             remedy="start it with --logprobs-mode processed_logprobs",
         )
+    if facts["device"] == "cpu" and facts["chunked_prefill"]:
+        raise UserError(
+            "the vLLM server on CPU would die of the first long prompt that it splits: it cannot do so with seeds",
+            where=where,
+            remedy="start it with --no-enable-chunked-prefill",
+        )
     text = model_config.get_text_config()
     for name in SHAPE:
         served, own = facts["shape"].get(name), getattr(text, name, None)

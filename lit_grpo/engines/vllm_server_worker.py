@@ -31,6 +31,8 @@ class WeightLoader:
             "max_model_len": int(model.max_model_len),
             "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
             "generation_config": str(model.generation_config),
+            "device": str(config.device_config.device_type),
+            "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
         }
 
     def lit_grpo_load_weights(self, folder: str) -> dict[str, str]:

@@ -51,6 +51,8 @@ class StandIn:
             "max_model_len": 192,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",
+            "device": "cpu",
+            "chunked_prefill": False,
         }
         self.extension = self.dev_mode = self.scale_out = self.tells_versions = True
         self.asked: list[int] = []

@@ -319,6 +319,10 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
     server.facts["logprobs_mode"] = "raw_logprobs"
     told("--logprobs-mode processed_logprobs")
     server.facts["logprobs_mode"] = "processed_logprobs"
+    server.facts["chunked_prefill"] = True
+    told("--no-enable-chunked-prefill")
+    server.facts["device"] = "cuda"
+    engine_for(server).close()
     server.tells_versions = False
     told("vLLM 0.32 or newer")
     server.scale_out = False
@@ -374,3 +378,17 @@ def test_the_documented_command_is_the_one_that_works() -> None:
     for flag in ("--enable-scale-out", "--skip-tokenizer-init", EXTENSION, "processed_logprobs", "--generation-config"):
         assert flag in by_hand
         assert flag in HAND_COMMAND
+
+
+@recover
+def test_open_generations_recover_each_for_itself(engine: VLLMServer, server: StandIn) -> None:
+    got, first = kill_in_the_middle(engine, server)
+    second = engine.generate(ASKED, SAMPLING)
+    threading.Timer(0.3, server.rise).start()
+    found: tuple[list[Any], list[Any]] = (got, [])
+    for _ in range(2):  # in turn, as active sampling does
+        found[1].append(next(second))
+        found[0].append(next(first))
+    check_all(found[0] + list(first))
+    check_all(found[1] + list(second))
+    engine.sync(weights(3.0), 6)
