@@ -160,7 +160,7 @@ def _draw(run: Run, panel: Panel, lines: Sequence[tuple[str, str]], marks: Seque
     if panel.log and positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
     else:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")  # no common factor over the title
+        axes.yaxis.set_major_formatter(lambda value, _: short(value))  # no common factor over the title
     ends, told = [], []
     for i, (key, label) in enumerate(lines):
         # Evaluations come every so often: joined across the steps that have none.
@@ -275,6 +275,11 @@ def draw_histograms(rewards: Sequence[tuple[str, Sequence[float]]]) -> Picture:
         for (name, _), row in zip(rewards, counts, strict=True)
     )
     return Picture("reward_histogram", f"rewards of the completions. {told}", _png(figure))
+
+
+def short(value: float) -> str:
+    """Three digits, or whole thousands."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def _mean(values: Sequence[float]) -> float:

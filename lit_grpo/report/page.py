@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases
+from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
 from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
 from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
 from lit_grpo.tracking.folder import REPORT_FILE
@@ -84,8 +84,7 @@ def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
         ended=how or how_it_ended(run),
         facts=_facts(run),
         main=_shown_diagnosis(main) if main else None,
-        history=[_shown_diagnosis(e) for e in diagnoses(run)],
-        deeds=[e for e in run.events if e.get("event") in ("rollback", "adjust", "skip_step", "exception")],
+        history=_history(run),
         quiet=_why_quiet(run),
         curves=curves,
         left_out=left_out,
@@ -141,6 +140,27 @@ def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
             for f in findings
         ],
     }
+
+
+def _history(run: Run) -> list[dict[str, str]]:
+    """Diagnoses and what was done, in the order in which they were written."""
+    rows = []
+    known = {id(e) for e in diagnoses(run)}
+    for event in run.events:
+        kind = event.get("event")
+        if id(event) in known:
+            told = _shown_diagnosis(event)
+            done = f"{told['action']}: {told['instead']}" if told["instead"] else told["action"]
+            row = {"what": f"{told['sign']}: {told['name']}", "more": told["explanation"], "done": done}
+        elif kind in ("rollback", "adjust", "skip_step", "exception"):
+            others = {
+                key: value for key, value in event.items() if key not in ("event", "step") and value not in (None, {})
+            }
+            row = {"what": f"→ {kind}", "more": "; ".join(f"{k}: {v}" for k, v in others.items()), "done": ""}
+        else:
+            continue
+        rows.append({"step": str(event.get("step", "-")), **row})
+    return rows
 
 
 def _why_quiet(run: Run) -> str:
@@ -215,7 +235,7 @@ def _short(value: Any) -> str:
         number = float(value)
     except (TypeError, ValueError):
         return "-" if value is None else str(value)
-    return f"{number:,.0f}" if 1000 <= abs(number) < 1e7 else f"{number:.3g}"
+    return short(number)
 
 
 def _seconds(value: float) -> str:

@@ -62,20 +62,19 @@ class Moment:
 
 def choose_steps(run: Run, onset: int | None, seen: int | None) -> list[tuple[str, int]]:
     """(title, step) of the records to show: the first, the last before the onset and the first from when it was seen
-    on; without an onset the first and the last. Fewer where fewer were recorded."""
+    on; the last where that makes fewer than three. Without an onset the first and the last."""
     steps = list(run.records)
     if not steps:
         return []
-    if onset is None:
-        chosen = [("first recorded", steps[0]), ("last recorded", steps[-1])]
-    else:
+    chosen = {steps[0]: "first recorded"}
+    if onset is not None:
         before = [s for s in steps if s < onset]
         after = [s for s in steps if s >= (seen or onset)] or [s for s in steps if s >= onset]
-        chosen = [("before onset", before[-1])] if before else []
-        chosen += [("after onset", after[0])] if after else []
-        if before and before[0] != before[-1]:
-            chosen.insert(0, ("first recorded", before[0]))
-    return list({step: (title, step) for title, step in chosen}.values())
+        chosen |= {before[-1]: "before onset"} if before else {}
+        chosen |= {after[0]: "after onset"} if after else {}
+    if len(chosen) < 3:
+        chosen.setdefault(steps[-1], "last recorded")
+    return [(title, step) for step, title in chosen.items()]
 
 
 def read_records(run: Run, chosen: Sequence[tuple[str, int]]) -> list[tuple[str, flight.RecordedStep]]:

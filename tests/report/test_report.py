@@ -78,6 +78,8 @@ def test_the_page_tells_the_story_of_a_collapse(tmp_path):
     assert "grad_norm 1 - inf 5" in text
     assert "▲ warning: conflict" in text, "the earlier, milder diagnosis is in the order of time"
     assert "to: 18" in text, "so is what was done"
+    order = text.partition("In order of time")[2]
+    assert order.index("warning: conflict") < order.index("critical: C_NL") < order.index("→ rollback")
     assert "nl" in text
     assert "1e-06" in text
     for title in ("First recorded: step 1", "Before onset: step 19", f"After onset: step {SEEN}"):
@@ -223,7 +225,7 @@ def test_broke_off_in_its_first_step(tmp_path):
     (kept / flight.REASON_FILE).write_text('{"reason": "exception", "step": 1, "explanation": "ValueError: boom"}')
     page = page_of(folder)
     assert "Broke off after 0 of 30 rollouts: ValueError: boom." in page.text
-    assert "Last recorded: step 1 (broke off in this step)" in page.text
+    assert "First recorded: step 1 (broke off in this step)" in page.text
     assert "No metrics were recorded" in page.text
 
 
@@ -285,7 +287,8 @@ def test_the_diagnosis_that_tells_the_story(given, name):
 
 @pytest.mark.parametrize(
     ("steps", "onset", "seen", "chosen"),
-    [([1, 5, 9, 10], 7, 9, [1, 5, 9]), ([8, 9, 10], 7, 9, [9]), ([1, 2, 3], 9, 9, [1, 3]), ([4], None, None, [4]),
+    [([1, 5, 9, 10], 7, 9, [1, 5, 9]), ([8, 9, 10], 7, 9, [8, 9, 10]), ([1, 2, 3], 9, 9, [1, 3]),
+     ([4], None, None, [4]),
      ([1, 2, 3], None, None, [1, 3]), ([], 5, 6, []), ([1, 8], 7, 9, [1, 8])],
 )  # fmt: skip
 def test_which_steps_are_shown(tmp_path, steps, onset, seen, chosen):
