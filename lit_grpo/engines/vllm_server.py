@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,8 @@ class VLLMServer:
         """Generations that are running."""
         self._closed = False
         self._scratch = make_scratch_folder(settings.weights_folder, weight_bytes)
+        # A run that ends with an exception closes nothing.
+        self._remove_files = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._process: ServerProcess | None = None
         self._client: Client | None = None
         try:
@@ -405,7 +408,7 @@ class VLLMServer:
         process, self._process = self._process, None
         if process is not None:
             process.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove_files()
 
     @property
     def _http(self) -> Client:

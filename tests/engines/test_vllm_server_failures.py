@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -392,3 +393,13 @@ def test_open_generations_recover_each_for_itself(engine: VLLMServer, server: St
     check_all(found[0] + list(first))
     check_all(found[1] + list(second))
     engine.sync(weights(3.0), 6)
+
+
+def test_files_go_with_an_engine_that_nobody_closed(server: StandIn) -> None:
+    engine = engine_for(server)
+    engine.sync(weights(1.0), 0)
+    scratch = engine._scratch
+    assert scratch.exists()
+    del engine
+    gc.collect()
+    assert not scratch.exists()
