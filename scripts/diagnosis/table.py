@@ -73,14 +73,8 @@ def rollback_row(run: Mapping[str, Any]) -> list[str]:
     returns = "; ".join(f"{at} to {to}, {why}" for at, to, why in run["rollbacks"]) or "none"
     if run["status"] == "stopped":
         returns += f"; then stopped after {run['steps']} rollouts"
-    return [
-        name,
-        f"{run['best']:.2f}",
-        f"{run['final']:.2f}",
-        _percent(share),
-        returns,
-        "yes" if run["saved"] else "**no**",
-    ]
+    saved = "yes" if run["saved"] else "**no**" if run["collapsed"] else "did not collapse"
+    return [name, f"{run['best']:.2f}", f"{run['final']:.2f}", _percent(share), returns, saved]
 
 
 def misses(runs: Sequence[Mapping[str, Any]]) -> list[str]:
