@@ -198,8 +198,9 @@ def test_without_a_checkpoint_from_before_it_stops(tmp_path):
 
 def test_back_to_the_very_start(tmp_path):
     watcher = health(monitors=[Alarm(onset=1)])
-    module, recorder, _ = fit(tmp_path, Kick(3, "learning rate"), watcher)
+    module, recorder, trainer = fit(tmp_path, Kick(3, "learning rate"), watcher)
     assert watcher.targets == [0]
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == ROLLOUTS
     assert module.policy_version == ROLLOUTS
     assert recorder.ids[4] == recorder.ids[0]
     assert len(recorder.metrics) == 4 + ROLLOUTS
