@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 from lit_grpo import rng
-from lit_grpo.engines import make_engine
+from lit_grpo.engines import check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
 from lit_grpo.policy.load import end_token_ids, load_model_config
@@ -119,10 +119,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 where="model",
                 remedy="use lit_grpo.LitGRPO or a subclass",
             )
-        if self.engine_config.name == "vllm":
-            from lit_grpo.engines.vllm_start import check_installed
-
-            check_installed()
+        check_engine(self.engine_config)
         if stage == "fit":
             self._check_answers_are_looked_for()
             if self._ahead and self.engine_config.sleep:

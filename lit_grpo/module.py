@@ -137,6 +137,10 @@ class LitGRPO(pl.LightningModule):
         """Of the last rollout, for callbacks: tensors on the module's device."""
         self.last_advantages: Tensor | None = None
         """[N, T]."""
+        self.last_logprobs: Tensor | None = None
+        """Learner's, before the first update, [N, T]; None where the first step saw only some of the completions."""
+        self.last_entropy: Tensor | None = None
+        """Likewise."""
         self.optimizer_steps = 0
         """Of the policy."""
         self.critic_steps = 0
@@ -282,6 +286,7 @@ class LitGRPO(pl.LightningModule):
         self._merge_states()
         self.last_experience, self.last_advantages = experience, advantages
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
+        self.last_logprobs, self.last_entropy = experience.old_logprobs, experience.entropy
         updater = Updater(self, self._passes)
         for update, rows in enumerate(self._minibatches(batch)):
             for pass_index in range(objective.passes):

@@ -80,6 +80,7 @@ class Updater:
             model.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         guard = guards.FirstUpdate(batch, step.experience, module.policy_version) if first_pass else None
+        seen_first: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         active = plan.active.cpu()
         # Completions that the objective multiplies by zero need no gradient, only their place in the metrics.
         parts = [(c, True) for c in module.micro_batches(batch, rows[active])]
@@ -95,11 +96,13 @@ class Updater:
             metrics.update(out.metrics, out.maxima)
             add_direction(metrics, out.token_weights)
             if guard is not None:
+                seen_first.append((chosen, stats.logprobs.detach(), stats.entropy))
                 guard.add(chosen, stats.logprobs)
                 assert stats.entropy is not None
                 tokens = sum(len(batch.completions[i].token_ids) for i in chosen.tolist())
                 metrics.add("entropy", stats.entropy.detach().sum(), tokens)
         if guard is not None:
+            self._keep(seen_first, len(batch.completions))
             guard.check_truncation(module.guards)
             guard.check(module.guards, module.reduce_or_none, next(module.parameters()).dtype)
         if plan.empty:
@@ -133,6 +136,15 @@ class Updater:
             model.scheduler.step()
         module.optimizer_steps += not step.warmup
         module.critic_steps += module.critic is not None
+
+    def _keep(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], count: int) -> None:
+        """What the learner said of each token before any weight changed, where the first step saw all completions."""
+        if sum(len(rows) for rows, _, _ in parts) < count:
+            return
+        self.module.last_logprobs = shape.gather_rows([(rows, logprobs) for rows, logprobs, _ in parts], count)
+        entropies = [(rows, entropy.detach()) for rows, _, entropy in parts if entropy is not None]
+        if len(entropies) == len(parts):
+            self.module.last_entropy = shape.gather_rows(entropies, count)
 
     def _own_gradients(self) -> AbstractContextManager[Any]:
         """Keep DDP from exchanging gradients in a backward pass.

@@ -58,9 +58,8 @@ def main() -> int:
     learner = alone["step"] - alone["generation"]  # update, sync, logging: all that is not sampling
     longer = max(alone["generation"], learner)
     both = medians[1]["step"]
-    print(
-        f"step with overlap {both:.3f} s = {both / longer:.2f} x the longer of generation and everything else ({longer:.3f} s)"
-    )
+    share = f"{both / longer:.2f} x the longer of generation and everything else ({longer:.3f} s)"
+    print(f"step with overlap {both:.3f} s = {share}")
     print(f"speed-up over one after the other: {alone['step'] / both:.2f} x")
     return 0
 

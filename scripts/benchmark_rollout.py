@@ -3,6 +3,7 @@
 
     python scripts/benchmark_rollout.py --model models/SmolLM2-135M-Instruct
     python scripts/benchmark_rollout.py --shape qwen2-1.5b --dtype bfloat16 --prompts 64 --max-new-tokens 128
+    python scripts/benchmark_rollout.py --shape tiny --engine transformers
 
 Every round runs each contestant once, in turn, so that a busy machine slows all of them alike. The last lines give our
 median over bare's: at most 1.05 is the goal. CPU time is the steadier of the two where other programs run.
@@ -12,12 +13,16 @@ median over bare's: at most 1.05 is the goal. CPU time is the steadier of the tw
 * ``bare, unseeded``: the same without seeds.
 * ``bare, objects``: with one object per log-probability (vLLM's default), read token by token.
 * ``ours``: ``VLLMEngine.generate``, every completion read.
+
+With ``--engine transformers`` bare is ``model.generate`` on the whole batch and ours ``TransformersEngine.generate``.
+``scripts/benchmark_server.py`` does the like for a server.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import platform
 import statistics
@@ -32,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lit_grpo.types import Request, Sampling
 
+Contestant = Callable[[], Any]
+
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, vocabulary
     "tiny": (2, 128, 256, 4, 2, 512),
     "smollm2-135m": (30, 576, 1536, 9, 3, 49152),
@@ -44,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="folder of a Hugging Face model")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
     source.add_argument("--shape", choices=SHAPES, help="a Qwen2-shaped model of this size with random weights")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
@@ -56,30 +64,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="contestants beside `bare` and `ours`")
     args = parser.parse_args()
 
-    from lit_grpo.engines.vllm import VLLMEngine
-
     with tempfile.TemporaryDirectory() as folder:
         path = args.model or write_shape(args.shape, Path(folder))
-        engine = VLLMEngine(
-            path,
-            end_token_ids=(),  # nobody stops early, so all contestants make equally many tokens
-            dtype=args.dtype,
-            max_model_len=args.prompt_tokens + args.max_new_tokens,
-            max_num_seqs=args.max_num_seqs,
-            **({"load_format": "auto"} | args.engine_args),
-        )
-    requests = make_requests(engine, args)
-    sampling = Sampling(max_new_tokens=args.max_new_tokens)
-    contestants = make_contestants(engine, requests, sampling)
-    if args.only is not None:
-        contestants = {name: run for name, run in contestants.items() if name in ("bare", "ours", *args.only)}
+        if args.engine == "transformers":
+            contestants, closers = transformers_contestants(path, args)
+        else:
+            contestants, closers = vllm_contestants(path, args)
     tokens = args.prompts * args.samples * args.max_new_tokens
-    print(f"{describe(engine, args)}\n{tokens} tokens a round", flush=True)
+    print(f"{describe(args)}\n{tokens} tokens a round", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(args.rounds + 1):  # the first warms up
         for name, run in list(contestants.items())[:: 1 if round_ % 2 else -1]:
-            engine._llm.reset_prefix_cache()
             gc.collect()
             gc.freeze()  # vLLM's own state after its start, which VLLMEngine puts back
             started, cpu_started = time.perf_counter(), time.process_time()
@@ -98,11 +94,55 @@ def main() -> int:
     for what, measured in (("time", seconds), ("CPU time", cpu_seconds)):
         ratio = statistics.median(measured["ours"]) / statistics.median(measured["bare"])
         print(f"ours takes {ratio:.3f} of bare's {what}")
-    engine.close()
+    for close in closers:
+        close()
     return 0
 
 
-def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -> dict[str, Callable[[], int]]:
+def transformers_contestants(path: Any, args: argparse.Namespace) -> tuple[dict[str, Contestant], list[Contestant]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lit_grpo.engines.transformers import TransformersEngine
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    requests = make_requests(model.config.vocab_size, args)
+    engine = TransformersEngine(model, (), args.max_num_seqs)
+    engine.sync((), 0)
+
+    def bare() -> int:
+        ids = torch.tensor([r.token_ids for r in requests for _ in r.seeds], device=model.device)
+        length = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens}
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=mask, do_sample=True, top_k=0, pad_token_id=0, **length)
+        return int(out[:, ids.shape[1] :].numel())
+
+    sampling = Sampling(max_new_tokens=args.max_new_tokens)
+    return {"bare": bare, "ours": lambda: sum(len(c.token_ids) for c in engine.generate(requests, sampling))}, []
+
+
+def vllm_contestants(path: Any, args: argparse.Namespace) -> tuple[dict[str, Contestant], list[Contestant]]:
+    from lit_grpo.engines.vllm import VLLMEngine
+
+    engine = VLLMEngine(
+        path,
+        end_token_ids=(),  # nobody stops early, so all contestants make equally many tokens
+        dtype=args.dtype,
+        max_model_len=args.prompt_tokens + args.max_new_tokens,
+        max_num_seqs=args.max_num_seqs,
+        **({"load_format": "auto"} | args.engine_args),
+    )
+    requests = make_requests(engine._vocab_size, args)
+    sampling = Sampling(max_new_tokens=args.max_new_tokens)
+    contestants = make_contestants(engine, requests, sampling)
+    if args.only is not None:
+        contestants = {name: run for name, run in contestants.items() if name in ("bare", "ours", *args.only)}
+    return contestants, [engine.close]
+
+
+def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -> dict[str, Contestant]:
     """Each runs all requests and returns the number of tokens made."""
     from vllm import SamplingParams
 
@@ -118,6 +158,7 @@ def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -
                 one.flat_logprobs = not read_objects
                 one.seed = one.seed if seeded else None
                 params.append(one)
+        engine._llm.reset_prefix_cache()
         results = [c for r in engine._llm.generate(prompts, params, use_tqdm=False) for c in r.outputs]
         if read_objects:
             for c in results:
@@ -133,11 +174,10 @@ def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -
     }
 
 
-def make_requests(engine: Any, args: argparse.Namespace) -> list[Request]:
+def make_requests(vocabulary: int, args: argparse.Namespace) -> list[Request]:
     import random
 
     draw = random.Random(0)
-    vocabulary = engine._vocab_size
     return [
         Request(
             i,
@@ -169,13 +209,16 @@ def write_shape(name: str, folder: Path) -> Path:
     return folder
 
 
-def describe(engine: Any, args: argparse.Namespace) -> str:
+def describe(args: argparse.Namespace) -> str:
     import torch
-    import vllm
+
+    library = "transformers" if args.engine == "transformers" else "vllm"
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    number = importlib.import_module(library).__version__
     return (
-        f"vLLM {vllm.__version__}, torch {torch.__version__}, {device}, {args.model or args.shape}, {args.dtype}, "
+        f"{args.engine}, {library} {number}, torch {torch.__version__}, {device}, "
+        f"{args.model or args.shape}, {args.dtype}, "
         f"{args.prompts} prompts of {args.prompt_tokens} tokens x {args.samples} samples x {args.max_new_tokens} tokens"
     )
 

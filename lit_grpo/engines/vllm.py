@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.vllm_requests import check_requests
 from lit_grpo.engines.vllm_start import KEY, check_installed, checked_path, forget_graph_pool, process_left_alone, start
 from lit_grpo.engines.vllm_weights import reload_weights
 from lit_grpo.errors import UserError
@@ -22,9 +23,6 @@ from lit_grpo.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from lit_grpo.engines.config import EngineConfig
-
-LOWEST_TEMPERATURE = 0.01
-"""vLLM silently samples at this temperature when a lower one above 0 is asked for."""
 
 
 class VLLMEngine:
@@ -135,7 +133,7 @@ class VLLMEngine:
         self._require_open()
         if self._unusable:
             raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
-        self._check(requests, sampling)
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         return self._generate(list(requests), sampling)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
@@ -205,35 +203,6 @@ class VLLMEngine:
             # Nothing of use can be said about a failure here that the error which led here does not say better.
             with contextlib.suppress(Exception):
                 self._engine.abort_request(keys)
-
-    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        if sampling.max_new_tokens < 1:
-            raise UserError(
-                f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1", where="data.sampling.max_new_tokens"
-            )
-        if sampling.temperature < 0 or 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise UserError(
-                f"vLLM cannot sample at temperature {sampling.temperature}",
-                where="data.sampling.temperature",
-                remedy=f"0 (greedy) or at least {LOWEST_TEMPERATURE}",
-            )
-        for request in requests:
-            length = len(request.token_ids)
-            if not length:
-                raise UserError(f"prompt {request.index} is empty")
-            if length + sampling.max_new_tokens > self.max_model_len:
-                raise UserError(
-                    f"prompt {request.index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} that "
-                    f"is more than the engine's max_model_len {self.max_model_len}",
-                    where=f"{KEY}.max_model_len",
-                    remedy=f"raise it to at least {length + sampling.max_new_tokens}, lower max_new_tokens, "
-                    "or leave out long prompts",
-                )
-            if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
-                raise UserError(
-                    f"prompt {request.index} holds ids outside the model's vocabulary of {self._vocab_size}",
-                    remedy="use the tokenizer of the same model folder",
-                )
 
     # ---------------------------------------------------------------------------------------------- weights
 

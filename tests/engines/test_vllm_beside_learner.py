@@ -17,9 +17,7 @@ from tests.module.test_staleness import Truth
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="compares float32 log-probabilities; CUDA has bfloat16"
-    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compares float32 log-probabilities; CUDA has bfloat16"),
 ]
 POLICY = PolicyConfig(tiny=TinyModel(layers=2, width=64, heads=2))  # vLLM on CPU wants heads of 32 or more
 ENGINE = EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26})
@@ -29,7 +27,7 @@ def run(staleness: int, *callbacks: Any, rollouts: int = 4, **fit: Any) -> tuple
     recorder = tiny.Recorder()
     module = tiny.module(policy=POLICY, max_staleness=staleness, updates_per_rollout=2)
     data = tiny.data(rollouts=rollouts, engine=ENGINE, sampling=Sampling(max_new_tokens=8))
-    trainer = tiny.trainer(callbacks=[recorder, *callbacks], enable_checkpointing=True)
+    trainer = tiny.trainer(callbacks=[recorder, *callbacks], enable_checkpointing=bool(callbacks))
     trainer.fit(module, datamodule=data, **fit)
     return module, recorder
 

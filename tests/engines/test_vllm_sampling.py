@@ -73,6 +73,14 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(engine: Any, model:
     assert largest_gap(model, asked, completions, temperature * (1.2 if ON_GPU else 1.001)) > GAP
 
 
+def test_more_prompt_tokens_than_one_step_takes(engine: Any, model: Any) -> None:
+    """vLLM on CPU dies of a prompt that it splits over two steps if the request has a seed."""
+    prompts = [tuple((i * 31 + j * (i + 3)) % 125 + 3 for j in range(170)) for i in range(60)]
+    asked = requests(1, prompts=prompts)
+    completions = sampled(engine, asked, Sampling(max_new_tokens=2))
+    assert largest_gap(model, asked, completions, 1.0) < GAP
+
+
 def test_sampling_follows_the_distribution(engine: Any, model: Any) -> None:
     # 2,000 first tokens of one prompt against the model's own probabilities, by a chi-square statistic.
     count, temperature = 2000, 1.3

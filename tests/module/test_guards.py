@@ -135,3 +135,17 @@ def test_a_critic_has_a_norm_of_its_own():
     veto = Veto(set())
     fit(1, callbacks=[veto], objective=ObjectiveConfig(recipe="ppo"))
     assert set(veto.seen[0]) == {"loss", "grad_norm", "critic/grad_norm"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"updates_per_rollout": 2}, {"objective": ObjectiveConfig(recipe="gtpo")}])
+def test_what_the_learner_said_before_the_update_is_within_reach(changes):
+    """The engine samples with the same weights, so its log-probabilities are the learner's."""
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, out: Any, batch: Any, index: int) -> None:
+            assert pl_module.last_entropy is None or pl_module.last_entropy.shape == pl_module.last_logprobs.shape
+            for own, completion in zip(pl_module.last_logprobs, batch.completions, strict=True):
+                sampled = torch.tensor(completion.logprobs)
+                torch.testing.assert_close(own[: len(sampled)], sampled, atol=1e-5, rtol=0.0)
+
+    tiny.trainer(callbacks=[Look()]).fit(tiny.module(**changes), datamodule=tiny.data())
