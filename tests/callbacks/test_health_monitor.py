@@ -67,7 +67,9 @@ def test_the_name_of_a_diagnosis_wins_over_its_severity(tmp_path):
     watcher = HealthMonitor([At(reward_noise=(2, "critical"))], actions={"reward_noise": "log"})
     assert stop_reason(fit(tmp_path, watcher)) is None
     watcher = HealthMonitor([At(truncated=(2, "warning"))], actions={"warning": "stop"})
-    assert stop_reason(fit(tmp_path, watcher)).step == 2
+    reason = stop_reason(fit(tmp_path, watcher))
+    assert reason is not None
+    assert reason.step == 2
 
 
 def test_a_milder_finding_does_not_repeat_the_action_of_a_graver_one(tmp_path):
@@ -84,6 +86,7 @@ def test_mlflow_gets_tags_status_and_the_journal(tmp_path):
     logger = RunLogger(root=str(tmp_path), run_name="r")
     fit(tmp_path, HealthMonitor([At(c_pl=(3, "critical"))]), logger=logger)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    assert logger.run_id is not None
     run = client.get_run(logger.run_id)
     assert run.data.tags["diagnosis"] == "C_PL"
     assert run.data.tags["diagnosis_step"] == "3"

@@ -36,7 +36,7 @@ class Classifier(pl.LightningModule):
 def fit(folder, *, kicked):
     pl.seed_everything(0, verbose=False)
     data = TensorDataset(torch.randn(480, 4), torch.randint(0, 3, (480,)))
-    monitors = [EntropyMonitor(), GradientNormMonitor(actions={"critical": "stop"})]
+    monitors: list[pl.Callback] = [EntropyMonitor(), GradientNormMonitor(actions={"critical": "stop"})]
     trainer = pl.Trainer(
         max_epochs=1,
         min_epochs=0,

@@ -186,14 +186,18 @@ def test_plumbing_is_not_mended_by_going_back(tmp_path):
     watcher = health(monitors=[Alarm(kind="sampler_mismatch")])
     _, _, trainer = fit(tmp_path, Kick(5, "learning rate"), watcher)
     assert watcher.targets == []
-    assert "going back would not mend it" in stop_reason(trainer).reason
+    reason = stop_reason(trainer)
+    assert reason is not None
+    assert "going back would not mend it" in reason.reason
 
 
 def test_without_a_checkpoint_from_before_it_stops(tmp_path):
     watcher = health(monitors=[Alarm(onset=0)])
     _, _, trainer = fit(tmp_path, Kick(5, "learning rate"), watcher)
     assert watcher.targets == []
-    assert "no checkpoint from before rollout 0" in stop_reason(trainer).reason
+    reason = stop_reason(trainer)
+    assert reason is not None
+    assert "no checkpoint from before rollout 0" in reason.reason
 
 
 def test_back_to_the_very_start(tmp_path):
