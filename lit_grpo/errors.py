@@ -31,10 +31,15 @@ def _rebuild(cls: type[UserError], what: str, where: str | None, remedy: str | N
 
 
 class StopRun(Exception):  # noqa: N818 - it is a decision, not an error
-    """A monitor or guard ends the run: exit code 3, with a checkpoint."""
+    """A monitor or guard ends the run: exit code 3, with a checkpoint.
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    Args:
+        reason: one sentence.
+        diagnosis: its name, if it has one, see :mod:`lit_grpo.callbacks.diagnosis`.
+    """
+
+    def __init__(self, reason: str, diagnosis: str | None = None) -> None:
+        self.reason, self.diagnosis = reason, diagnosis
         super().__init__(reason)
 
 

@@ -94,7 +94,8 @@ class FirstUpdate:
                 raise StopRun(
                     f"engine and learner disagree in rollout {self.batch.index}: their log-probabilities of the "
                     f"{engine_tokens:.0f} sampled tokens differ by {mean:.3g} nats on average, allowed are "
-                    f"{config.max_engine_gap:g} (model.guards.max_engine_gap). {likely(ENGINE_CAUSES)}"
+                    f"{config.max_engine_gap:g} (model.guards.max_engine_gap). {likely(ENGINE_CAUSES)}",
+                    diagnosis="stale_or_mismatched_sampler",
                 )
         bound = config.max_ratio_gap
         if bound == "auto":
@@ -104,7 +105,8 @@ class FirstUpdate:
             if not mean <= float(bound):
                 raise StopRun(
                     f"the ratio before the first update of rollout {self.batch.index} is not 1: mean |ratio - 1| is "
-                    f"{mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). {likely(LEARNER_CAUSES)}"
+                    f"{mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). {likely(LEARNER_CAUSES)}",
+                    diagnosis="plumbing_ratio",
                 )
 
     def check_truncation(self, config: GuardConfig) -> None:
