@@ -54,14 +54,6 @@ def test_a_loader_that_lightning_reads_ahead_is_refused(monkeypatch):
         tiny.trainer(max_steps=3).fit(tiny.module(), datamodule=tiny.data())
 
 
-def test_allowed_staleness_is_measured(monkeypatch):
-    monkeypatch.delattr(RolloutLoader, "__len__")
-    recorder = tiny.Recorder()
-    tiny.trainer(max_steps=3, callbacks=[recorder]).fit(tiny.module(max_staleness=1), datamodule=tiny.data())
-    assert [m["staleness"] for m in recorder.metrics] == [0.0, 1.0, 1.0]
-    assert recorder.metrics[-1]["mismatch/logprob"] > 1e-4, "stale samples are seen in the mismatch"
-
-
 def test_a_batch_from_the_future_is_refused():
     batch = tiny.rollout([1.0, 0.0], [2, 2], 2)
     for c in batch.completions:

@@ -47,7 +47,7 @@ def make_rollouts() -> list[Rollout]:
         rewards[:2] = torch.tensor([0.0, 1.0])
         rewards[GROUP_SIZE : 2 * GROUP_SIZE] = float(step % 2)
         completions = [
-            Completion(i // GROUP_SIZE, i % GROUP_SIZE, ids(n), (-1.0,) * n, "stop", step)
+            Completion(i // GROUP_SIZE, i % GROUP_SIZE, ids(n), (float("nan"),) * n, "stop", step)
             for i, n in enumerate(lengths)
         ]
         prompts = [Prompt(f"p{g}", "", ids(2 + g), None) for g in range(GROUPS)]

@@ -19,6 +19,7 @@ from lit_grpo.rewards import MathReward
 from lit_grpo.rewards.math_answer import final_answer, gold_answer
 from lit_grpo.rewards.math_grade import grade, grade_quickly, kind_of
 from lit_grpo.rewards.math_text import clean, parse_number
+from lit_grpo.types import Score
 from tests.rewards import pool_functions as work
 from tests.rewards.verifier_cases import CASES
 
@@ -133,8 +134,8 @@ def test_a_timeout_is_a_wrong_answer_and_says_so(judged):
     bad, good = judged(r"\boxed{9^{9^{9^{9}}}}", "1"), judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
     scores = reward.score([bad, good])
     reward.close()
-    assert scores[0] == (0.0, True, False)
-    assert scores[1] == (1.0, False, False)
+    assert scores[0] == Score(0.0, timed_out=True)
+    assert scores[1] == Score(1.0)
 
 
 def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
@@ -153,17 +154,17 @@ def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
         while not (futures and reward._pool._all):
             time.sleep(0.01)
         reward.close()  # the worker is killed from outside, as when memory runs out
-        assert all(score == (0.0, False, True) for score in scores.result(timeout=HANG))
+        assert all(score == Score(0.0, failed=True) for score in scores.result(timeout=HANG))
 
 
 def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, judged):
     scores = verifier.score([judged(rf"\boxed{{\frac{{{2 * n}}}{{2}}}}", str(n)) for n in range(1000)])
-    assert all(score == (1.0, False, False) for score in scores)
+    assert all(score == Score(1.0) for score in scores)
 
 
 def test_from_threads_and_asyncio(verifier, judged):
     batch = [judged(r"\boxed{\sqrt{16}}", "4"), judged(r"\boxed{\sqrt{15}}", "4")]
-    expected = [(1.0, False, False), (0.0, False, False)]
+    expected = [Score(1.0), Score(0.0)]
 
     async def main() -> list:
         loop = asyncio.get_running_loop()

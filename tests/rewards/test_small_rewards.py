@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lit_grpo.errors import UserError
 from lit_grpo.rewards import AdditionReward, ExactMatch
 from lit_grpo.rewards.addition import final_integer
+from lit_grpo.types import Score
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_addition_rewards_the_sum_and_nothing_else(judged, a, b):
     reward = AdditionReward()
     batch = [judged(f"{a}+{b}={a + b}", str(a + b)), judged(str(a + b + 1), str(a + b)), judged("", str(a + b))]
     assert [s.value for s in reward.score(batch)] == [1.0, 0.0, 0.0]
-    assert reward.score([judged("7", None), judged("", None)]) == [(0.0, False, False)] * 2
+    assert reward.score([judged("7", None), judged("", None)]) == [Score(0.0)] * 2
 
 
 def test_names_and_needs():
