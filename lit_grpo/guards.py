@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -44,7 +45,7 @@ class GuardConfig:
     """
 
     max_engine_gap: float | None = 0.1
-    max_ratio_gap: float | str | None = "auto"
+    max_ratio_gap: float | Literal["auto"] | None = "auto"
     max_truncated: float | None = 0.9
 
 
