@@ -20,6 +20,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lit_grpo.types import Request, Sampling
-
-SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, vocabulary
-    "tiny": (2, 128, 256, 4, 2, 512),
-    "smollm2-135m": (30, 576, 1536, 9, 3, 49152),
-    "qwen2-1.5b": (28, 1536, 8960, 12, 2, 151936),
-}
+from lit_grpo.types import Sampling
+from scripts.benchmark_rollout import SHAPES, make_requests, write_shape
 
 
 def main() -> int:
@@ -55,14 +51,7 @@ def main() -> int:
 
     model = load(args)
     vocabulary = model.config.get_text_config().vocab_size
-    requests = [
-        Request(
-            i,
-            tuple((7 * i + 13 * j) % (vocabulary - 2) + 1 for j in range(args.prompt_tokens)),
-            tuple(range(1000 * i, 1000 * i + args.samples)),
-        )
-        for i in range(args.prompts)
-    ]
+    requests = make_requests(vocabulary, args)
     sampling = Sampling(max_new_tokens=args.max_new_tokens)
     engine = VLLMServer(
         model.config,
@@ -129,26 +118,11 @@ async def bare(engine: Any, bodies: list[Any], connections: int) -> int:
 
 def load(args: argparse.Namespace) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    layers, hidden, intermediate, heads, key_value_heads, vocabulary = SHAPES[args.shape]
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_value_heads,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=0,
-        )
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.model or write_shape(args.shape, Path(folder))
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 if __name__ == "__main__":
