@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +44,20 @@ def run(command: str, argv: list[str]) -> int:
     if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
     from lit_grpo.check.cli import CheckCLI
     from lit_grpo.check.preflight import Preflight
     from lit_grpo.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
-    cli = CheckCLI(preflight, rest, layers)
-    try:
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except Exception as error:  # whatever engine, reward or step raise is what the preflight is there to find
-        preflight.results.append(broken(preflight.at, error))
+    with _only_warnings("lightning.pytorch.utilities.rank_zero"):
+        cli = CheckCLI(preflight, rest, layers)
+        try:
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        except (UserError, KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:  # whatever engine, reward or step raise is what the preflight is there to find
+            preflight.results.append(broken(preflight.at, error))
     if not cli.trainer.is_global_zero:
         return DONE
     results: list[Result] = preflight.results
@@ -65,6 +67,18 @@ def run(command: str, argv: list[str]) -> int:
         write_json(results, Path(args.json), about)
         print(f"results: {args.json}")
     return FAILED if any(r.status == "fail" for r in results) else DONE
+
+
+@contextmanager
+def _only_warnings(name: str) -> Iterator[None]:
+    """Keep a logger's notes out of the table; the logger is the process's, so it is left as it was found."""
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def broken(at: str, error: Exception) -> Any:
