@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_grpo import experience as shape
-from lit_grpo import rng
+from lit_grpo import rng, run_state
 from lit_grpo.audit import add_audit_metrics
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import means, records
@@ -414,27 +414,10 @@ class LitGRPO(pl.LightningModule):
         return self._policy.named_weights()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["lit_grpo"] = {
-            "policy_version": self.policy_version,
-            "optimizer_steps": self.optimizer_steps,
-            "critic_steps": self.critic_steps,
-            "skipped_steps": self.skipped_steps,
-            "empty_steps": self.empty_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "objective": self.objective_state,
-            "rng": rng.get_state(),
-        }
+        checkpoint[run_state.KEY] = run_state.get_state(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["lit_grpo"]
-        self.policy_version = state["policy_version"]
-        self.optimizer_steps = state["optimizer_steps"]
-        self.critic_steps = state.get("critic_steps", 0)
-        self.skipped_steps = state["skipped_steps"]
-        self.empty_steps = state["empty_steps"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
-        self.objective_state = state["objective"]
-        self._restored_rng = state["rng"]
+        self._restored_rng = run_state.set_state(self, checkpoint[run_state.KEY])
 
     def on_train_start(self) -> None:
         # Not earlier: making the loaders' iterators draws random numbers.
