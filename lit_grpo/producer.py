@@ -224,6 +224,9 @@ class RolloutProducer:
             metrics[f"timeouts/{reward.name}"] = sum(s.timed_out for s in scores) / max(1, len(scores))
             if failed := sum(s.failed for s in scores):
                 metrics[f"failed/{reward.name}"] = failed / len(scores)
+            for key in {key for score in scores for key in score.details or ()}:
+                figures = [score.details[key] for score in scores if score.details and key in score.details]
+                metrics[f"reward/{reward.name}/{key}"] = sum(figures) / len(figures)
         return rewards, total.float(), metrics
 
     def _without_answer(self, groups: list[dict[str, list[Score]]]) -> Tensor | None:

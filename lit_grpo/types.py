@@ -90,6 +90,8 @@ class Score(NamedTuple):
     """The reward raised, crashed or gave no finite number, and ``value`` is 0 because the run was told to go on."""
     no_answer: bool = False
     """The completion holds nothing that could be an answer."""
+    details: Mapping[str, float] | None = None
+    """Other figures of this completion; their means are logged as ``reward/<name>/<key>``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_grpo.rewards.addition import AdditionReward
-    from lit_grpo.rewards.base import Reward
+    from lit_grpo.rewards.base import Reward, judging_reward
     from lit_grpo.rewards.exact_match import ExactMatch
     from lit_grpo.rewards.math_verify import MathReward
     from lit_grpo.rewards.scoring import OnError, RewardError, check_rewards, score_all
@@ -20,6 +20,7 @@ _HOME = {
     "Reward": "base",
     "RewardError": "scoring",
     "check_rewards": "scoring",
+    "judging_reward": "base",
     "score_all": "scoring",
 }
 
@@ -31,6 +32,7 @@ __all__ = [
     "Reward",
     "RewardError",
     "check_rewards",
+    "judging_reward",
     "score_all",
 ]
 

@@ -19,6 +19,7 @@ class AdditionReward(Reward):
     """
 
     needs_answer = True
+    range = (0.0, 1.0)
 
     def __init__(self, weight: float = 1.0, name: str | None = "addition") -> None:
         super().__init__(weight, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lit_grpo.types import RewardInput, Score
@@ -21,6 +22,13 @@ class Reward:
     finds_answer: bool = False
     """True if its scores tell, by ``no_answer``, which completions hold no parsable answer."""
 
+    correct_at: float | None = 1.0
+    """A completion with at least this value is correct (full marks by default); None if the reward does not say
+    whether an answer is right (format, length, penalties)."""
+
+    range: tuple[float, float] = (-math.inf, math.inf)
+    """Least and greatest value it can give, before its weight."""
+
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
         self.weight = weight
         self.name = name or _snake_case(type(self).__name__)
@@ -29,8 +37,21 @@ class Reward:
         """One score for each input, in order. May be called from several threads at once."""
         raise NotImplementedError(f"{type(self).__name__} must implement score()")
 
+    def correct(self, value: float) -> bool:
+        """Whether a value of this reward says that the answer is right; False for one that does not judge that."""
+        # Sums of shares such as 3 x 1/3 may miss full marks by a rounding error.
+        return self.correct_at is not None and value >= self.correct_at - 1e-9
+
     def close(self) -> None:
         """Free what the reward holds (worker processes, connections). Safe to call twice."""
+
+
+def judging_reward(rewards: Sequence[Reward]) -> Reward | None:
+    """The reward that says whether an answer is right: the first in the list with ``correct_at``; None if none does.
+
+    pass@k, maj@k, filters by difficulty and ``lit-grpo score`` all go by it.
+    """
+    return next((reward for reward in rewards if reward.correct_at is not None), None)
 
 
 def _snake_case(name: str) -> str:

@@ -25,6 +25,7 @@ class ExactMatch(Reward):
     """
 
     needs_answer = True
+    range = (0.0, 1.0)
 
     def __init__(
         self, extract: str | None = None, ignore_case: bool = False, weight: float = 1.0, name: str | None = None

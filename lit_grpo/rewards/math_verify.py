@@ -55,6 +55,7 @@ class MathReward(Reward):
     """
 
     needs_answer = True
+    range = (0.0, 1.0)
     finds_answer = True
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards import ExactMatch, Reward, RewardError, check_rewards, score_all
+from lit_grpo.rewards import ExactMatch, Reward, RewardError, check_rewards, judging_reward, score_all
 from lit_grpo.types import Score
 
 
@@ -127,3 +127,18 @@ def test_from_several_threads(batch):
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda _: score_all([Length(), ExactMatch()], batch), range(20)))
     assert all(result == results[0] for result in results)
+
+
+def test_which_reward_says_what_is_right():
+    class Form(Reward):
+        correct_at = None
+
+    full, form = ExactMatch(), Form()
+    assert (full.correct(1.0), full.correct(1 / 3 * 3), full.correct(0.999), form.correct(10.0)) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    assert judging_reward([form, full, Length()]) is full
+    assert judging_reward([form]) is None
