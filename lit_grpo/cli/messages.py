@@ -79,12 +79,19 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
 def arguments_of(class_path: str) -> list[str]:
     """Names of a class's arguments; empty if it cannot be imported."""
+    names: list[str] = []
     try:
         module, _, name = class_path.rpartition(".")
-        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+        for kind in inspect.getmro(getattr(importlib.import_module(module), name)):
+            if "__init__" not in vars(kind):
+                continue
+            parameters = list(inspect.signature(vars(kind)["__init__"]).parameters.values())[1:]
+            names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            if not any(p.kind == p.VAR_KEYWORD for p in parameters):  # else the next class takes the others
+                break
     except Exception:  # only a suggestion hangs on it
         return []
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return names
 
 
 def similar_class(class_path: str) -> str:

@@ -3,17 +3,20 @@
 from lit_grpo.tasks.addition import AdditionPrompts
 from lit_grpo.tasks.base import PromptSource, Row
 from lit_grpo.tasks.char_tokenizer import char_tokenizer
+from lit_grpo.tasks.csv_file import CsvPrompts
 from lit_grpo.tasks.hub import HubPrompts
 from lit_grpo.tasks.jsonl import JsonlPrompts
 from lit_grpo.tasks.memory import InMemoryPrompts
 from lit_grpo.tasks.parquet import ParquetPrompts
-from lit_grpo.tasks.table import TableSource
+from lit_grpo.tasks.table import FileSource, TableSource
 from lit_grpo.tasks.template import EncodedPrompts, PromptFormat, PromptTooLongError
 from lit_grpo.tasks.two_form_addition import TwoFormAddition
 
 __all__ = [
     "AdditionPrompts",
+    "CsvPrompts",
     "EncodedPrompts",
+    "FileSource",
     "HubPrompts",
     "InMemoryPrompts",
     "JsonlPrompts",

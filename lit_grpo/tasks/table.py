@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,38 +15,58 @@ Record = tuple[Mapping[str, Any], str]
 """Columns of one row, and the file and line (or row) they stand in."""
 
 _ANSWER, _ID = "answer", "id"
+_NOWHERE = object()
 
 
 class TableSource(PromptSource):
     """A source whose rows have named columns. A subclass gives ``records``.
 
+    A column may lie inside another: ``reward_model.ground_truth``, or ``prompt.0.content`` in a list.
+
     Args:
         question_column: must be there, and hold text in every row.
         answer_column: gold answer, text or a number. The default may be missing from data without answers; any other
             name must be there. None: the data has no answers.
+        answer_pattern: regular expression with one group, which is the gold answer; it is looked for in the answer
+            column and the last match counts: ``'####\\s*(.+)'`` for GSM8K as published. None: the column as it is.
         id_column: unique in the source. None: the column ``id`` if it is there, else ``name/number of the row``.
         where: keep the rows whose columns equal these values, for instance ``{lang: en}``.
         limit: keep the first so many rows, counted after ``where``.
-        name: of the source.
+        name: of the source. None: that of the file or data set.
 
     Every other column goes into ``Row.extra``.
     """
 
     def __init__(
         self,
-        *,
         question_column: str = "prompt",
         answer_column: str | None = _ANSWER,
+        answer_pattern: str | None = None,
         id_column: str | None = None,
         where: dict[str, Any] | None = None,
         limit: int | None = None,
-        name: str,
+        name: str | None = None,
     ) -> None:
         if limit is not None and limit < 1:
             raise UserError(f"limit is {limit}", where=f"{type(self).__name__}.limit", remedy="keep at least 1 row")
         self.question_column, self.answer_column, self.id_column = question_column, answer_column, id_column
-        self.where, self.limit, self.name = dict(where or {}), limit, name
+        self.answer_pattern = self._compiled(answer_pattern)
+        self.where, self.limit, self.name = dict(where or {}), limit, name or ""
         self._rows: list[Row] | None = None
+
+    def _compiled(self, pattern: str | None) -> re.Pattern[str] | None:
+        key = f"{type(self).__name__}.answer_pattern"
+        try:
+            compiled = re.compile(pattern) if pattern is not None else None
+        except re.error as error:
+            raise UserError(f"the pattern {pattern!r} is broken: {error}", where=key) from error
+        if compiled is not None and compiled.groups != 1:
+            raise UserError(
+                f"the pattern {pattern!r} has {compiled.groups} groups",
+                where=key,
+                remedy="put the answer, and nothing else, in brackets: '####\\s*(.+)'",
+            )
+        return compiled
 
     def records(self) -> Iterator[Record]:
         """All rows as they are read, in order."""
@@ -55,6 +75,10 @@ class TableSource(PromptSource):
     def place(self) -> str:
         """The file or data set, for messages about the whole of it."""
         return self.name
+
+    def matches(self, value: Any, wanted: Any) -> bool:
+        """Whether a row with ``value`` in a column of ``where`` is kept."""
+        return bool(value == wanted)
 
     def rows(self) -> Sequence[Row]:
         """All rows that are kept; read and checked at the first call.
@@ -90,7 +114,7 @@ class TableSource(PromptSource):
         for number, (record, where) in enumerate(self.records(), start=1):
             if number == 1:
                 self._check_columns(record, where)
-            if not all(record.get(column) == value for column, value in self.where.items()):
+            if not all(self.matches(value_of(record, column), value) for column, value in self.where.items()):
                 continue
             row = self._row(record, where, number)
             if row.id in seen:
@@ -115,7 +139,7 @@ class TableSource(PromptSource):
         if self.id_column is not None:
             needed.append(self.id_column)
         for column in needed:
-            if column not in record:
+            if value_of(record, column, _NOWHERE) is _NOWHERE:
                 guess = nearest(column, record)
                 raise UserError(
                     f"there is no column {column!r}; the columns are {', '.join(map(repr, record)) or 'none'}",
@@ -130,17 +154,33 @@ class TableSource(PromptSource):
             identity = f"{self.name}/{number}"
         else:
             used.add(id_column)
-            identity = _text(record.get(id_column), id_column, where, "id")
+            identity = _text(value_of(record, id_column), id_column, where, "id")
             if not identity:
                 raise UserError(f"the id in column {id_column!r} is empty", where=where, remedy="fill it in")
         question = self._question(record, where)
-        answer = record.get(self.answer_column) if self.answer_column else None
-        gold = None if _is_missing(answer) else _text(answer, str(self.answer_column), where, "answer")
+        gold = self._gold(record, where)
         return Row(identity, question, gold, {k: v for k, v in record.items() if k not in used}, where)
+
+    def _gold(self, record: Mapping[str, Any], where: str) -> str | None:
+        answer = value_of(record, self.answer_column) if self.answer_column else None
+        if _is_missing(answer):
+            return None
+        gold = _text(answer, str(self.answer_column), where, "answer")
+        if self.answer_pattern is None:
+            return gold
+        found = self.answer_pattern.findall(gold)
+        if not found:
+            raise UserError(
+                f"the answer in column {self.answer_column!r} holds nothing like {self.answer_pattern.pattern!r}: "
+                f"{gold[-80:]!r}",
+                where=where,
+                remedy="mend the row, or change answer_pattern",
+            )
+        return str(found[-1]).strip()
 
     def _question(self, record: Mapping[str, Any], where: str) -> str:
         column = self.question_column
-        question = record.get(column)
+        question = value_of(record, column)
         if _is_missing(question) or (isinstance(question, str) and not question.strip()):
             raise UserError(f"the prompt in column {column!r} is empty", where=where, remedy="mend or remove the row")
         if not isinstance(question, str):
@@ -150,6 +190,42 @@ class TableSource(PromptSource):
                 remedy="give the question as text; the chat around it is made by the prompt format",
             )
         return _encodable(question, column, where)
+
+
+class FileSource(TableSource):
+    """A table in one file.
+
+    Args:
+        path: of the file. Packed with gzip it is known by its first bytes, whatever its name.
+    """
+
+    def __init__(self, path: str, **columns: Any) -> None:
+        super().__init__(**columns)
+        self.path = str(path)
+        self.name = self.name or Path(self.path).name.split(".")[0]
+
+    @property
+    def key(self) -> str:
+        """For messages about the path."""
+        return f"{type(self).__name__}.path"
+
+    def place(self) -> str:
+        return self.path
+
+
+def value_of(record: Mapping[str, Any], column: str, default: Any = None) -> Any:
+    """What stands in a column: of that very name, or else along the dots of its name."""
+    if column in record:
+        return record[column]
+    value: Any = record
+    for part in column.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return default
+    return value
 
 
 def _is_missing(value: Any) -> bool:
@@ -177,35 +253,6 @@ def _encodable(text: str, column: str, where: str) -> str:
             f"column {column!r} holds half a character ({text[error.start]!a})", where=where, remedy="mend the row"
         ) from error
     return text
-
-
-def existing_file(path: str, key: str) -> Path:
-    """The file at ``path``.
-
-    Raises:
-        UserError: it is missing (names the most similar file beside it) or a folder.
-    """
-    file = Path(path).expanduser()
-    if file.is_file():
-        return file
-    if file.is_dir():
-        inside = ", ".join(_names(file)[:5]) or "none"
-        raise UserError(f"{path} is a folder, not a file", where=key, remedy=f"name one of its files: {inside}")
-    parent = next(p for p in [*file.absolute().parents] if p.is_dir())
-    if parent != file.absolute().parent:
-        raise UserError(
-            f"there is no file {path}", where=key, remedy=f"the folder is missing as well; {parent} is there"
-        )
-    close = difflib.get_close_matches(file.name, _names(parent), n=1, cutoff=0.4)
-    raise UserError(
-        f"there is no file {path}",
-        where=key,
-        remedy=f"did you mean {parent / close[0]}?" if close else f"looked in {parent}",
-    )
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.is_file())
 
 
 def in_memory(rows: Iterable[Mapping[str, Any]], place: str) -> Iterator[Record]:

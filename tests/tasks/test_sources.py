@@ -3,6 +3,8 @@
 import contextlib
 import gzip
 import json
+import socket
+import time
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_grpo.errors import UserError
-from lit_grpo.tasks import HubPrompts, InMemoryPrompts, JsonlPrompts, ParquetPrompts, PromptSource, Row
+from lit_grpo.tasks import CsvPrompts, HubPrompts, InMemoryPrompts, JsonlPrompts, ParquetPrompts, PromptSource, Row
+from lit_grpo.tasks.hub import reachable
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [
@@ -64,8 +67,10 @@ def test_parquet_memory_and_hub_read_the_same(write, tmp_path):
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     expected = [(r["id"], r["prompt"], r["answer"]) for r in rows]
+    (tmp_path / "t.parquet.gz").write_bytes(gzip.compress((tmp_path / "t.parquet").read_bytes()))
     for source in (
         ParquetPrompts(str(tmp_path / "t.parquet")),
+        ParquetPrompts(str(tmp_path / "t.parquet.gz")),
         InMemoryPrompts(rows),
         JsonlPrompts(write(rows)),
         HubPrompts(str(folder)),
@@ -77,14 +82,19 @@ def test_parquet_memory_and_hub_read_the_same(write, tmp_path):
 
 def test_columns_filter_and_limit(write):
     path = write([{"q": f"{i}?", "gold": i, "key": 10 + i, "lang": "en" if i % 2 else "zh"} for i in range(10)])
-    source = JsonlPrompts(path, "q", "gold", "key", where={"lang": "en"}, limit=3, name="numbers")
+    source = JsonlPrompts(
+        path, question_column="q", answer_column="gold", id_column="key", where={"lang": "en"}, limit=3, name="numbers"
+    )
     assert [(r.id, r.answer) for r in source.rows()] == [("11", "1"), ("13", "3"), ("15", "5")]
-    assert [r.id for r in JsonlPrompts(path, "q", None).rows()][:2] == ["data/1", "data/2"]
-    assert JsonlPrompts(path, "q", None).rows()[0].answer is None
-    assert JsonlPrompts(path, "q").rows()[0].answer is None  # the default column may be missing
-    error = refused(JsonlPrompts(path, "q", "gold", where={"lang": "fr"}))
+    assert [r.id for r in JsonlPrompts(path, question_column="q", answer_column=None).rows()][:2] == [
+        "data/1",
+        "data/2",
+    ]
+    assert JsonlPrompts(path, question_column="q", answer_column=None).rows()[0].answer is None
+    assert JsonlPrompts(path, question_column="q").rows()[0].answer is None  # the default column may be missing
+    error = refused(JsonlPrompts(path, question_column="q", answer_column="gold", where={"lang": "fr"}))
     assert "none of 10 rows has {'lang': 'fr'}" in error.what
-    assert "'lnag'" in refused(JsonlPrompts(path, "q", where={"lnag": "en"})).what
+    assert "'lnag'" in refused(JsonlPrompts(path, question_column="q", where={"lnag": "en"})).what
     with pytest.raises(UserError, match="limit is 0"):
         JsonlPrompts(path, limit=0)
 
@@ -155,11 +165,13 @@ def test_other_encodings_and_damaged_files(write, tmp_path):
 
 def test_a_missing_column_lists_the_columns_and_the_nearest(write):
     path = write([{"question": "x", "anwser": "1"}])
-    error = refused(JsonlPrompts(path, "qestion"))
+    error = refused(JsonlPrompts(path, question_column="qestion"))
     assert "'question', 'anwser'" in error.what
     assert error.remedy == "did you mean 'question'?"
-    assert "'anwser'?" in (refused(JsonlPrompts(path, "question", "the_anwser")).remedy or "")
-    assert "'uid'" in refused(JsonlPrompts(path, "question", id_column="uid")).what
+    assert "'anwser'?" in (
+        refused(JsonlPrompts(path, question_column="question", answer_column="the_anwser")).remedy or ""
+    )
+    assert "'uid'" in refused(JsonlPrompts(path, question_column="question", id_column="uid")).what
 
 
 def test_gold_answers_are_required_where_a_reward_needs_them(write):
@@ -193,6 +205,100 @@ def test_the_hub_says_what_is_wrong(write, tmp_path):
     error = refused(HubPrompts(str(tmp_path), split="trian"))
     assert "did you mean split: train?" in (error.remedy or "")
     assert "cannot load the data set" in refused(HubPrompts(str(tmp_path / "nothing"))).what
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://localhost:9")  # the port "discard": nobody listens
+    started = time.monotonic()
+    error = refused(HubPrompts("openai/no-such-set"))
+    assert time.monotonic() - started < 5
+    assert "localhost cannot be reached, and it is not in the cache" in error.what
+    assert not datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(HubPrompts("openai/no-such-set")).what
+
+
+def test_reachable_is_told_within_its_time():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert reachable("127.0.0.1", port)
+    assert not reachable("127.0.0.1", port)
+
+
+def csv_file(tmp_path, content, name="t.csv"):
+    path = tmp_path / name
+    content = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return str(path)
+
+
+CSV = 'prompt,answer,level\n"one, two",1,3\n"two\nlines ""quoted""",2,4\n\nlast,,3\n'
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+def test_csv(tmp_path, name, bom):
+    rows = CsvPrompts(csv_file(tmp_path, bom + CSV, name)).rows()
+    assert [(r.question, r.answer) for r in rows] == [("one, two", "1"), ('two\nlines "quoted"', "2"), ("last", "")]
+    assert [r.where.rpartition(":")[2] for r in rows] == ["2", "3", "6"]
+    assert rows[0].extra == {"level": "3"}
+    assert rows[0].id == "t/1"
+
+
+def test_csv_options(tmp_path):
+    path = csv_file(tmp_path, CSV.replace(",", "\t").replace("one\t", "one"))
+    assert [r.id for r in CsvPrompts(path, delimiter="\t", where={"level": 3}).rows()] == ["t/1", "t/3"]
+    with pytest.raises(UserError, match="delimiter is"):
+        CsvPrompts(path, delimiter=";;")
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "line"),
+    [
+        (CSV + "a,b\n", "the row has 2 fields, the header 3", 7),
+        (CSV + "a,b,c,d\n", "the row has 4 fields, the header 3", 7),
+        (CSV + '"a,b,c\nx\n', "cannot be read as CSV", 7),
+        (CSV + 'a,"b"c,d\n', "cannot be read as CSV", 7),
+        (CSV.encode() + b"a,\xe9,c\n", "not UTF-8: byte 0xe9", 7),
+        (CSV + ",1,2\n", "the prompt in column 'prompt' is empty", 7),
+        ("prompt,answer,answer\na,1,2\n", "the column 'answer' is there twice", 1),
+        ("prompt,,\na,1,2\n", "two columns have no name", 1),
+        ("question,answer\na,1\n", "there is no column 'prompt'", 2),
+    ],
+)
+def test_a_bad_csv_row_is_named_by_file_and_line(tmp_path, content, what, line):
+    error = refused(CsvPrompts(csv_file(tmp_path, content)))
+    assert what in error.what
+    assert error.where is not None
+    assert error.where.endswith(f"t.csv:{line}")
+    assert error.remedy
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_csv_is_read_or_refused(tmp_path, lines):
+    with contextlib.suppress(UserError):
+        assert CsvPrompts(csv_file(tmp_path, b"prompt\n" + b"\n".join(lines))).rows()
+
+
+def test_columns_inside_columns_and_answers_inside_text(write):
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "so\n#### 1,234 "}},
+        {"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "#### 3\n#### 4"}},
+    ]
+    columns = {"question_column": "prompt.0.content", "answer_column": "reward_model.ground_truth"}
+    source = JsonlPrompts(write(rows), **columns, answer_pattern=r"####\s*(.+)")
+    assert [(r.question, r.answer) for r in source.rows()] == [("1+1?", "1,234"), ("2+2?", "4")]
+    assert "no column 'prompt.1.content'" in refused(JsonlPrompts(write(rows), question_column="prompt.1.content")).what
+    error = refused(JsonlPrompts(write(rows), **columns, answer_pattern=r"answer: (\d+)"))
+    assert error.where is not None
+    assert error.where.endswith(":1")
+    for broken in ("(", "####", "(a)(b)"):
+        with pytest.raises(UserError, match="the pattern"):
+            JsonlPrompts("x", answer_pattern=broken)
 
 
 @given(st.lists(st.binary(max_size=60), max_size=6))
