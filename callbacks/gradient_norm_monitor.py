@@ -21,7 +21,8 @@ class GradientNormMonitor(Monitor):
 
     Findings: ``non_finite`` (loss, gradient or entropy is NaN or infinite: such steps are always skipped; critical when
     it lasts, or when what the policy says is no number, for then the weights are lost), ``gradient_spikes`` (more than
-    ``spikes`` m in ``patience`` rollouts in a row, or more than ``skip`` m once), ``gradient_vanished`` (below
+    ``spikes`` m in ``patience`` rollouts in a row, or more than ``skip`` m once; only a warning while the reward rises
+    beyond doubt, since a policy that takes off from nothing has steep gradients too), ``gradient_vanished`` (below
     ``vanished`` m for ``vanished_patience`` rollouts though groups have a gradient), ``updates_too_large`` (an
     optimizer step moves the weights by more than ``update`` of their norm).
 
@@ -43,7 +44,13 @@ class GradientNormMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("grad_norm", "critic/grad_norm", "update_size", "groups/zero_gradient")
+    keys: ClassVar[tuple[str, ...]] = (
+        "grad_norm",
+        "critic/grad_norm",
+        "update_size",
+        "groups/zero_gradient",
+        "reward",
+    )
     also_saved: ClassVar[tuple[str, ...]] = ("_bad", "_skipped", "_norms")
 
     def __init__(
@@ -118,7 +125,7 @@ class GradientNormMonitor(Monitor):
         if now > self.skip * usual or many:
             yield self.finding(
                 "gradient_spikes",
-                "critical" if many else "warning",
+                "critical" if many and not self.history.rises("reward") else "warning",
                 f"{key} is {now / usual:.1f} times its median"
                 + (f", for {self.patience} rollouts" if many else "; the step was left out" * self.skip_spikes),
                 (f"{key} / median", self.window, now / usual, self.spikes if many else self.skip),

@@ -111,6 +111,19 @@ class History:
             return 0.0, 0.0
         return 1 - now / best, (best - now) / error if error > 0 else math.inf
 
+    def rises(self, key: str, recent: int = 5, before: int = 15, errors: float = 3.0) -> bool:
+        """Whether the mean of the last ``recent`` values lies above that of the ``before`` values ahead beyond doubt.
+
+        By ``errors`` standard errors; scatter as in :meth:`fall`. False with too few values.
+        """
+        values = self.values[key]
+        end = len(values) - recent
+        if end < recent:
+            return False
+        earlier = values[max(0, end - before) : end]
+        scatter = 1.4826 * median(abs(b - a) for a, b in pairwise(values[-40:])) / math.sqrt(2)
+        return fmean(values[end:]) - fmean(earlier) > errors * scatter * math.sqrt(1 / recent + 1 / len(earlier))
+
     def fallen(self, key: str, share: float = 0.15, errors: float = 4.0) -> bool:
         """Whether it has lost that share of its best beyond doubt, by :meth:`fall`."""
         lost, sure = self.fall(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("GradientNormMonitor", "gradient_spikes", "warning", lambda k: {"grad_norm": 15.0} if k == 5 else {}),
     ("GradientNormMonitor", "gradient_spikes", "critical", grows(grad_norm=7.0)),
     ("GradientNormMonitor", "gradient_spikes", "critical", grows(critic__grad_norm=14.0)),
+    ("GradientNormMonitor", "gradient_spikes", "critical", grows(grad_norm=7.0, reward=ramp(0.9, 0.4))),
     ("GradientNormMonitor", "gradient_vanished", "warning", grows(grad_norm=1e-5)),
     ("GradientNormMonitor", "updates_too_large", "critical", grows(update_size=0.4)),
     (
@@ -287,3 +289,15 @@ def test_plumbing_is_named_before_theory_and_the_rest_is_evidence():
 def test_bad_arguments_are_refused_by_name(wrong):
     with pytest.raises(UserError, match="EntropyMonitor"):
         wrong()
+
+
+def test_a_policy_that_takes_off_has_steep_gradients_and_is_not_stopped():
+    """Seen with random weights: the gradient norm is six times its median while the reward doubles."""
+
+    def run(reward: Callable[[int], float]) -> list[dict[str, float]]:
+        steep = [step | {"grad_norm": 7.0} if t > 60 else step for t, step in enumerate(healthy(66), 1)]
+        return [step | {"reward": reward(t) * step["reward"]} for t, step in enumerate(steep, 1)]
+
+    monitor = "GradientNormMonitor"
+    assert {f.severity for f in replay(make(monitor), run(lambda t: 0.1 + 0.1 * max(0, t - 58)))} == {"warning"}
+    assert "critical" in {f.severity for f in replay(make(monitor), run(lambda t: 0.1))}
