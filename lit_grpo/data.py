@@ -120,6 +120,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 remedy="use lit_grpo.LitGRPO or a subclass",
             )
         check_engine(self.engine_config)
+        for reward in self.rewards:  # workers load their libraries while the model and the engine load
+            reward.start()
         if stage == "fit":
             self._check_answers_are_looked_for()
             if self._ahead and self.engine_config.sleep:

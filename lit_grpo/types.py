@@ -3,17 +3,18 @@
 ``Prompt`` -> ``Request`` -> ``Completion`` -> ``Rollout`` -> ``Experience`` -> ``LossOutput``
 
 Shapes: N completions in a rollout (whole groups, ``N = groups * group_size``), T tokens of the longest completion.
-Times are seconds, entropies and log-probabilities are nats. Everything below imports nothing but torch.
+Times are seconds, entropies and log-probabilities are nats. Everything below imports nothing but torch, and that only
+where tensors are made: commands that judge ready texts must start at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -92,6 +93,8 @@ class Score(NamedTuple):
     """The completion holds nothing that could be an answer."""
     details: Mapping[str, float] | None = None
     """Other figures of this completion; their means are logged as ``reward/<name>/<key>``."""
+    seconds: float = 0.0
+    """Time spent on this completion alone, where the reward measures it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,8 @@ class Experience:
     """Prompt identity of each completion, N strings, for methods that keep a history per prompt."""
 
     def __post_init__(self) -> None:
+        from torch import Tensor
+
         for item in fields(self):
             value = getattr(self, item.name)
             if not self.width and isinstance(value, Tensor) and value.ndim == 2:
@@ -193,15 +198,19 @@ class Experience:
     @property
     def mask(self) -> Tensor:
         """[N, T] bool, made from lengths, never from ids."""
+        import torch
+
         return torch.arange(self.width, device=self.lengths.device)[None, :] < self.lengths[:, None]
 
     def select(self, rows: Tensor | Sequence[int]) -> Experience:
         """The experience of some completions, in the order of ``rows``. Keeps T."""
+        import torch
+
         index = torch.as_tensor(rows, device=self.lengths.device)
         changed: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, torch.Tensor):
                 changed[item.name] = value[index]
         if self.prompt_ids is not None:
             changed["prompt_ids"] = [self.prompt_ids[i] for i in index.tolist()]
@@ -209,6 +218,8 @@ class Experience:
 
     def to(self, device: Any, **_: Any) -> Experience:
         """Move every tensor."""
+        from torch import Tensor
+
         moved: dict[str, Any] = {
             f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
         }

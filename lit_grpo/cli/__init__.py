@@ -36,6 +36,7 @@ COMMANDS = (
     Command("predict", "write completions for the test questions", "lit_grpo.cli.training:run"),
     Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.check.command:run"),
     Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.report.command:run"),
+    Command("score", "judge ready completions with any reward; needs no model", "lit_grpo.score:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.export:run"),
 )
 
@@ -61,6 +62,7 @@ examples:
   lit-grpo fit --config configs/quickstart.yaml
   lit-grpo fit --config configs/gsm8k_smollm2_cpu.yaml --data.rollouts 20 --trainer.logger.run_name short
   lit-grpo fit --config runs/NAME/config.yaml --ckpt_path runs/NAME/checkpoints/last.ckpt
+  lit-grpo score --input pairs.jsonl --config reward.yaml
   lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/mine
 
 A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.

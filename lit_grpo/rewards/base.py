@@ -22,6 +22,9 @@ class Reward:
     finds_answer: bool = False
     """True if its scores tell, by ``no_answer``, which completions hold no parsable answer."""
 
+    needs_tokens: bool = False
+    """True if it counts the completion's tokens; its text is not enough then."""
+
     correct_at: float | None = 1.0
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
@@ -41,6 +44,9 @@ class Reward:
         """Whether a value of this reward says that the answer is right; False for one that does not judge that."""
         # Sums of shares such as 3 x 1/3 may miss full marks by a rounding error.
         return self.correct_at is not None and value >= self.correct_at - 1e-9
+
+    def start(self) -> None:
+        """Get ready beside whatever else starts (worker processes). Returns at once; may be left out."""
 
     def close(self) -> None:
         """Free what the reward holds (worker processes, connections). Safe to call twice."""

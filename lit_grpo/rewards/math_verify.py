@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.math_answer import final_answer, gold_answer
 from lit_grpo.rewards.math_grade import grade, grade_quickly, kind_of
-from lit_grpo.rewards.pool import WorkerPool
+from lit_grpo.rewards.pool import Outcome, WorkerPool
 from lit_grpo.types import RewardInput, Score
 
 
@@ -26,6 +28,8 @@ class Verdict(NamedTuple):
     """Why a worker could not judge it; such an answer counts as wrong."""
     crashed: bool = False
     """The worker process died of it."""
+    reading: float = 0.0
+    """Seconds to find the answer in the text and to look at its written form."""
 
 
 class MathReward(Reward):
@@ -76,8 +80,12 @@ class MathReward(Reward):
         golds = [x.prompt.answer or "" for x in batch]
         verdicts = self.judge(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
         return [
-            Score(float(v.correct), timed_out=v.timed_out, failed=v.crashed, no_answer=not v.answer) for v in verdicts
+            Score(float(v.correct), v.timed_out, v.crashed, no_answer=not v.answer, seconds=v.reading + v.seconds)
+            for v in verdicts
         ]
+
+    def start(self) -> None:
+        self._pool.start()
 
     def judge(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None
@@ -85,30 +93,35 @@ class MathReward(Reward):
         """Verdicts on ready texts, in order. ``truncated``: texts cut by a length limit; None: none is."""
         cut = truncated or [False] * len(texts)
         known = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
-        pairs: list[tuple[str, str | None]] = []
-        for gold, text, short in zip(golds, texts, cut, strict=True):
-            answer, kind = known[gold]
-            pairs.append((answer, final_answer(text, kind, short)))
         # The samples of one prompt often agree: judge each pair once.
-        quick = {(g, a): grade_quickly(g, a) if a else False for g, a in dict.fromkeys(pairs)}
-        hard = [pair for pair, verdict in quick.items() if verdict is None]
-        outcomes = dict(zip(hard, self._pool.map(hard), strict=True))
+        quick: dict[tuple[str, str | None], bool | None] = {}
+        hard: dict[tuple[str, str | None], Future[Outcome]] = {}
+        read: list[tuple[tuple[str, str | None], float]] = []
+        for gold, text, short in zip(golds, texts, cut, strict=True):
+            began = time.perf_counter()
+            pair = known[gold][0], final_answer(text, known[gold][1], short)
+            if pair not in quick:
+                quick[pair] = grade_quickly(pair[0], pair[1]) if pair[1] else False
+                if quick[pair] is None:  # the workers begin while the other texts are read
+                    (hard[pair],) = self._pool.submit([pair])
+            read.append((pair, time.perf_counter() - began))
         verdicts = []
-        for pair in pairs:
-            outcome = outcomes.get(pair)
-            if outcome is None:
-                verdicts.append(Verdict(bool(quick[pair]), answer=pair[1]))
-            else:
-                verdicts.append(
-                    Verdict(
-                        correct=outcome.status == "ok" and outcome.value is True,
-                        timed_out=outcome.status == "timeout",
-                        seconds=outcome.seconds,
-                        answer=pair[1],
-                        error=outcome.error,
-                        crashed=outcome.status == "crash",
-                    )
+        for pair, reading in read:
+            if pair not in hard:
+                verdicts.append(Verdict(bool(quick[pair]), answer=pair[1], reading=reading))
+                continue
+            outcome = hard[pair].result()
+            verdicts.append(
+                Verdict(
+                    correct=outcome.status == "ok" and outcome.value is True,
+                    timed_out=outcome.status == "timeout",
+                    seconds=outcome.seconds,
+                    answer=pair[1],
+                    error=outcome.error,
+                    crashed=outcome.status == "crash",
+                    reading=reading,
                 )
+            )
         return verdicts
 
     def close(self) -> None:

@@ -121,6 +121,15 @@ class WorkerPool:
             self._wake()
         return [task.future for task in tasks]
 
+    def start(self) -> None:
+        """Begin to import the function, in a thread, so that the first item need not wait for that."""
+        with self._lock:
+            self._early = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._dispatch, name="lit-grpo-pool", daemon=True)
+                self._thread.start()
+        self._wake()
+
     def close(self) -> None:
         """Kill the workers; items not done yet come back as crashes. Safe to call twice; a later item starts anew."""
         with self._lock:
@@ -149,6 +158,7 @@ class WorkerPool:
         self._tasks: deque[_Task] = deque()
         self._thread = None
         self._closing = False
+        self._early = False
         self._bell, self._rope = Pipe(duplex=False)
         os.set_blocking(self._rope.fileno(), False)
         self._zygote: subprocess.Popen[bytes] | None = None
@@ -166,8 +176,12 @@ class WorkerPool:
         error: PoolError | None = None
         try:
             while not self._closing:
+                if self._early and self._zygote is None:
+                    self._start_zygote()
+                self._early = False
                 self._hand_out()
-                self._collect()
+                if not self._closing:  # the bell that told of it may have been read already
+                    self._collect()
         except BaseException as raised:
             error = raised if isinstance(raised, PoolError) else PoolError(f"the worker pool stopped: {raised!r}")
         self._stop("the pool was closed", error)
@@ -185,6 +199,8 @@ class WorkerPool:
                 if len(self._all) >= self.workers:
                     return
                 worker = self._start()  # may raise, so the item stays in the queue until then
+                if worker is None:
+                    return
             with self._lock:
                 worker.task = self._tasks.popleft()
             worker.started = time.monotonic()
@@ -234,10 +250,13 @@ class WorkerPool:
             assert self._messages is not None
             self._messages.send_bytes(f"kill {worker.pid}".encode())
 
-    def _start(self) -> _Worker:
+    def _start(self) -> _Worker | None:
+        """A new worker; None if the pool is being closed."""
         for attempt in range(2):
             if self._zygote is None:
                 self._start_zygote()
+            if self._zygote is None:
+                return None
             assert self._control is not None
             assert self._messages is not None
             ours, theirs = socket.socketpair()
@@ -274,8 +293,18 @@ class WorkerPool:
         self._control, self._messages = ours, Connection(os.dup(ours.fileno()))
         path = [entry or str(Path.cwd()) for entry in sys.path]
         self._messages.send_bytes(json.dumps({**self._setup, "path": path}).encode())
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._closing and (left := deadline - time.monotonic()) > 0:
+            if self._messages in wait([self._messages, self._bell], left):
+                break
+            while self._bell.poll():  # a new item, which waits in the queue, or close()
+                self._bell.recv_bytes()
+        if self._closing:
+            self._zygote.kill()  # it is still importing and would not notice
+            self._stop("the pool was closed")
+            return
         try:
-            ready = self._messages.poll(_START_SECONDS)
+            ready = self._messages.poll(0)
             problem = self._messages.recv_bytes().decode() if ready else f"not done after {_START_SECONDS} s"
         except (EOFError, OSError):
             problem = f"{sys.executable} ended at once"

@@ -18,6 +18,7 @@ import pytest
 
 from lit_grpo.rewards.pool import Outcome, PoolError, WorkerPool
 from tests.rewards import pool_functions as work
+from tests.rewards import slow_import as slow
 
 HANG = 15.0
 """Seconds: far above what a call may take, far below the 30 s that the hung work would."""
@@ -229,3 +230,23 @@ def test_a_pool_can_be_pickled():
         pool.map([1])
         with pickle.loads(pickle.dumps(pool)) as copy:
             assert copy.map([4])[0].value == 8
+
+
+def test_a_pool_that_is_still_starting_closes_at_once():
+    for pause in (0.0, 0.02, 0.2):
+        pool = WorkerPool(slow.nothing, limit=5.0, workers=1)
+        pool.start()
+        time.sleep(pause)
+        start = time.monotonic()
+        pool.close()
+        assert time.monotonic() - start < 30.0
+
+
+def test_a_pool_that_was_started_early_has_its_helper_ready():
+    with WorkerPool(work.double, limit=30.0, workers=1) as pool:
+        pool.start()
+        deadline = time.monotonic() + 60
+        while pool._zygote is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pool._zygote is not None
+        assert [o.value for o in pool.map([1, 2])] == [2, 4]

@@ -1,0 +1,11 @@
+"""A function whose workers take for ever to get ready."""
+
+import time
+
+
+def warm_up() -> None:
+    time.sleep(60)
+
+
+def nothing(x: object) -> None:
+    return None
