@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lit_grpo.types import RewardInput
 
 EXAMPLES = """\
-A line of the input: {"prediction": "... \\\\boxed{4}", "answer": "4"}; `gold` stands for `answer` where that is missing.
+A line of the input: {"prediction": "... \\\\boxed{4}", "answer": "4"}; `gold` stands in for a missing `answer`.
 `id`, `prompt`, `tokens` (how many the prediction has) and `finish_reason` ("length": cut off) are used where they are
 there; rewards see every field.
 A line of the output: {"correct": true, "reward": {"math": 1.0}, "timed_out": false, "seconds": 0.002, ...}. `correct`
