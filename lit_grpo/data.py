@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -13,10 +13,13 @@ from lit_grpo import rng
 from lit_grpo.engines import check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
+from lit_grpo.evaluation.judging import judge
+from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.load import end_token_ids, load_model_config
 from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import OnShort, alone
 from lit_grpo.rewards import Reward, check_rewards
+from lit_grpo.rewards.base import judging_reward
 from lit_grpo.rewards.scoring import OnError
 from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader
 from lit_grpo.tasks import PromptFormat, PromptSource
@@ -29,7 +32,7 @@ class RolloutDataModule(pl.LightningDataModule):
     Data, rewards and limits are checked in ``setup``, before any model is loaded.
 
     Args:
-        prompts: where training questions come from.
+        prompts: where training questions come from; ``validate`` and ``test`` need none.
         rewards: what completions are judged by; the total is their weighted sum.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
@@ -37,10 +40,12 @@ class RolloutDataModule(pl.LightningDataModule):
         engine: what samples.
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
-        val_prompts: held-out questions for ``validate`` and during ``fit``.
-        test_prompts: questions for ``test`` and ``predict``.
-        eval_sampling: how evaluation completions are drawn; None: greedily, with the training length limit.
-        eval_group_size: completions of each evaluation prompt.
+        val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
+        test: the same for ``test`` and ``predict``.
+        val_prompts: one more set, named after its source: ``{class_path: lit_grpo.tasks.JsonlPrompts, ...}``.
+        test_prompts: likewise.
+        eval_sampling: how evaluation completions are drawn; None: one a prompt greedily, several as in training.
+        eval_group_size: completions of each evaluation prompt, for sets that do not say.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
@@ -51,14 +56,16 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        prompts: PromptSource,
-        rewards: list[Reward],
+        prompts: PromptSource | None = None,
+        rewards: list[Reward] | None = None,
         group_size: int = 8,
         prompts_per_rollout: int = 16,
         rollouts: int = 100,
         engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
         sampling: Sampling = Sampling(),  # noqa: B008
         format: PromptFormat = PromptFormat(),  # noqa: B008
+        val: dict[str, EvaluationSet] | None = None,
+        test: dict[str, EvaluationSet] | None = None,
         val_prompts: PromptSource | None = None,
         test_prompts: PromptSource | None = None,
         eval_sampling: Sampling | None = None,
@@ -68,17 +75,19 @@ class RolloutDataModule(pl.LightningDataModule):
         on_short_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
-        self.prompts, self.rewards, self.engine_config, self.format = prompts, rewards, engine, format
+        self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
         self.sampling = sampling
+        self.val, self.test = dict(val or {}), dict(test or {})
         self.val_prompts, self.test_prompts = val_prompts, test_prompts
-        self.eval_sampling = eval_sampling or replace(sampling, temperature=0.0)
-        self.eval_group_size = eval_group_size
+        self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
         self.on_reward_error = on_reward_error
         self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
         self.dropped_prompts = 0
         self._producer: RolloutProducer | None = None
         self._encoded: dict[str, list[Prompt]] = {}
+        self.evaluations: dict[str, list[ResolvedSet]] = {}
+        """Sets of ``val`` and ``test``, once they are set up."""
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -143,17 +152,24 @@ class RolloutDataModule(pl.LightningDataModule):
                     where="data.prompts_per_rollout",
                     remedy=f"choose a multiple of {trainer.world_size}",
                 )
-            self._encode("train", self.prompts, "data.prompts")
-            self._encode("val", self.val_prompts, "data.val_prompts")
+            self._resolve("val", self.val, self.val_prompts)
+            if self.prompts is None:
+                raise UserError(
+                    "`fit` needs questions to train on, and data.prompts is not set",
+                    where="data.prompts",
+                    remedy="add `prompts: {class_path: lit_grpo.tasks.JsonlPrompts, init_args: {path: ...}}`",
+                )
+            self._encode("train", self.prompts, "data.prompts", self.format)
         elif stage == "validate":
-            self._need(self.val_prompts, "val_prompts", stage)
-            self._encode("val", self.val_prompts, "data.val_prompts")
+            self._need(self._resolve("val", self.val, self.val_prompts), "val", stage)
         elif stage == "test":
-            self._need(self.test_prompts, "test_prompts", stage)
-            self._encode("test", self.test_prompts, "data.test_prompts")
+            self._need(self._resolve("test", self.test, self.test_prompts), "test", stage)
         else:
-            source = self.test_prompts or self.prompts
-            self._encode("test", source, "data.test_prompts" if self.test_prompts else "data.prompts")
+            single = self.test_prompts if self.test or self.test_prompts else self.prompts
+            self._need(self._resolve("test", self.test, single), "test", stage)
+        for key, sets in self.evaluations.items():
+            for one in sets:
+                self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
 
     def _check_answers_are_looked_for(self) -> None:
         shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
@@ -170,17 +186,37 @@ class RolloutDataModule(pl.LightningDataModule):
         """Rollouts sampled before their turn: as many as the module takes stale ones."""
         return int(getattr(self._module, "max_staleness", 0)) if self._trainer.state.fn == "fit" else 0
 
-    def _need(self, source: PromptSource | None, name: str, stage: str) -> None:
-        if source is None:
+    def _resolve(self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None) -> list[ResolvedSet]:
+        judge = judging_reward(self.rewards)
+        self.evaluations[key] = resolve_sets(
+            key,
+            sets,
+            single,
+            samples=self.eval_group_size,
+            sampling=self.eval_sampling,
+            training=self.sampling,
+            selectors=[reward.name for reward in self.rewards],
+            judging=None if judge is None else judge.name,
+        )
+        return self.evaluations[key]
+
+    def _need(self, sets: list[ResolvedSet], name: str, stage: str) -> None:
+        if not sets:
             raise UserError(
-                f"`{stage}` needs questions, and {name} is not set",
+                f"`{stage}` needs questions, and data.{name} names no set",
                 where=f"data.{name}",
-                remedy=f"add `{name}: {{class_path: lit_grpo.tasks.JsonlPrompts, init_args: {{path: ...}}}}`",
+                remedy=f"a benchmark by name, `{name}: {{gsm8k: {{samples: 8}}}}`, or "
+                f"`{name}: {{mine: {{path: questions.jsonl}}}}`",
             )
 
-    def _encode(self, key: str, source: PromptSource | None, where: str) -> None:
+    @property
+    def _most_new_tokens(self) -> int:
+        parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
+        return max(self.sampling.max_new_tokens, *(part.sampling.max_new_tokens for part in parts), 0)
+
+    def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
         """Read, check and tokenise a source, once."""
-        if source is None or key in self._encoded:
+        if key in self._encoded:
             return
         rows = source.rows()
         needing = next((reward.name for reward in self.rewards if reward.needs_answer), None)
@@ -192,7 +228,7 @@ class RolloutDataModule(pl.LightningDataModule):
                         where=row.where or where,
                         remedy="fill in the answer, name the right answer_column, or remove the row",
                     )
-        encoded = self.format.encode_all(rows, self._module.tokenizer, source.name)
+        encoded = form.encode_all(rows, self._module.tokenizer, source.name)
         self.dropped_prompts += encoded.dropped
         self._check_lengths(encoded.prompts, {row.id: row.where for row in rows}, where)
         self._encoded[key] = encoded.prompts
@@ -202,7 +238,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if limit is None or not prompts:
             return
         longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-        new = max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens)
+        new = self._most_new_tokens
         if len(longest.token_ids) + new > limit:
             raise UserError(
                 f"the prompt of row {longest.id!r} has {len(longest.token_ids)} tokens; with {new} new tokens that is "
@@ -228,7 +264,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 policy_config=module.policy_config,
                 tokenizer=module.tokenizer,
                 end_token_ids=end_token_ids(module.policy_config, module.tokenizer),
-                max_model_len=longest + max(self.sampling.max_new_tokens, self.eval_sampling.max_new_tokens),
+                max_model_len=longest + self._most_new_tokens,
                 seed=rng.run_seed(),
                 beside_learner=self._ahead > 0,
             )
@@ -280,30 +316,39 @@ class RolloutDataModule(pl.LightningDataModule):
             ahead=self._ahead,
         )
 
-    def val_dataloader(self) -> Any:
-        return self._evaluation("val") if "val" in self._encoded else []
+    def val_dataloader(self) -> list[EvaluationLoader]:
+        return self._evaluation("val")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("test")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("test")
 
     @property
     def _trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
 
-    def _evaluation(self, key: str) -> EvaluationLoader:
-        return EvaluationLoader(
-            self.producer,
-            self._encoded[key],
-            batch_prompts=self.prompts_per_rollout,
-            group_size=self.eval_group_size,
-            sampling=self.eval_sampling,
-            rank=self._trainer.global_rank,
-            world_size=self._trainer.world_size,
-            purpose=key,
-        )
+    def _evaluation(self, key: str) -> list[EvaluationLoader]:
+        """One loader for each way of sampling each set."""
+        return [
+            EvaluationLoader(
+                self.producer,
+                self._encoded[f"{key}/{one.name}"],
+                batch_prompts=self.prompts_per_rollout,
+                group_size=part.samples,
+                sampling=part.sampling,
+                rank=self._trainer.global_rank,
+                world_size=self._trainer.world_size,
+                purpose=f"evaluation/{one.name}",
+                finish=partial(self._judge, part),
+            )
+            for one in self.evaluations.get(key, [])
+            for part in one.parts
+        ]
+
+    def _judge(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> None:
+        rollout.evaluation = judge(rollout, self.rewards, part, seeds)
 
 
 class _Gather:

@@ -16,7 +16,7 @@ from lit_grpo import experience as shape
 from lit_grpo import rng, run_state
 from lit_grpo.audit import add_audit_metrics
 from lit_grpo.errors import UserError
-from lit_grpo.evaluation import means, records
+from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.experience import make_experience
 from lit_grpo.guards import GuardConfig
 from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
@@ -130,6 +130,9 @@ class LitGRPO(pl.LightningModule):
         self.objective_state = self.objective.new_state()
         self.policy_version = 0
         """Rollouts trained on."""
+        self._evaluator = Evaluator("val")
+        self.evaluation: EvaluationResult | None = None
+        """What the last evaluation found."""
         self._logged_keys: set[str] = set()
         self.step_metrics: dict[str, float] = {}
         """What the last rollout logged. Trainer.callback_metrics also keeps keys that only earlier rollouts had."""
@@ -335,27 +338,27 @@ class LitGRPO(pl.LightningModule):
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
-    def validation_step(self, batch: Rollout, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
+    def on_validation_epoch_start(self) -> None:
+        self._evaluator = Evaluator("val", self.device)
 
-    def test_step(self, batch: Rollout, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
+    def on_test_epoch_start(self) -> None:
+        self._evaluator = Evaluator("test", self.device)
 
-    def predict_step(self, batch: Rollout, batch_idx: int) -> list[dict[str, Any]]:
+    def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
+        """One record a completion, as ``predict_step``."""
+        return self._evaluator.update(batch)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
         """One record a completion: prompt id, question, completion, rewards."""
         return records(batch)
 
-    def _evaluate(self, batch: Rollout, stage: str) -> None:
-        for key, (mean, count) in means(batch).items():
-            self.log(
-                f"{stage}/{key}",
-                mean,
-                batch_size=count,
-                prog_bar=key == "reward",
-                on_step=False,
-                on_epoch=True,
-                sync_dist=True,
-            )
+    def on_validation_epoch_end(self) -> None:
+        self.evaluation = self._evaluator.compute()
+        self.log_dict(self.evaluation.metrics(), sync_dist=True)  # alike on all ranks already
+
+    on_test_epoch_end = on_validation_epoch_end
 
     # ---------------------------------------------------------------------------------------------- logging
 

@@ -79,7 +79,7 @@ class RolloutProducer:
         *,
         index: int,
         purpose: str = "train",
-        places: Sequence[int] | None = None,
+        places: Sequence[int | str] | None = None,
         sync: bool = True,
     ) -> Rollout:
         """Sample ``group_size`` completions of every prompt, and score them.
@@ -91,7 +91,7 @@ class RolloutProducer:
             index: number of the rollout; part of every seed.
             purpose: keeps the random numbers of training and evaluation apart.
             places: place of each prompt among those of all ranks, part of its seeds, so that what is sampled does not
-                depend on how prompts are spread over ranks; None: 0, 1, 2, ...
+                depend on how prompts are spread over ranks; in evaluation its id; None: 0, 1, 2, ...
             sync: bring the engine's weights up to date first. False in a thread beside the learner, which may be
                 changing them.
 
@@ -125,7 +125,7 @@ class RolloutProducer:
         return self.assemble(prompts, whole, results, sampling, index, times)
 
     def request(
-        self, number: int, place: int, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
+        self, number: int, place: int | str, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
     ) -> Request:
         """What the engine is asked for one prompt. Its seeds derive from the prompt's place in the rollout."""
         seeds = (derive_seed(self.seed, purpose, index, place, sample) for sample in range(group_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -220,7 +220,22 @@ class RolloutLoader:
 
 
 class EvaluationLoader:
-    """Every prompt once, in order, with seeds that are the same at each evaluation."""
+    """Every prompt once, in order, with seeds that are the same at each evaluation: they derive from the prompt's id.
+
+    All ranks make the same number of batches, as weights are gathered together; where prompts do not go round, the
+    last of a rank is empty.
+
+    Args:
+        producer: makes the rollouts.
+        prompts: of the set.
+        batch_prompts: in each batch.
+        group_size: completions of each prompt.
+        sampling: how to draw.
+        rank: of this process.
+        world_size: number of processes.
+        purpose: keeps the random numbers of different evaluations apart.
+        finish: adds to a scored rollout what the evaluation needs, given the seeds of its completions.
+    """
 
     def __init__(
         self,
@@ -233,27 +248,29 @@ class EvaluationLoader:
         rank: int = 0,
         world_size: int = 1,
         purpose: str = "val",
+        finish: Callable[[Rollout, list[int]], None] | None = None,
     ) -> None:
         self.producer, self.sampling, self.group_size, self.purpose = producer, sampling, group_size, purpose
-        places = range(rank, len(prompts), world_size)
-        self._batches = [
-            [(place, prompts[place]) for place in places[start : start + batch_prompts]]
-            for start in range(0, len(places), batch_prompts)
-        ]
+        self.finish = finish
+        own = prompts[rank::world_size]
+        count = -(-len(prompts) // (world_size * batch_prompts))
+        self._batches = [own[i * batch_prompts : (i + 1) * batch_prompts] for i in range(count)]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Rollout]:
         for number, batch in enumerate(self._batches, 1):
+            ids = [prompt.id for prompt in batch]
             rollout = self.producer.produce(
-                [prompt for _, prompt in batch],
-                self.sampling,
-                self.group_size,
-                index=0,
-                purpose=self.purpose,
-                places=[place for place, _ in batch],
+                batch, self.sampling, self.group_size, index=0, purpose=self.purpose, places=ids
             )
+            rollout.group_size = self.group_size  # of an empty batch too
+            if self.finish is not None:
+                self.finish(rollout, [seed for prompt in batch for seed in self._seeds(prompt)])
             if number == len(self._batches):
                 self.producer.rest()
             yield rollout
+
+    def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
+        return self.producer.request(0, prompt.id, prompt, self.group_size, 0, self.purpose).seeds

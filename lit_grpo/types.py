@@ -126,6 +126,8 @@ class Rollout:
     """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
+    evaluation: Any = None
+    """What an evaluation knows besides, a :class:`lit_grpo.evaluation.judging.Judged`; None in training."""
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.prompts) * self.group_size:

@@ -23,6 +23,7 @@ ALLOWED = {
     "policy": {"tasks"},
     "tracking": {"callbacks", "objectives"},
     "callbacks": {"tracking", "rng"},
+    "evaluation": {"objectives", "rewards", "rng", "tasks", "tracking"},
     "report": {"tracking", "callbacks", "cli"},
     "check": {"cli", "experience", "objectives", "policy", "rewards", "tasks"},
 }
@@ -34,6 +35,7 @@ NOT_AT_IMPORT = {
     "tasks": {"lightning", "transformers", "vllm", "mlflow", "datasets", "pyarrow"},
     "tracking": {"transformers", "vllm", "mlflow", "matplotlib"},
     "callbacks": {"transformers", "vllm", "mlflow"},
+    "evaluation": {"transformers", "vllm", "mlflow"},
     "report": {"transformers", "vllm", "mlflow", "matplotlib", "PIL", "jinja2", "torch"},
     "check": {"transformers", "vllm", "mlflow"},
 }

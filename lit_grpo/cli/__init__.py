@@ -31,9 +31,11 @@ class Command:
 
 COMMANDS = (
     Command("fit", "train a policy; --ckpt_path goes on from a checkpoint", "lit_grpo.cli.training:run"),
-    Command("validate", "score the validation questions (data.val_prompts)", "lit_grpo.cli.training:run"),
-    Command("test", "score the test questions (data.test_prompts)", "lit_grpo.cli.training:run"),
-    Command("predict", "write completions for the test questions", "lit_grpo.cli.training:run"),
+    Command(
+        "validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, best-of-k", "lit_grpo.cli.training:run"
+    ),
+    Command("test", "evaluate on the test sets (data.test), benchmarks by name", "lit_grpo.cli.training:run"),
+    Command("predict", "write completions for the questions of data.test", "lit_grpo.cli.training:run"),
     Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.check.command:run"),
     Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.report.command:run"),
     Command("score", "judge ready completions with any reward; needs no model", "lit_grpo.score:run"),

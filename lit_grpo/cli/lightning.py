@@ -21,6 +21,7 @@ from lit_grpo.cli.leaks import refuse_leaks
 from lit_grpo.cli.strategy import resolve_strategy
 from lit_grpo.data import RolloutDataModule
 from lit_grpo.errors import UserError
+from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.tracking import RunSummary
@@ -100,6 +101,12 @@ class TrainingCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand in ("validate", "test"):
+            parser.set_defaults({"verbose": False})  # our table says it, by set and with standard errors
+        return parser
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self._explainer().check_keys()
         refuse_leaks(self._layers, self._argv)
@@ -150,7 +157,8 @@ class TrainingCLI(LightningCLI):
         given = given if isinstance(given, list) else [given]
         # The report comes before the summary, which names it.
         closing: list[Callback] = [ReportWriter(), RunSummary()] if self._command == "fit" else [RunSummary()]
-        ours = [*callbacks, *(closing if self._command != "predict" else [PredictionWriter()]), FirstCtrlC()]
+        ending = [PredictionWriter()] if self._command == "predict" else [EvaluationWriter(), *closing]
+        ours = [*callbacks, *ending, FirstCtrlC()]
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             ours.append(LineProgress())
         if any(isinstance(callback, ProgressBar) for callback in given):

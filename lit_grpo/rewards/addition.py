@@ -27,6 +27,9 @@ class AdditionReward(Reward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [Score(_agree(x.text, x.prompt.answer)) for x in batch]
 
+    def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
+        return [final_integer(x.text) for x in batch]
+
 
 def _agree(text: str, gold: str | None) -> float:
     answer, wanted = final_integer(text), final_integer(gold or "")

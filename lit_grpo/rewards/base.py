@@ -48,6 +48,13 @@ class Reward:
     def start(self) -> None:
         """Get ready beside whatever else starts (worker processes). Returns at once; may be left out."""
 
+    def final_answers(self, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
+        """The final answer of each completion in a normal form, equal where answers are; None where there is none.
+
+        What maj@k counts votes by. None altogether, the default: the reward looks for no final answer.
+        """
+        return None
+
     def close(self) -> None:
         """Free what the reward holds (worker processes, connections). Safe to call twice."""
 

@@ -49,6 +49,10 @@ class ExactMatch(Reward):
             for answer, x in zip(answers, batch, strict=True)
         ]
 
+    def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
+        found = [self._answer(x.text) for x in batch]
+        return [None if answer is None else str(self._normalise(answer)) for answer in found]
+
     def _answer(self, text: str) -> str | None:
         if self._extract is None:
             return text

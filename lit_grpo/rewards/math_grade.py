@@ -70,6 +70,21 @@ def kind_of(gold: str) -> Kind:
     return "number" if parse_number(split_unit(cleaned)[0]) else "other"
 
 
+def normal_form(answer: str) -> str:
+    """One text for the same answer written differently, as far as its form shows: for counting votes, not for grading.
+
+    A number is its exact value without unit or percent sign, a lone option its letter; of anything else spacing,
+    wrappers and Unicode variants are made alike.
+    """
+    if len(answer) > LONGEST:
+        return answer.strip()
+    cleaned = clean(answer)
+    if option := as_option(cleaned):
+        return option
+    number = parse_number(split_unit(cleaned)[0])
+    return str(number.value) if number is not None else _squeeze(cleaned)
+
+
 def _grade(gold: str, answer: str, symbolic: Symbolic) -> bool:
     if max(len(gold), len(answer)) > LONGEST:
         return bool(gold.strip()) and gold.strip() == answer.strip()

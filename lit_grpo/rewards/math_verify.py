@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.math_answer import final_answer, gold_answer
-from lit_grpo.rewards.math_grade import grade, grade_quickly, kind_of
+from lit_grpo.rewards.math_grade import grade, grade_quickly, kind_of, normal_form
 from lit_grpo.rewards.pool import Outcome, WorkerPool
 from lit_grpo.types import RewardInput, Score
 
@@ -86,6 +86,13 @@ class MathReward(Reward):
 
     def start(self) -> None:
         self._pool.start()
+
+    def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
+        out: list[str | None] = []
+        for x in batch:
+            answer = final_answer(x.text, kind_of(gold_answer(x.prompt.answer or "")), x.completion.truncated)
+            out.append(normal_form(answer) if answer else None)
+        return out
 
     def judge(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None

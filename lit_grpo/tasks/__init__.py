@@ -2,6 +2,7 @@
 
 from lit_grpo.tasks.addition import AdditionPrompts
 from lit_grpo.tasks.base import PromptSource, Row
+from lit_grpo.tasks.benchmarks import BENCHMARKS, BenchmarkPrompts
 from lit_grpo.tasks.char_tokenizer import char_tokenizer
 from lit_grpo.tasks.csv_file import CsvPrompts
 from lit_grpo.tasks.hub import HubPrompts
@@ -13,7 +14,9 @@ from lit_grpo.tasks.template import EncodedPrompts, PromptFormat, PromptTooLongE
 from lit_grpo.tasks.two_form_addition import TwoFormAddition
 
 __all__ = [
+    "BENCHMARKS",
     "AdditionPrompts",
+    "BenchmarkPrompts",
     "CsvPrompts",
     "EncodedPrompts",
     "FileSource",

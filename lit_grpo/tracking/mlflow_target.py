@@ -194,7 +194,8 @@ def _final_errors() -> Iterator[None]:
 
 
 def _clean(key: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_/. -]+", "_", key)[:250]
+    """What MLflow takes as a name: ``pass@8`` is ``pass_at_8`` there."""
+    return re.sub(r"[^a-zA-Z0-9_/. -]+", "_", key.replace("@", "_at_"))[:250]
 
 
 def _cut(value: str) -> str:

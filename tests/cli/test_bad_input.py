@@ -199,7 +199,12 @@ def test_the_environment_is_named(screen, monkeypatch):
 
 
 def test_missing_keys(screen):
-    assert "`data.prompts` and `data.rewards` are missing" in screen("fit", "--model.policy.tiny", "{}")
+    assert "the policy needs either `path`" in screen("fit")
+    assert "no reward is given" in screen("fit", "--model.policy.tiny", "{}")
+    without = DATA.replace("prompts: {class_path: lit_grpo.tasks.AdditionPrompts}", "group_size: 2")
+    assert without != DATA
+    assert "`fit` needs questions to train on" in screen("fit", "--config", "a.yaml", a=MODEL + without)
+    assert "data.test names no set" in screen("test", "--config", "a.yaml", a=MODEL + DATA)
 
 
 def test_commands(screen):

@@ -41,6 +41,9 @@ class Even(Reward):
     def score(self, batch):
         return [float(sum(item.completion.token_ids) % 2 == 0) for item in batch]
 
+    def final_answers(self, batch):
+        return [item.text for item in batch]
+
 
 class Breaks(pl.Callback):
     """Ends a run after its second rollout, in the way it is told."""
@@ -282,14 +285,39 @@ def test_export_gives_the_trained_policy(place, capsys):
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
-def test_evaluation_commands_print_the_reward(command, tmp_path, monkeypatch, capsys):
+def test_evaluation_commands_print_a_table_and_leave_every_completion(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     key = {"validate": "val", "test": "test"}[command]
-    layer = f"data:\n  {key}_prompts: {{class_path: lit_grpo.tasks.AdditionPrompts, init_args: {{n: 10}}}}\n"
+    source = "class_path: lit_grpo.tasks.AdditionPrompts, init_args"
+    layer = f"data:\n  {key}_prompts: {{{source}: {{n: 10}}}}\n"
+    layer += f"  {key}: {{few: {{prompts: {{{source}: {{}}}}, limit: 3, samples: 4, greedy: true}}}}\n"
     Path("base.yaml").write_text(CONFIG)
     Path("layer.yaml").write_text(layer)
     assert main([command, "--config", "base.yaml", "--config", "layer.yaml"]) == 0
-    assert f"{key}/reward" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.startswith("set"))
+    assert {"prompts", "greedy", "pass@1", "pass@4", "maj@4", "best@4/logprob", "length"} <= set(head.split())
+    (folder,) = Path("runs").glob("*/evaluation")
+    folder /= key
+    assert [line.split()[:3] for line in lines if line.startswith(("addition ", "few "))] == [
+        ["addition", "10", "1"],
+        ["few", "3", "4"],
+    ]
+    results = json.loads((folder / "results.json").read_text())
+    assert results["seed"] == 0
+    assert set(results["sets"]) == {"addition", "few"}
+    assert [part["greedy"] for part in results["sets"]["few"]["sampled"]] == [False, True]
+    records = [json.loads(line) for line in (folder / "few.jsonl").read_text().splitlines()]
+    assert len(records) == 3 * 4 + 3
+    assert len({record["seed"] for record in records if not record["greedy"]}) == 12
+    found = results["sets"]["few"]["metrics"]
+    sampled = [record["correct"] for record in records if not record["greedy"]]
+    assert found["pass@1"] == pytest.approx(sum(sampled) / 12)
+    logged = read_metrics(folder.parent.parent)[-1]
+    assert logged[f"{key}/few/pass@4"] == pytest.approx(found["pass@4"])
+    both = [results["sets"][name]["metrics"]["reward"] for name in ("addition", "few")]
+    assert logged[f"{key}/reward"] == pytest.approx(sum(both) / 2)
+    assert list(Path("runs/artifacts").rglob("few.jsonl")), "in MLflow too"
 
 
 def test_predict_writes_every_completion(tmp_path, monkeypatch, capsys):
@@ -301,4 +329,6 @@ def test_predict_writes_every_completion(tmp_path, monkeypatch, capsys):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(records) == 20
     assert len({record["id"] for record in records}) == 10
-    assert set(records[0]) == {"id", "question", "completion", "finish_reason", "reward", "rewards"}
+    assert {"id", "question", "answer", "completion", "correct", "reward", "rewards", "finish_reason", "seed"} <= set(
+        records[0]
+    )

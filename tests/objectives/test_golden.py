@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_grpo.evaluation.estimators import maj_at_k
 from lit_grpo.objectives import diagnostics
 from lit_grpo.objectives.advantages import AdvantageInputs, GroupMean, GroupStd, LeaveOneOut
-from lit_grpo.objectives.pass_at_k import maj_at_k, pass_at_k
+from lit_grpo.objectives.pass_at_k import pass_at_k
 from lit_grpo.objectives.ratios import importance_ratio
 from lit_grpo.objectives.sampler_correction import geometric_mean
 from lit_grpo.objectives.shaping import flip_labels, format_reward, soft_overlong

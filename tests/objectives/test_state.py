@@ -12,7 +12,7 @@ import torch
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import RECIPES, Objective
 from lit_grpo.objectives.diagnostics import prefix_penalty
-from lit_grpo.objectives.pass_at_k import maj_at_k, pass_at_k
+from lit_grpo.objectives.pass_at_k import pass_at_k
 from lit_grpo.objectives.tensors import Groups
 from lit_grpo.types import Experience
 from tests.objectives.random_batches import NAMES, batch, objective, step
@@ -188,26 +188,8 @@ def test_prefix_penalty() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_pass_and_maj_at_k_edges() -> None:
+def test_pass_at_k_edges() -> None:
     assert pass_at_k(4, 0, 4) == 0
     assert pass_at_k(4, 4, 1) == 1
-    assert maj_at_k([None, None, "x"], "x", 3) == 1
-    assert maj_at_k([None, None, "x"], "x", 3, none_votes=True) == 0
-    assert maj_at_k(["y"], "x", 1) == 0
     with pytest.raises(UserError, match="samples"):
         pass_at_k(2, 1, 3)
-
-
-def test_maj_at_k_equals_enumeration() -> None:
-    from collections import Counter
-    from itertools import combinations
-
-    answers = ["a", "a", "b", "b", "c", None, "d", "a"]
-    for k in range(1, len(answers) + 1):
-        wins = []
-        for subset in combinations(answers, k):
-            votes = Counter(x for x in subset if x is not None)
-            best = max(votes.values(), default=0)
-            top = [x for x, v in votes.items() if v == best]
-            wins.append(1 / len(top) if "a" in top else 0.0)
-        assert maj_at_k(answers, "a", k) == pytest.approx(sum(wins) / len(wins))

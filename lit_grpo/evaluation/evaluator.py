@@ -1,0 +1,171 @@
+"""Gathers the batches of an evaluation, set by set, and says what came out, alike on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lit_grpo.evaluation.judging import Judged, answer_classes, selector_scores
+from lit_grpo.evaluation.metrics import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
+from lit_grpo.evaluation.sets import EvaluationPart
+from lit_grpo.types import Rollout, Sampling
+
+HEADLINE = ("reward", "pass@1")
+"""Keys that are also logged as the mean over all sets, without a set's name."""
+
+
+@dataclass
+class EvaluationResult:
+    """What an evaluation found, over all ranks."""
+
+    stage: str
+    """``val`` or ``test``."""
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Metrics by set; docs/evaluation.md has the keys."""
+    parts: dict[str, list[EvaluationPart]] = field(default_factory=dict)
+    """How each set was sampled."""
+
+    def metrics(self) -> dict[str, float]:
+        """Under their logged names: ``test/gsm8k/pass@1``, and ``test/reward``, the mean over sets."""
+        out = {f"{self.stage}/{name}/{key}": value for name, found in self.sets.items() for key, value in found.items()}
+        for key in HEADLINE:
+            values = [found[key] for found in self.sets.values() if key in found]
+            if values:
+                out[f"{self.stage}/{key}"] = sum(values) / len(values)
+        return out
+
+
+class Evaluator:
+    """One evaluation: ``update`` with every batch, then ``compute``, on all ranks.
+
+    Every rank must see at least one batch of each set, which may be empty; :class:`lit_grpo.rollouts.EvaluationLoader`
+    makes as many batches on each.
+
+    Args:
+        stage: ``val`` or ``test``.
+        device: where ranks exchange tensors.
+    """
+
+    def __init__(self, stage: str, device: torch.device | str = "cpu") -> None:
+        self.stage, self.device = stage, device
+        self._meters: dict[tuple[str, bool], _PartMeters] = {}
+
+    def update(self, batch: Rollout) -> list[dict[str, Any]]:
+        """Add a batch; gives one record a completion, see :func:`records`."""
+        judged = judged_of(batch)
+        key = judged.part.set or self.stage, judged.part.greedy
+        if key not in self._meters:
+            self._meters[key] = _PartMeters(batch, judged, self.device)
+        self._meters[key].update(batch, judged)
+        return records(batch)
+
+    def compute(self) -> EvaluationResult:
+        """The results so far; collective."""
+        result = EvaluationResult(self.stage)
+        for (name, greedy), meters in self._meters.items():
+            found = result.sets.setdefault(name, {})
+            result.parts.setdefault(name, []).append(meters.part)
+            for key, value in meters.compute().items():
+                found.setdefault(_greedy_name(key) if greedy else key, value)
+        return result
+
+
+class _PartMeters:
+    """The metrics of one part of a set."""
+
+    def __init__(self, batch: Rollout, judged: Judged, device: torch.device | str) -> None:
+        self.part = judged.part
+        n, ks = batch.group_size, judged.part.ks
+        self.means = PromptMean(
+            ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated", "no_answer"]
+        )
+        judges = judged.correct is not None
+        self.passed = PassAtK(ks) if judges else None
+        self.average = AvgAtK(n) if judges and n > 1 else None
+        self.voted = MajAtK(ks) if judges and n > 1 and judged.answers is not None else None
+        self.best = {name: BestOfK(ks, name) for name in judged.part.best_of if judges}
+        self.all: list[Metric] = [self.means, *self.best.values()]
+        self.all += [metric for metric in (self.passed, self.average, self.voted) if metric is not None]
+        for metric in self.all:
+            metric.to(device)
+
+    def update(self, batch: Rollout, judged: Judged) -> None:
+        names, n = [prompt.id for prompt in batch.prompts], batch.group_size
+        columns = [batch.reward, *batch.rewards.values()]
+        columns += [torch.tensor([float(len(c.token_ids)) for c in batch.completions])]
+        columns += [torch.tensor([float(c.truncated) for c in batch.completions])]
+        without = torch.full((len(batch.completions),), math.nan)
+        columns += [without if batch.no_answer is None else batch.no_answer]
+        self.means.update(torch.stack([_by_prompt(column, n) for column in columns], 1), names)
+        if self.passed is None or judged.correct is None:
+            return
+        correct = judged.correct.view(-1, n)
+        self.passed.update(correct, names)
+        if self.average is not None:
+            self.average.update(correct, names)
+        if self.voted is not None and judged.answers is not None:
+            self.voted.update(correct, answer_classes(judged.correct, judged.answers, n), names)
+        for selector, metric in self.best.items():
+            metric.update(correct, selector_scores(batch, selector), names)
+
+    def compute(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for metric in self.all:
+            found |= {key: float(value) for key, value in metric.compute().items()}
+        return {key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def _by_prompt(values: Tensor, group_size: int) -> Tensor:
+    return values.double().view(-1, group_size).mean(1)
+
+
+def _greedy_name(key: str) -> str:
+    """``pass@1`` of the greedy completion is ``greedy``, its length ``greedy/length``."""
+    return key.replace("pass@1", "greedy") if key.startswith("pass@1") else f"greedy/{key}"
+
+
+def judged_of(batch: Rollout) -> Judged:
+    """What the loader knows of a batch; of a loader of one's own: a reward of 1 or more is right."""
+    if isinstance(batch.evaluation, Judged):
+        return batch.evaluation
+    part = EvaluationPart("", batch.group_size, Sampling(temperature=batch.temperature), tuple({1, batch.group_size}))
+    return Judged(part, batch.reward >= 1, None, [])
+
+
+def records(batch: Rollout) -> list[dict[str, Any]]:
+    """One record a completion, as plain values: what is saved of an evaluation."""
+    judged, size = judged_of(batch), batch.group_size
+    out = []
+    for i, text in enumerate(batch.texts):
+        prompt, completion = batch.prompts[i // size], batch.completions[i]
+        out.append(
+            {
+                "id": prompt.id,
+                "set": judged.part.set,
+                "sample": i % size,
+                "greedy": judged.part.sampling.temperature <= 0,
+                "seed": judged.seeds[i] if judged.seeds else None,
+                "question": prompt.question,
+                "answer": prompt.answer,
+                "completion": text,
+                "final_answer": None if judged.answers is None else judged.answers[i],
+                "correct": None if judged.correct is None else bool(judged.correct[i]),
+                "reward": float(batch.reward[i]),
+                "rewards": {name: float(values[i]) for name, values in batch.rewards.items()},
+                "finish_reason": completion.finish_reason,
+                "tokens": len(completion.token_ids),
+                "logprob": _mean(completion.logprobs),
+            }
+        )
+    return out
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    mean = sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None

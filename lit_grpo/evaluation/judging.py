@@ -1,0 +1,74 @@
+"""Which completions are right, and which give the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_grpo.evaluation.sets import LOGPROB, TOTAL, EvaluationPart
+from lit_grpo.rewards.base import Reward, judging_reward
+from lit_grpo.types import RewardInput, Rollout
+
+
+@dataclass
+class Judged:
+    """What an evaluation knows of a batch besides its rewards; ``Rollout.evaluation`` holds it."""
+
+    part: EvaluationPart
+    correct: Tensor | None
+    """[N] bool; None where no reward says what is right."""
+    answers: list[str | None] | None
+    """Normal form of each final answer, None where there is none; None altogether where no reward gives one."""
+    seeds: list[int]
+    """Of each completion."""
+
+
+def judge(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, seeds: list[int]) -> Judged:
+    """Judge a scored rollout by the first of ``rewards`` that says what is right."""
+    reward = judging_reward(rewards)
+    if reward is None:
+        return Judged(part, None, None, seeds)
+    size = rollout.group_size
+    items = [
+        RewardInput(rollout.prompts[i // size], completion, text)
+        for i, (completion, text) in enumerate(zip(rollout.completions, rollout.texts, strict=True))
+    ]
+    given = reward.final_answers(items)
+    answers = None if given is None else list(given)
+    right = [reward.correct(value) for value in rollout.rewards[reward.name].tolist()]
+    return Judged(part, torch.tensor(right, dtype=torch.bool), answers, seeds)
+
+
+def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: int) -> Tensor:
+    """Which completions of a prompt give the same answer, [prompts, group_size] int64; -1 where there is none.
+
+    Right answers all equal the gold and so each other, however they are written; wrong ones are equal where their
+    normal forms are.
+    """
+    rows = []
+    for start in range(0, len(answers), group_size):
+        seen: dict[str, int] = {}
+        row = []
+        for i in range(start, start + group_size):
+            answer = answers[i]
+            if correct[i]:
+                row.append(0)
+            else:
+                row.append(-1 if answer is None else seen.setdefault(answer, len(seen) + 1))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.int64).view(-1, group_size)
+
+
+def selector_scores(rollout: Rollout, selector: str) -> Tensor:
+    """[prompts, group_size] float64: what best-of-k chooses by. NaN where the log-probabilities are not known."""
+    if selector == TOTAL:
+        values = rollout.reward.double()
+    elif selector == LOGPROB:
+        means = [sum(c.logprobs) / len(c.logprobs) if c.logprobs else float("nan") for c in rollout.completions]
+        values = torch.tensor(means, dtype=torch.float64)
+    else:
+        values = rollout.rewards[selector].double()
+    return values.view(-1, rollout.group_size)

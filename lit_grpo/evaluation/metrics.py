@@ -1,0 +1,215 @@
+"""pass@k, maj@k, avg@k and best-of-k as torchmetrics: one row a prompt, exact over ranks, with standard errors.
+
+Each rank keeps the estimates of its own prompts. ``compute`` gathers all rows, whatever number each rank has, and
+leaves out a prompt that is there twice (a distributed sampler repeats prompts to make shards even), so the result is
+that of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lit_grpo.errors import UserError
+from lit_grpo.evaluation.estimators import best_of_k, majority, pass_at_k, standard_error
+
+
+class PromptMean(Metric):
+    """Means over prompts of named values, with standard errors: the base of the others.
+
+    ``compute`` gives ``{name: mean, name + "/se": standard error}`` as float64 scalars, and the number of ``prompts``;
+    values that are NaN for a prompt are left out of their mean, and a mean over nothing is NaN.
+
+    Args:
+        names: of the values of each prompt.
+        kwargs: of :class:`torchmetrics.Metric`.
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    prompt_keys: list[Tensor]
+    prompt_values: list[Tensor]
+
+    def __init__(self, names: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.names = list(names)
+        self.add_state("prompt_keys", default=[], dist_reduce_fx="cat")
+        self.add_state("prompt_values", default=[], dist_reduce_fx="cat")
+
+    def update(self, values: Tensor, prompts: Sequence[str]) -> None:
+        """Add prompts.
+
+        Args:
+            values: [prompts, names], one row a prompt.
+            prompts: their ids; one that was seen before is not counted again.
+        """
+        self._add(values, prompts)
+
+    def _add(self, values: Tensor, prompts: Sequence[str]) -> None:
+        if values.shape != (len(prompts), len(self.names)):
+            raise ValueError(f"{tuple(values.shape)} values for {len(prompts)} prompts x {len(self.names)} names")
+        keys = torch.tensor([_key(prompt) for prompt in prompts], dtype=torch.int64)
+        self.prompt_keys.append(keys.to(self.device))
+        self.prompt_values.append(values.detach().double().to(self.device))
+
+    def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
+        # A rank without prompts must bring a tensor of the others' shape and type to the exchange.
+        if not self.prompt_keys:
+            self.prompt_keys.append(torch.zeros(0, dtype=torch.int64, device=self.device))
+            self.prompt_values.append(torch.zeros(0, len(self.names), dtype=torch.float64, device=self.device))
+        super()._sync_dist(*args, **kwargs)
+
+    def rows(self) -> np.ndarray:
+        """[distinct prompts, names] of what this process holds; of all ranks inside ``compute``."""
+        keys, values = _joined(self.prompt_keys), _joined(self.prompt_values)
+        if not len(keys):
+            return np.zeros((0, len(self.names)))
+        # In the order of the keys, so that sums are rounded alike however prompts are spread over ranks.
+        _, first = np.unique(keys.numpy(), return_index=True)
+        rows: np.ndarray = values.numpy()[first]
+        return rows
+
+    def compute(self) -> dict[str, Tensor]:
+        rows = self.rows()
+        out: dict[str, Tensor] = {"prompts": torch.tensor(float(len(rows)), dtype=torch.float64)}
+        for place, name in enumerate(self.names):
+            column = rows[:, place]
+            column = column[~np.isnan(column)]
+            mean = float(column.mean()) if len(column) else float("nan")
+            out[name] = torch.tensor(mean, dtype=torch.float64)
+            out[f"{name}/se"] = torch.tensor(standard_error(column), dtype=torch.float64)
+        return out
+
+
+class _OfSamples(PromptMean):
+    """Base of the metrics that are estimated from n samples of each prompt."""
+
+    higher_is_better = True
+    label = ""
+
+    def __init__(self, ks: Sequence[int], **kwargs: Any) -> None:
+        if not ks or min(ks) < 1:
+            raise UserError(f"k is {list(ks)}", where=f"{type(self).__name__}.ks", remedy="give numbers from 1")
+        self.ks = sorted(set(ks))
+        super().__init__([self.label.format(k=k) for k in self.ks], **kwargs)
+
+    def _add_rows(self, rows: list[list[float]], prompts: Sequence[str]) -> None:
+        self._add(torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.ks)), prompts)
+
+
+class PassAtK(_OfSamples):
+    """pass@k: the chance that at least one of k samples is right. Unbiased: 1 - C(n-c, k)/C(n, k), 2107.03374 Eq. 1.
+
+    ``compute`` gives ``pass@k`` and ``pass@k/se``.
+
+    Args:
+        ks: numbers of samples, each at most n.
+        kwargs: of :class:`torchmetrics.Metric`.
+    """
+
+    label = "pass@{k}"
+
+    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+        """Add prompts.
+
+        Args:
+            correct: [prompts, n] bool.
+            prompts: their ids.
+        """
+        n, hits = correct.shape[1], correct.bool().sum(1).tolist()
+        self._add_rows([[pass_at_k(n, c, k) for k in self.ks] for c in hits], prompts)
+
+
+class AvgAtK(_OfSamples):
+    """avg@n: the share of right samples, mean over prompts; the same expectation as pass@1. ``avg@n``, ``avg@n/se``.
+
+    Args:
+        n: samples of each prompt.
+        kwargs: of :class:`torchmetrics.Metric`.
+    """
+
+    label = "avg@{k}"
+
+    def __init__(self, n: int, **kwargs: Any) -> None:
+        super().__init__([n], **kwargs)
+
+    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+        """``correct``: [prompts, n] bool."""
+        if correct.shape[1] != self.ks[0]:
+            raise ValueError(f"{correct.shape[1]} samples of each prompt, expected {self.ks[0]}")
+        self._add(correct.double().mean(1, keepdim=True), prompts)
+
+
+class MajAtK(_OfSamples):
+    """maj@k: the chance that the most frequent answer of k samples is right; exact over all k-subsets, ties split
+    evenly among the answers that tie (:func:`lit_grpo.evaluation.estimators.majority`). ``maj@k``, ``maj@k/se``.
+
+    Args:
+        ks: numbers of samples, each at most n.
+        kwargs: of :class:`torchmetrics.Metric`.
+    """
+
+    label = "maj@{k}"
+
+    def update(self, correct: Tensor, classes: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+        """Add prompts.
+
+        Args:
+            correct: [prompts, n] bool.
+            classes: [prompts, n] int64, equal where the answers of a prompt are; negative where there is none.
+            prompts: their ids.
+        """
+        rows = []
+        for right, given in zip(correct.tolist(), classes.tolist(), strict=True):
+            members: dict[int, list[float]] = {}
+            for hit, answer in zip(right, given, strict=True):
+                if answer >= 0:
+                    members.setdefault(answer, []).append(float(hit))
+            sizes = [len(hits) for hits in members.values()]
+            shares = [sum(hits) / len(hits) for hits in members.values()]
+            rows.append(majority(sizes, shares, len(given) - sum(sizes), self.ks))
+        self._add_rows(rows, prompts)
+
+
+class BestOfK(_OfSamples):
+    """best@k: the chance that the sample with the highest score of k is right; exact over all k-subsets, samples of
+    equal score equally likely (:func:`lit_grpo.evaluation.estimators.best_of_k`). ``best@k/<selector>``, and ``/se``.
+
+    Args:
+        ks: numbers of samples, each at most n.
+        selector: name of the score.
+        kwargs: of :class:`torchmetrics.Metric`.
+    """
+
+    def __init__(self, ks: Sequence[int], selector: str, **kwargs: Any) -> None:
+        self.label = f"best@{{k}}/{selector}"
+        super().__init__(ks, **kwargs)
+
+    def update(self, correct: Tensor, scores: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+        """Add prompts.
+
+        Args:
+            correct: [prompts, n] bool.
+            scores: [prompts, n]; NaN is the lowest.
+            prompts: their ids.
+        """
+        pairs = zip(scores.tolist(), correct.tolist(), strict=True)
+        self._add_rows([best_of_k(score, right, self.ks) for score, right in pairs], prompts)
+
+
+def _key(prompt: str) -> int:
+    """A number for an id, equal in every process."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _joined(parts: list[Tensor] | Tensor) -> Tensor:
+    """torchmetrics leaves one tensor in place of the list once ranks have exchanged it."""
+    if isinstance(parts, Tensor):
+        return parts.cpu()
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)

@@ -1,0 +1,121 @@
+"""What an evaluation leaves behind: every completion as JSON lines, the results as JSON, a table, and MLflow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_grpo.evaluation.evaluator import EvaluationResult
+from lit_grpo.evaluation.table import table
+from lit_grpo.tracking.folder import run_folder, run_logger, shown
+
+
+class EvaluationWriter(Callback):
+    """Writes every completion of ``test``, ``validate`` and of held-out evaluations during ``fit``, and the results.
+
+    Into ``evaluation/<stage>/`` of the run folder, during a fit ``evaluation/val_<rollouts>/``: ``<set>.jsonl``, one
+    object a completion (rank r: ``<set>.r.jsonl``), and ``results.json``. The folder goes to MLflow as an artifact.
+    ``test`` and ``validate`` also print a table. In a fit without a :class:`lit_grpo.tracking.RunLogger` nothing is
+    written.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        """Of the evaluation under way or the last one."""
+        self._begun: set[str] = set()
+
+    # Lightning has the same hooks twice, under two names.
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start(trainer, pl_module, "val")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start(trainer, pl_module, "test")
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._append(trainer, outputs)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._append(trainer, outputs)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer, pl_module)
+
+    def _start(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self.folder, self._begun = None, set()
+        fitting = trainer.state.fn == "fit"
+        if trainer.sanity_checking or (fitting and run_logger(trainer) is None):
+            return
+        name = f"val_{int(getattr(module, 'policy_version', 0)):06d}" if fitting else stage
+        self.folder = run_folder(trainer) / "evaluation" / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _append(self, trainer: Trainer, outputs: Any) -> None:
+        """Lines to the file of their set, which is begun anew by the first."""
+        if self.folder is None or not isinstance(outputs, list):
+            return
+        rank = f".{trainer.global_rank}" if trainer.global_rank else ""
+        for name in dict.fromkeys(record["set"] or "completions" for record in outputs):
+            lines = [
+                json.dumps(record, ensure_ascii=False) + "\n"
+                for record in outputs
+                if (record["set"] or "completions") == name
+            ]
+            path = self.folder / f"{name}{rank}.jsonl"
+            with path.open("a" if name in self._begun else "w", encoding="utf-8") as file:
+                file.writelines(lines)
+            self._begun.add(name)
+
+    def _end(self, trainer: Trainer, module: LightningModule) -> None:
+        result: EvaluationResult | None = getattr(module, "evaluation", None)
+        if self.folder is None or result is None or not trainer.is_global_zero:
+            return
+        path = self.folder / "results.json"
+        path.write_text(json.dumps(self._content(trainer, module, result), indent=1) + "\n", encoding="utf-8")
+        logger = run_logger(trainer)
+        if logger is not None:
+            logger.log_artifact(self.folder, f"evaluation/{self.folder.name}")
+        if trainer.state.fn != "fit":
+            bar = trainer.progress_bar_callback
+            if bar is not None:
+                bar.teardown(trainer, module, result.stage)
+            print(
+                f"\n{table(result)}\n\nresults: {shown(path)}\ncompletions: {shown(self.folder)}/<set>.jsonl",
+                flush=True,
+            )
+
+    def _content(self, trainer: Trainer, module: LightningModule, result: EvaluationResult) -> dict[str, Any]:
+        from lit_grpo.rng import run_seed
+
+        data: Any = getattr(trainer, "datamodule", None)
+        policy: Any = getattr(module, "policy_config", None)
+        engine = getattr(data, "engine_config", None)
+        return {
+            "stage": result.stage,
+            "policy": getattr(policy, "path", None),
+            "checkpoint": None if trainer.ckpt_path is None else str(trainer.ckpt_path),
+            "rollouts_trained": getattr(module, "policy_version", None),
+            "seed": run_seed(),
+            "engine": getattr(engine, "name", None),
+            "sets": {
+                name: {
+                    "metrics": found,
+                    "sampled": [
+                        {"samples": part.samples, "greedy": part.sampling.temperature <= 0, **asdict(part.sampling)}
+                        for part in result.parts[name]
+                    ],
+                }
+                for name, found in result.sets.items()
+            },
+        }
