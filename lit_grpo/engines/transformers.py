@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.group_cache import GroupCache, attention
 from lit_grpo.types import Completion, Request, Sampling
 
 
@@ -49,6 +51,8 @@ class TransformersEngine:
         self.model: Any = copy.deepcopy(model).requires_grad_(False) if own_weights else model
         self.end_token_ids = tuple(end_token_ids)
         self.batch_size = batch_size
+        self.shares_prompts: bool | None = None
+        """Whether samples of a prompt share its key-value cache; found out at the first generation."""
         self._version = -1
 
     @property
@@ -95,7 +99,9 @@ class TransformersEngine:
         device = next(self.model.parameters()).device
         ends = torch.tensor([*self.end_token_ids, *sampling.stop_token_ids], device=device)
         uniforms = torch.stack([_uniforms(row.seed, sampling.max_new_tokens) for row in rows]).to(device)
-        logits, cache, mask, positions = self._prefill(rows, device)
+        if self.shares_prompts is None:
+            self.shares_prompts = self._can_share()
+        logits, cache, positions = self._prefill(rows, device, share=self.shares_prompts)
         for step in range(sampling.max_new_tokens):
             ids, logprobs = draw(logits, uniforms[:, step], sampling)
             for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
@@ -114,18 +120,19 @@ class TransformersEngine:
                 if not len(alive):
                     return
                 rows = [rows[i] for i in alive.tolist()]
-                cache.batch_select_indices(alive)
+                cache.keep(alive)
                 ids, uniforms, positions = ids[alive], uniforms[alive], positions[alive]
-                mask = None if mask is None else mask[alive]
             positions = positions + 1
-            mask = None if mask is None else torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-            out = self.model(
-                input_ids=ids[:, None], position_ids=positions[:, None], attention_mask=mask, past_key_values=cache
-            )
-            logits = out.logits[:, -1]
+            logits = cache.step(ids, positions)
 
-    def _prefill(self, rows: list[_Row], device: torch.device) -> tuple[Tensor, Any, Tensor | None, Tensor]:
-        """Run each different prompt once and give every sample its copy: logits [R, V], cache, mask, positions [R]."""
+    def _prefill(self, rows: list[_Row], device: torch.device, *, share: bool) -> tuple[Tensor, _Cache, Tensor]:
+        """Run each different prompt once: logits [R, V] of every sample, what it goes on from, its position [R].
+
+        Args:
+            rows: samples of a prompt side by side.
+            device: of the model.
+            share: let the samples of a prompt share its cache, or give each a copy.
+        """
         from transformers import DynamicCache
 
         prompts = {row.request: row.prompt for row in rows}
@@ -148,12 +155,105 @@ class TransformersEngine:
             logits_to_keep=1,
         )
         place = {request: i for i, request in enumerate(prompts)}
-        index = torch.tensor([place[row.request] for row in rows], device=device)
-        cache.batch_select_indices(index)
-        return out.logits[index, -1], cache, seen[index] if padded else None, positions[index, -1]
+        group = [place[row.request] for row in rows]
+        index = torch.tensor(group, device=device)
+        mask = seen if padded else None
+        made: _Cache
+        if share:
+            layers = [(layer.keys, layer.values) for layer in cache.layers]
+            made = _SharedPrompts(self.model, GroupCache(layers, mask, group))
+        else:
+            made = _Copies(self.model, cache, mask, index)
+        return out.logits[index, -1], made, positions[index, -1]
+
+    @torch.no_grad()
+    def _can_share(self) -> bool:
+        """Whether the model decodes through a :class:`GroupCache` as it does through its own; tried on a few tokens."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=self.model.config).layers):
+            return False  # sliding windows, linear attention
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        device = next(self.model.parameters()).device
+        rows = [_Row(i, s, (1 % vocabulary, 2 % vocabulary)[: i + 1], 0) for i in range(2) for s in range(2)]
+        found = []
+        try:
+            for share in (False, True):
+                _, cache, positions = self._prefill(rows, device, share=share)
+                for token in (3, 4):
+                    positions = positions + 1
+                    ids = (torch.arange(len(rows), device=device) + token) % vocabulary
+                    logits = cache.step(ids, positions)
+                found.append(logits.float().log_softmax(1))
+        except (NotImplementedError, KeyError, TypeError, AttributeError) as error:
+            rank_zero_info(f"Sampling keeps a copy of the prompt's cache for every completion: {error!r}.")
+            return False
+        gap = float((found[0] - found[1]).abs().max())
+        if not gap <= (1e-3 if logits.dtype == torch.float32 else 0.1):
+            rank_zero_info(
+                "Sampling keeps a copy of the prompt's cache for every completion, since with a shared one "
+                f"log-probabilities differ by {gap:.2g}."
+            )
+            return False
+        return True
 
     def _completion(self, row: _Row, reason: Any) -> Completion:
         return Completion(row.request, row.sample, tuple(row.ids), tuple(row.logprobs), reason, self._version)
+
+
+class _Cache(Protocol):
+    """What rows in the making go on from."""
+
+    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, V] after one more token [R] of every row at its position [R]."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+
+
+class _SharedPrompts:
+    def __init__(self, model: Any, groups: GroupCache) -> None:
+        self.model, self.groups = model, groups
+
+    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        self.groups.make_room()
+        with attention(self.model):
+            out = self.model(
+                input_ids=ids[:, None],
+                position_ids=positions[:, None],
+                past_key_values=self.groups,
+                groups=self.groups,
+            )
+        self.groups.length += 1
+        return out.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.groups.keep(rows)
+
+
+class _Copies:
+    """A cache row for every sample, prompt included: for models whose attention is more than one of all positions."""
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
+        self.model, self.cache = model, cache
+        self.mask = None if mask is None else mask[index]
+        cache.batch_select_indices(index)
+
+    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)
+        out = self.model(
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+        )
+        return out.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask = None if self.mask is None else self.mask[rows]
 
 
 def _uniforms(seed: int, count: int) -> Tensor:
@@ -177,14 +277,30 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
         logprobs = logits.float().log_softmax(1)
         best, ids = logprobs.max(1)
         return ids, best
-    logprobs = (logits.float() / sampling.temperature).log_softmax(1)
+    scaled = logits.float() / sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:
-        logprobs = _restrict(logprobs, sampling).log_softmax(1)
-    cumulative = logprobs.double().exp().cumsum(1)
-    # Scaled by the actual total and searched strictly to the right, an id of probability 0 can never be drawn.
-    ids = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
-    ids = ids.clamp(max=logits.shape[1] - 1)
-    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+        scaled = _restrict(scaled.log_softmax(1), sampling)
+    highest = scaled.max(1, keepdim=True).values
+    mass = (scaled - highest).exp_()
+    # First the block of ids, then the id within it: only one block a row is added up id by id and in float64.
+    blocks = nn.functional.pad(mass, (0, -mass.shape[1] % _BLOCK)).view(len(mass), -1, _BLOCK)
+    sums = blocks.sum(2).double()  # [R, blocks]
+    upto = sums.cumsum(1)
+    total = upto[:, -1:]
+    # Searched strictly to the right, and strictly below the end: an id of probability 0 is never drawn.
+    aim = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(upto, aim, right=True).clamp_(max=upto.shape[1] - 1)
+    before = (upto - sums).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(1)
+    end = inside[:, -1:]
+    rest = torch.minimum((aim - before).clamp_(min=0.0), torch.nextafter(end, torch.zeros_like(end)))
+    ids = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
+    ids = ids.clamp_(max=logits.shape[1] - 1)  # logits that are NaN lead anywhere
+    return ids[:, 0], (scaled.gather(1, ids) - highest - total.log().float())[:, 0]
+
+
+_BLOCK = 256
+"""Ids whose probabilities are added up before one of them is looked for."""
 
 
 def _restrict(logprobs: Tensor, sampling: Sampling) -> Tensor:

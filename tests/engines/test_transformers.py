@@ -126,3 +126,86 @@ def test_sampled_frequencies_match_the_probabilities(model):
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in out.values()]), minlength=len(probs))
     chi2 = float(((counts - 4000 * probs) ** 2 / (4000 * probs)).sum())
     assert chi2 < 40  # 99.9 % point of chi-square with 13 degrees of freedom is 34.5
+
+
+def sampled(model, share, requests, **sampling):
+    engine = TransformersEngine(model, [END])
+    engine.shares_prompts = share
+    engine.sync([], 0)
+    return {(c.request, c.sample): c for c in engine.generate(requests, Sampling(**sampling))}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_a_shared_cache_samples_what_copies_sample(heads):
+    """Prompts of unequal lengths, completions that end early, more tokens than there is room for at first."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    draws = torch.Generator().manual_seed(0)
+    requests = [
+        Request(
+            i,
+            tuple(torch.randint(3, 40, (length,), generator=draws).tolist()),
+            tuple(range(100 * i, 100 * i + samples)),
+        )
+        for i, (length, samples) in enumerate([(7, 5), (3, 1), (12, 4), (7, 2)])
+    ]
+    shared = sampled(model, True, requests, max_new_tokens=150)
+    copies = sampled(model, False, requests, max_new_tokens=150)
+    lengths = {len(c.token_ids) for c in copies.values()}
+    assert len(lengths) > 4, "the case above must be mixed"
+    assert max(lengths) > 64, "the case above must grow the room"
+    assert {k: c.token_ids for k, c in shared.items()} == {k: c.token_ids for k, c in copies.items()}
+    for key, completion in copies.items():
+        torch.testing.assert_close(
+            torch.tensor(shared[key].logprobs), torch.tensor(completion.logprobs), rtol=1e-5, atol=1e-5
+        )
+    assert model.config._attn_implementation == "sdpa", "the learner's attention is as before"
+    engine = TransformersEngine(model, [END])
+    list(engine.generate(requests, Sampling(max_new_tokens=1)))
+    assert engine.shares_prompts
+
+
+def test_a_model_with_a_sliding_window_gets_a_cache_row_for_every_sample():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).eval()
+    out = run(model, max_new_tokens=8)
+    for (i, _), c in out.items():
+        ids = torch.tensor([[*REQUESTS[i].token_ids, *c.token_ids]])
+        with torch.no_grad():
+            logp = model(input_ids=ids, use_cache=False).logits[0, len(REQUESTS[i].token_ids) - 1 : -1].log_softmax(1)
+        expected = logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_decodes_otherwise_is_noticed(model, monkeypatch):
+    from lit_grpo.engines import group_cache
+
+    engine = TransformersEngine(model, [END])
+    attend = group_cache.GroupCache.attend
+    monkeypatch.setattr(group_cache.GroupCache, "attend", lambda self, *a, **k: 1.1 * attend(self, *a, **k))
+    list(engine.generate(REQUESTS, Sampling(max_new_tokens=1)))
+    assert engine.shares_prompts is False
