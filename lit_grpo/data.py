@@ -20,7 +20,7 @@ from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import OnShort, alone
 from lit_grpo.rewards import Reward, check_rewards
 from lit_grpo.rewards.base import judging_reward
-from lit_grpo.rewards.scoring import OnError
+from lit_grpo.rewards.scoring import OnError, refuse_doubles
 from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader
 from lit_grpo.tasks import PromptFormat, PromptSource
 from lit_grpo.types import Prompt, Rollout, Sampling
@@ -173,6 +173,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _check_answers_are_looked_for(self) -> None:
         shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
+        refuse_doubles(self.rewards, shaping)
         if getattr(shaping, "invalid_entropy", None) is not None and not any(r.finds_answer for r in self.rewards):
             raise UserError(
                 "no reward tells which completions have no parsable answer, which invalid_entropy needs",

@@ -21,7 +21,7 @@ FORMS = (
     "We add the numbers and get {gold}.\n#### {gold}",
     r"So the total is $\boxed{{{gold}}}$.",
     "The answer is {gold}.",
-    r"Let x be the number. Then $x = \boxed{{\frac{{2 \cdot {gold}}}{{2}}}}$.",
+    r"Let x be the number. Then $x = \boxed{{\frac{{\sqrt{{4}} \cdot {gold}}}{{2}}}}$.",
     "First there are 3 of them, then 17 more, so she has {wrong} left.",
     r"I think it is \boxed{{{wrong}}}, but I am not sure.",
     "I cannot find the answer.",

@@ -8,15 +8,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_grpo.rewards.addition import AdditionReward
     from lit_grpo.rewards.base import Reward, judging_reward
+    from lit_grpo.rewards.choice import ChoiceReward
+    from lit_grpo.rewards.countdown import CountdownReward
     from lit_grpo.rewards.exact_match import ExactMatch
+    from lit_grpo.rewards.format_tags import FormatReward
+    from lit_grpo.rewards.function import FunctionReward
+    from lit_grpo.rewards.length import CosineReward, LengthReward, OverlongPenalty
     from lit_grpo.rewards.math_verify import MathReward
+    from lit_grpo.rewards.noise import NoisyReward
+    from lit_grpo.rewards.numeric import NumericReward
+    from lit_grpo.rewards.repetition import RepetitionPenalty
     from lit_grpo.rewards.scoring import OnError, RewardError, check_rewards, score_all
 
 _HOME = {
     "AdditionReward": "addition",
+    "ChoiceReward": "choice",
+    "CosineReward": "length",
+    "CountdownReward": "countdown",
     "ExactMatch": "exact_match",
+    "FormatReward": "format_tags",
+    "FunctionReward": "function",
+    "LengthReward": "length",
     "MathReward": "math_verify",
+    "NoisyReward": "noise",
+    "NumericReward": "numeric",
     "OnError": "scoring",
+    "OverlongPenalty": "length",
+    "RepetitionPenalty": "repetition",
     "Reward": "base",
     "RewardError": "scoring",
     "check_rewards": "scoring",
@@ -26,9 +44,19 @@ _HOME = {
 
 __all__ = [
     "AdditionReward",
+    "ChoiceReward",
+    "CosineReward",
+    "CountdownReward",
     "ExactMatch",
+    "FormatReward",
+    "FunctionReward",
+    "LengthReward",
     "MathReward",
+    "NoisyReward",
+    "NumericReward",
     "OnError",
+    "OverlongPenalty",
+    "RepetitionPenalty",
     "Reward",
     "RewardError",
     "check_rewards",
@@ -38,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Worker processes import modules of this package; they must not pay for torch, which the classes above need.
+    # Worker processes import modules of this package; they must not pay for what the other classes need.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
@@ -15,39 +16,56 @@ class ExactMatch(Reward):
 
     Args:
         extract: regular expression, dots match newlines; its last match is the answer: its first group, or the whole
-            match if it has none. No match scores 0. Left out, the whole completion is the answer.
+            match if it has none. No match scores 0. Left out, the whole completion is the answer. Run by the package
+            ``regex``, whose syntax is that of ``re`` and more.
         ignore_case: compare after Unicode case folding.
+        limit: seconds for ``extract`` on one completion, since an expression such as ``(a+)+b`` may take for ever; past
+            it the completion scores 0 with ``timed_out``.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``extract`` is not a regular expression.
+        UserError: ``extract`` is not a regular expression, or ``limit`` is not positive.
     """
 
     needs_answer = True
     range = (0.0, 1.0)
 
     def __init__(
-        self, extract: str | None = None, ignore_case: bool = False, weight: float = 1.0, name: str | None = None
+        self,
+        extract: str | None = None,
+        ignore_case: bool = False,
+        limit: float = 1.0,
+        weight: float = 1.0,
+        name: str | None = None,
     ) -> None:
         super().__init__(weight, name)
+        import regex
+
+        if not limit > 0:
+            raise UserError(f"limit is {limit}", where="ExactMatch.limit", remedy="give a positive number of seconds")
         try:
-            self._extract = re.compile(extract, re.DOTALL) if extract else None
-        except re.error as error:
+            self._extract: Any = regex.compile(extract, regex.DOTALL) if extract else None
+        except regex.error as error:
             raise UserError(
                 f"{extract!r} is not a regular expression: {error}",
                 where="ExactMatch.extract",
                 remedy="in YAML, write it in single quotes so that backslashes stay",
             ) from error
-        self._ignore_case = ignore_case
+        self._ignore_case, self._limit = ignore_case, limit
         self.finds_answer = self._extract is not None
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
-        answers = [self._answer(x.text) for x in batch]
-        return [
-            Score(float(self._normalise(answer) == self._normalise(x.prompt.answer)), no_answer=answer is None)
-            for answer, x in zip(answers, batch, strict=True)
-        ]
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: RewardInput) -> Score:
+        began = time.perf_counter()
+        try:
+            answer = self._answer(item.text)
+        except TimeoutError:
+            return Score(0.0, timed_out=True, no_answer=True, seconds=time.perf_counter() - began)
+        value = float(self._normalise(answer) == self._normalise(item.prompt.answer))
+        return Score(value, no_answer=answer is None)
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
         found = [self._answer(x.text) for x in batch]
@@ -56,11 +74,14 @@ class ExactMatch(Reward):
     def _answer(self, text: str) -> str | None:
         if self._extract is None:
             return text
-        matches = list(self._extract.finditer(text))
-        if not matches:
+        last = None
+        # The last match counts, as with every other reward: a withdrawn first guess is not the answer. Other threads go
+        # on meanwhile (concurrent).
+        for last in self._extract.finditer(text, timeout=self._limit, concurrent=True):  # noqa: B007
+            pass
+        if last is None:
             return None
-        # The last match counts, as with every other reward: a withdrawn first guess is not the answer.
-        return matches[-1][1] if self._extract.groups else matches[-1][0]
+        return last[1] if self._extract.groups else last[0]
 
     def _normalise(self, text: str | None) -> str | object:
         if text is None:

@@ -64,6 +64,25 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
             raise UserError(f"the weight of reward {reward.name!r} is {reward.weight}", where="rewards")
 
 
+_ALSO_SHAPING = {"OverlongPenalty": "overlong_penalty", "NoisyReward": "label_noise"}
+
+
+def refuse_doubles(rewards: Sequence[Reward], shaping: object) -> None:
+    """Refuse what would be applied twice, by a reward and by the objective's shaping of the total.
+
+    Raises:
+        UserError: for the first such reward.
+    """
+    for reward in rewards:
+        key = _ALSO_SHAPING.get(type(reward).__name__)
+        if key is not None and getattr(shaping, key, None):
+            raise UserError(
+                f"the reward {reward.name!r} does what the objective's {key} does; together they count twice",
+                where=f"model.objective.{key}",
+                remedy="take one of them out",
+            )
+
+
 def score_all(
     rewards: Sequence[Reward], batch: Sequence[RewardInput], on_error: OnError = "raise"
 ) -> dict[str, list[Score]]:

@@ -1,0 +1,89 @@
+"""Countdown: an expression over given numbers, each used once, that hits a target."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards.arithmetic import evaluate
+from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.math_answer import final_answer
+from lit_grpo.types import RewardInput, Score
+
+_TAG = "<answer>"
+_WRAPPING = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|[$`]|\\[()\[\]]|\*\*")
+
+
+class CountdownReward(Reward):
+    """1 for an expression of ``+ - * /`` and brackets that uses the given numbers and equals the target, else 0.
+
+    The target is the prompt's answer, the numbers a column of its row. The expression is what the last
+    ``<answer>...</answer>`` holds; without tags, the last box, or what follows the last "answer is" or ends the text.
+    ``expression = target`` is taken too, if the equation is true. It is read by a parser of its own, never by ``eval``.
+
+    Args:
+        numbers: column with the list of numbers.
+        use_all: every number must be used; otherwise each at most once.
+        partial: value of an expression that uses the right numbers and misses the target.
+        weight: factor in the total reward.
+        name: key under which the reward is logged.
+
+    Raises:
+        UserError: ``partial`` is outside [0, 1).
+    """
+
+    needs_answer = True
+    finds_answer = True
+    range = (0.0, 1.0)
+
+    def __init__(
+        self,
+        numbers: str = "nums",
+        use_all: bool = True,
+        partial: float = 0.0,
+        weight: float = 1.0,
+        name: str | None = "countdown",
+    ) -> None:
+        super().__init__(weight, name)
+        if not 0 <= partial < 1:
+            raise UserError(f"partial is {partial}", where="CountdownReward.partial", remedy="give 0 or up to 1")
+        self._numbers, self._use_all, self._partial = numbers, use_all, partial
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: RewardInput) -> Score:
+        given = item.prompt.extra.get(self._numbers)
+        if not isinstance(given, (list, tuple)) or not all(type(n) is int for n in given):
+            raise ValueError(f"column {self._numbers!r} of prompt {item.prompt.id!r} is no list of whole numbers")
+        written = countdown_expression(item.text, item.completion.truncated)
+        if written is None:
+            return Score(0.0, no_answer=True)
+        return Score(self._value(written, Fraction(item.prompt.answer or "0"), given))
+
+    def _value(self, written: str, target: Fraction, given: Sequence[int]) -> float:
+        left, equals, right = written.partition("=")
+        expression = evaluate(left, powers=False)
+        if expression is None or not all(number.isascii() and number.isdigit() for number in expression.numbers):
+            return 0.0
+        if equals and ((other := evaluate(right)) is None or other.value != expression.value):
+            return 0.0
+        used, allowed = Counter(map(int, expression.numbers)), Counter(given)
+        if used != allowed if self._use_all else used - allowed:
+            return 0.0
+        return 1.0 if expression.value == target else self._partial
+
+
+def countdown_expression(text: str, truncated: bool = False) -> str | None:
+    """The expression that a completion offers as its answer, or None."""
+    start = text.rfind(_TAG)
+    if start >= 0:
+        end = text.find("</answer>", start)
+        found = text[start + len(_TAG) : end] if end >= 0 else None
+    else:
+        found = final_answer(text, "other", truncated)
+    found = _WRAPPING.sub(" ", found).strip().rstrip(".").strip() if found else None
+    return found or None

@@ -1,0 +1,357 @@
+"""Numbers, letters, tags, countdown, lengths, repetition, noise, functions of the user: values derived by hand."""
+
+import math
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards import (
+    AdditionReward,
+    ChoiceReward,
+    CosineReward,
+    CountdownReward,
+    ExactMatch,
+    FormatReward,
+    FunctionReward,
+    LengthReward,
+    NoisyReward,
+    NumericReward,
+    OverlongPenalty,
+    RepetitionPenalty,
+    score_all,
+)
+from lit_grpo.rewards.arithmetic import evaluate
+from lit_grpo.rewards.scoring import refuse_doubles
+from lit_grpo.types import Completion, Prompt, RewardInput, Score
+
+USER = "tests.rewards.user_functions"
+
+
+def item(text="", answer=None, length=1, prompt_id="p", sample=0, version=0, **extra):
+    completion = Completion(0, sample, (1,) * length, (-0.1,) * length, "stop", version)
+    return RewardInput(Prompt(prompt_id, "q", (1,), answer, "", extra), completion, text)
+
+
+def value(reward, *args, **kwargs):
+    (score,) = score_all([reward], [item(*args, **kwargs)])[reward.name]
+    assert reward.range[0] <= score.value <= reward.range[1]
+    return score.value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        (r"\boxed{3.1415}", "3.1416", True),  # off by 3.2e-5 of the value
+        (r"\boxed{3.1400}", "3.1416", False),  # 5.1e-4
+        ("The answer is 1,000,050", "1000000", True),
+        ("The answer is 1,000,150", "1000000", False),
+        (r"\boxed{1.0000001e-9}", "1e-9", True),
+        (r"\boxed{2e-9}", "1e-9", False),  # relative, never absolute
+        (r"\boxed{0}", "1e-12", False),
+        (r"\boxed{0.0}", "0", True),
+        (r"\boxed{0.0000001}", "0", False),
+        (r"\boxed{\frac{1}{3}}", "0.33333", True),
+        (r"\boxed{2\frac{1}{2}}", "2.5", True),
+        (r"\boxed{x = 7 \text{ cm}}", "7", True),
+        (r"\boxed{5\%}", "0.05", True),
+        (r"\boxed{-4}", "4", False),
+        ("It is 4. Wait, it is 5.", "5", True),
+        ("It is 5. Wait, it is 4.", "5", False),
+    ],
+)
+def test_numbers_within_a_relative_tolerance(text, answer, right):
+    assert value(NumericReward(), text, answer) == right
+
+
+def test_numeric_edges():
+    assert NumericReward().score([item("I give up.", "5")]) == [Score(0.0, no_answer=True)]
+    with pytest.raises(ValueError, match="is no number"):
+        NumericReward().score([item("5", "five")])
+    assert value(NumericReward(tolerance=0.1), r"\boxed{109}", "100") == 1
+    with pytest.raises(UserError, match="tolerance is -1"):
+        NumericReward(tolerance=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("C", "C"), ("(C)", "C"), (r"\boxed{C}", "C"), (r"\boxed{\text{(C)}}", "C"), ("**C**", "C"), ("(c)", "C"),
+        ("The answer is (C) Paris.", "C"), ("The answer is C: Paris", "C"), ("Answer: C", "C"),
+        (r"First \boxed{A}, no: \boxed{C}", "C"), (r"\boxed{B \text{ or } C}", None), (r"\boxed{\text{not C}}", None),
+        ("A, B, C, D", None), ("", None), ("a", None), ("The answer is (B) or (C)", None), ("I do not know.", None),
+        (r"\boxed{E}", None),
+    ],
+)  # fmt: skip
+def test_the_letter_of_an_option(text, letter):
+    reward = ChoiceReward("ABCD")
+    for gold in "ABCD":
+        assert reward.score([item(text, gold)]) == [Score(float(letter == gold), no_answer=letter is None)], gold
+
+
+def test_choice_edges():
+    with pytest.raises(ValueError, match="none of ABCD"):
+        ChoiceReward("ABCD").score([item("A", "E")])
+    with pytest.raises(UserError, match="letters are"):
+        ChoiceReward("AAB")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 10),
+        ("\n<think>\na\n</think>\n\n<answer> b </answer>\n", 10),
+        ("<think>a</think> so <answer>b</answer>", 1),
+        ("<think>a</think><answer>b</answer> done", 1),
+        ("<answer>b</answer><think>a</think>", 1),
+        ("<think>a</think><answer></answer>", 1),
+        ("<think>a</think><answer> \n</answer>", 1),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 1),
+        ("<think>a<answer>b</answer></think>", 1),
+        ("<think>a</think><answer>b", 1),
+        ("</answer>", 1),
+        ("<Think>a</Think>", 0),
+        ("just text", 0),
+        ("", 0),
+    ],
+)
+def test_format_is_worth_10_1_or_0(text, expected):
+    assert value(FormatReward(), text) == expected
+
+
+def test_format_options():
+    loose = FormatReward(strict=False, full=1, partial=0.5)
+    assert value(loose, "so <think>a</think> and <answer>b</answer>.") == 1
+    assert value(loose, "so <think>a</think>") == 0.5
+    opened = FormatReward(opened=True)
+    assert value(opened, "a</think><answer>b</answer>") == 10
+    assert value(opened, "<think>a</think><answer>b</answer>") == 10  # text inside the thoughts
+    assert value(opened, "</think><answer>b</answer>") == 1
+    assert not FormatReward().correct(10)
+    for tags in ([], ["a", "a"], ["<a>"]):
+        with pytest.raises(UserError, match="tags are"):
+            FormatReward(tags)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>(44 - 19) * 3</answer>", 1),
+        ("<answer>3 × (44 − 19)</answer>", 1),
+        (r"\boxed{(44-19) \times 3}", 1),
+        (r"<answer>$(44-19) \cdot 3$</answer>", 1),
+        ("<answer>(44 - 19) * 3 = 75</answer>", 1),
+        ("<answer>(44 - 19) * 3 = 76</answer>", 0),
+        ("The answer is (44 - 19) * 3", 1),
+        ("<answer>44 + 19 + 3</answer>", 0.1),
+        ("<answer>44 + 44 - 19 + 3 + 3</answer>", 0),  # numbers used twice
+        ("<answer>75</answer>", 0),
+        ("<answer>25 * 3</answer>", 0),
+        ("<answer>44 - 19 * 3", 0),
+        ("<answer>(44 - 19) * 3</answer> wait <answer>44</answer>", 0),
+        ("<answer>(44 - 19) ** 3</answer>", 0),
+        ("<answer>(44 - 19) * 3 * 1</answer>", 0),
+        ("<answer>(44 - 19) * 3 + 0</answer>", 0),
+        ("<answer>__import__('os').system('true')</answer>", 0),
+        ("<answer>(44-19)*3 if True else 0</answer>", 0),
+        ("<answer>4419 3</answer>", 0),
+        ("<answer>44 / (19 - 19) * 3</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_countdown(text, expected):
+    assert value(CountdownReward(partial=0.1), text, "75", nums=[19, 3, 44]) == expected
+
+
+def test_countdown_edges():
+    some = CountdownReward(use_all=False)
+    assert value(some, "<answer>50 - 8</answer>", "42", nums=[8, 50, 3]) == 1
+    assert value(some, "<answer>50 - 8 + 3 - 3</answer>", "42", nums=[8, 50, 3]) == 0
+    assert value(CountdownReward(), "<answer>(1 / 3) * 9</answer>", "3", nums=[1, 3, 9]) == 1  # exact on the way
+    assert value(CountdownReward(numbers="given"), "<answer>2+2</answer>", "4", given=[2, 2]) == 1
+    with pytest.raises(ValueError, match="column 'nums'"):
+        CountdownReward().score([item("1", "1", nums="1 2")])
+
+
+NUMBERS = st.integers(0, 99).map(lambda n: (str(n), Fraction(n)))
+
+
+def _joined(children):
+    def join(left, sign, right):
+        a, b = left[1], right[1]
+        result = {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b if b else None}[sign]()
+        return (f"({left[0]} {sign} {right[0]})", result)
+
+    return st.builds(join, children, st.sampled_from("+-*/"), children).filter(lambda pair: pair[1] is not None)
+
+
+@given(st.recursive(NUMBERS, _joined, max_leaves=12))
+@settings(max_examples=200, deadline=None)
+def test_the_parser_computes_what_fractions_do(pair):
+    found = evaluate(pair[0])
+    assert found is not None
+    assert found.value == pair[1]
+    assert found == evaluate(pair[0].replace("*", r"\times ").replace("(", "{").replace(")", "}"))
+
+
+@given(st.text("0123456789+-*/^(){}[] .\\fractimes_xe,'\"\n½٣", max_size=60))
+@settings(max_examples=500, deadline=None)
+def test_the_parser_never_raises(text):
+    found = evaluate(text)
+    assert found is None or isinstance(found.value, Fraction)
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 900, "9^9^9^9", "9^9999999", "(9^500)^500", "-" * 900, "1" * 1001, "1/" * 400 + "1", "\ud800"]
+)
+def test_the_parser_is_bounded(text):
+    began = time.monotonic()
+    found = evaluate(text)
+    assert found is None or text.startswith("1/")
+    assert time.monotonic() - began < 2
+
+
+def test_soft_overlong():
+    reward = OverlongPenalty(max_tokens=20480, cache=4096)
+    lengths = {1: 0.0, 16384: 0.0, 18432: -0.5, 20479: -4095 / 4096, 20480: -1.0, 30000: -1.0}
+    assert {n: value(reward, length=n) for n in lengths} == lengths
+    assert value(OverlongPenalty(max_tokens=100), length=90) == -0.5  # a fifth by default
+    with pytest.raises(UserError, match="cache"):
+        OverlongPenalty(max_tokens=10, cache=11)
+
+
+def test_length():
+    linear = LengthReward(max_tokens=100)
+    assert [value(linear, length=n) for n in (0, 25, 100, 500)] == [1, 0.75, 0, 0]
+    cosine = LengthReward(max_tokens=100, shape="cosine", at_zero=2, at_max=-2)
+    assert [value(cosine, length=n) for n in (0, 50, 100)] == pytest.approx([2, 0, -2])
+    assert value(cosine, length=25) == pytest.approx(math.sqrt(2))  # 2 cos(pi / 4)
+    with pytest.raises(UserError, match="max_tokens is 0"):
+        LengthReward(max_tokens=0)
+
+
+def test_cosine_follows_the_paper():
+    reward = CosineReward(ExactMatch(), max_tokens=100)
+    assert value(reward, "a", "a", length=0) == 2
+    assert value(reward, "a", "a", length=50) == pytest.approx(1.5)
+    assert value(reward, "a", "b", length=0) == -10
+    assert value(reward, "a", "b", length=50) == pytest.approx(-5)
+    assert value(reward, "a", "a", length=100) == -10
+    assert (reward.correct(1.2), reward.correct(-3), reward.needs_answer) == (True, False, True)
+    (score,) = reward.score([item("a", "a")])
+    assert score.details == {"inner": 1.0}
+    with pytest.raises(UserError, match="does not say whether an answer is right"):
+        CosineReward(FormatReward(), max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a b c d e", 0), ("a b a b a b", 2 / 5 - 1), ("no " * 100, 1 / 99 - 1), ("A a", 0), ("a a a", -0.5), ("", 0)],
+)
+def test_repetition(text, expected):
+    assert value(RepetitionPenalty(ngram=2), text) == pytest.approx(expected)
+
+
+def test_repetition_of_a_script_without_spaces():
+    assert value(RepetitionPenalty(ngram=2), "他他他他") == pytest.approx(1 / 3 - 1)
+
+
+def test_noise_turns_the_right_share_and_the_same_again():
+    batch = [item(str(i % 2), "1", prompt_id=f"p{i}", sample=i % 8) for i in range(2000)]
+    noisy = NoisyReward(ExactMatch(), probability=0.25, seed=3)
+    scores = noisy.score(batch)
+    flips = [score.value != score.details["inner"] for score in scores]
+    assert [score.details["inner"] for score in scores] == [float(i % 2) for i in range(2000)]
+    assert abs(sum(flips) - 500) < 4 * math.sqrt(2000 * 0.25 * 0.75)
+    assert noisy.score(list(reversed(batch))) == list(reversed(scores))
+    assert NoisyReward(ExactMatch(), probability=0.25, seed=4).score(batch) != scores
+    later = [item(str(i % 2), "1", prompt_id=f"p{i}", sample=i % 8, version=1) for i in range(2000)]
+    assert noisy.score(later) != scores
+    assert [s.value for s in NoisyReward(AdditionReward(), 0.0).score([item("7", "7")])] == [1.0]
+    assert [s.value for s in NoisyReward(AdditionReward(), 1.0).score([item("7", "7")])] == [0.0]
+    with pytest.raises(UserError, match="probability is 2"):
+        NoisyReward(ExactMatch(), probability=2)
+    with pytest.raises(UserError, match="can be turned round"):
+        NoisyReward(CosineReward(ExactMatch(), max_tokens=5), probability=0.1)
+
+
+def test_functions_of_the_user():
+    batch = [item("please", "please"), item("no", "x")]
+    polite = FunctionReward(f"{USER}.polite")
+    assert polite.name == "polite"
+    assert score_all([polite], batch)["polite"] == [Score(1.0), Score(0.0)]
+    both = FunctionReward(f"{USER}:both", arguments={"factor": 3}, name="x", correct_at=3.0)
+    assert score_all([both], batch)["x"] == [Score(3.0), Score(0.0)]
+    assert both.correct(3.0)
+    assert score_all([FunctionReward(f"{USER}.all_at_once")], batch)["all_at_once"] == [Score(6.0), Score(2.0)]
+    began = time.monotonic()
+    slowly = FunctionReward(f"{USER}.slowly", limit=2.0, concurrency=100)
+    scores = score_all([slowly], [item("a", "a")] * 50 + [item("hang", "a")])["slowly"]
+    assert scores == [Score(1.0)] * 50 + [Score(0.0, timed_out=True, seconds=2.0)]
+    assert time.monotonic() - began < 20
+
+
+def test_a_function_that_hangs_or_dies_is_killed_at_its_limit():
+    reward = FunctionReward(f"{USER}.hanging", limit=1.5)
+    try:
+        scores = reward.score([item("a", n=7), item("hang", n=1)])
+        assert [(s.value, s.timed_out) for s in scores] == [(7.0, False), (0.0, True)]
+        dying = [item("a", n=7), item("die", n=1)]
+        found = score_all([reward], dying, on_error="zero")["hanging"]
+        assert [(s.value, s.failed) for s in found] == [(7.0, False), (0.0, True)]
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (f"{USER}.polit", "did you mean tests.rewards.user_functions.polite"),
+        (f"{USER}.NotAFunction", "has no function"),
+        (f"{USER}.strange", "of one completion and 'texts' of a batch"),
+        (f"{USER}.unknown", "asks for 'reference'"),
+        (f"{USER}.nothing", "asks for nothing"),
+        ("no_such_module.f", "cannot be imported"),
+        ("f", "no import path"),
+    ],
+)
+def test_a_function_that_cannot_serve_is_refused(function, said):
+    with pytest.raises(UserError) as caught:
+        FunctionReward(function)
+    assert said in str(caught.value)
+
+
+def test_limits_of_functions():
+    with pytest.raises(UserError, match="cannot run in worker processes"):
+        FunctionReward(f"{USER}.both", limit=1)
+    with pytest.raises(UserError, match="limit is for one completion"):
+        FunctionReward(f"{USER}.all_at_once", limit=1)
+    with pytest.raises(UserError, match="no parameter 'x'"):
+        FunctionReward(f"{USER}.polite", arguments={"x": 1})
+
+
+def test_a_regular_expression_that_explodes_costs_its_limit():
+    reward = ExactMatch(extract="(a|aa)+$", limit=0.3)
+    began = time.monotonic()
+    (score,) = reward.score([item("a" * 60 + "b", "x")])
+    assert (score.value, score.timed_out, score.no_answer) == (0.0, True, True)
+    assert time.monotonic() - began < 5
+    with pytest.raises(UserError, match="limit is 0"):
+        ExactMatch(limit=0)
+
+
+def test_what_the_objective_does_too_is_not_done_twice():
+    class Shaping:
+        overlong_penalty, label_noise = True, 0.0
+
+    penalty, noisy = OverlongPenalty(max_tokens=10), NoisyReward(ExactMatch(), 0.1)
+    with pytest.raises(UserError, match="count twice"):
+        refuse_doubles([ExactMatch(), penalty], Shaping())
+    refuse_doubles([ExactMatch(), noisy], Shaping())
+    Shaping.overlong_penalty, Shaping.label_noise = False, 0.1
+    refuse_doubles([penalty], Shaping())
+    with pytest.raises(UserError, match="label_noise"):
+        refuse_doubles([noisy], Shaping())
