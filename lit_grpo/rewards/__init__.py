@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.addition import AdditionReward
     from lit_grpo.rewards.base import Reward, judging_reward
     from lit_grpo.rewards.choice import ChoiceReward
+    from lit_grpo.rewards.code import CodeReward
     from lit_grpo.rewards.countdown import CountdownReward
     from lit_grpo.rewards.exact_match import ExactMatch
     from lit_grpo.rewards.format_tags import FormatReward
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AdditionReward": "addition",
     "ChoiceReward": "choice",
+    "CodeReward": "code",
     "CosineReward": "length",
     "CountdownReward": "countdown",
     "ExactMatch": "exact_match",
@@ -45,6 +47,7 @@ _HOME = {
 __all__ = [
     "AdditionReward",
     "ChoiceReward",
+    "CodeReward",
     "CosineReward",
     "CountdownReward",
     "ExactMatch",

@@ -53,6 +53,10 @@ class ChoiceReward(Reward):
         letter = self.letter(answer) if answer else None
         return Score(float(letter == gold), no_answer=letter is None)
 
+    def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
+        found = [final_answer(item.text, "option", item.completion.truncated) for item in batch]
+        return [self.letter(answer) if answer else None for answer in found]
+
     def letter(self, text: str) -> str | None:
         """The one option that an answer names, or None."""
         if len(text) > 2_000:

@@ -68,8 +68,14 @@ class ExactMatch(Reward):
         return Score(value, no_answer=answer is None)
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
-        found = [self._answer(x.text) for x in batch]
-        return [None if answer is None else str(self._normalise(answer)) for answer in found]
+        return [self._vote(x.text) for x in batch]
+
+    def _vote(self, text: str) -> str | None:
+        try:
+            answer = self._answer(text)
+        except TimeoutError:
+            return None
+        return None if answer is None else str(self._normalise(answer))
 
     def _answer(self, text: str) -> str | None:
         if self._extract is None:

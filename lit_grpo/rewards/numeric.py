@@ -54,6 +54,11 @@ class NumericReward(Reward):
             return Score(0.0, no_answer=True)
         return Score(float(abs(value - gold) <= self._tolerance * abs(gold)))
 
+    def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
+        found = [final_answer(item.text, "number", item.completion.truncated) for item in batch]
+        values = [None if answer is None else number_in(answer) for answer in found]
+        return [None if value is None else str(value) for value in values]
+
 
 def number_in(text: str) -> Fraction | None:
     """The number that a written answer is, or None; ``x = 5 cm`` is 5."""

@@ -71,10 +71,12 @@ class WorkerPool:
 
     Args:
         function: importable by module and name; takes one item, returns plain values (what JSON can hold). Its module
-            should import quickly and may have a function ``warm_up()``, which is called once before any item.
+            should import quickly and may have a function ``warm_up()``, which is called once before any item, and
+            ``start_worker()``, called in every new worker.
         limit: seconds for one item, counted from the moment a worker takes it, not from when it was queued.
         workers: processes at most; by default one a usable core, at most 8.
         memory: bytes of address space for each worker (not enforced on macOS). None: no limit.
+        environment: workers see the variables of this process; False: next to none of them.
 
     Raises:
         ValueError: the function cannot be imported by name, or a limit is not positive.
@@ -86,6 +88,7 @@ class WorkerPool:
         limit: float,
         workers: int | None = None,
         memory: int | None = 2 * 1024**3,
+        environment: bool = True,
     ) -> None:
         module, name = function.__module__, function.__qualname__
         if module == "__main__" or not name.isidentifier():
@@ -97,6 +100,7 @@ class WorkerPool:
             8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         )
         self._setup = {"module": module, "function": name, "memory": memory}
+        self._environment = environment
         self._thread: threading.Thread | None = None
         self._reset()
         _POOLS.add(self)
@@ -146,7 +150,8 @@ class WorkerPool:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"limit": self.limit, "workers": self.workers, "_setup": self._setup}
+        names = ("limit", "workers", "_setup", "_environment")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -288,7 +293,7 @@ class WorkerPool:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt from the keyboard is the pool's affair
-                env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+                env={**self._variables(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
             )
         self._control, self._messages = ours, Connection(os.dup(ours.fileno()))
         path = [entry or str(Path.cwd()) for entry in sys.path]
@@ -310,6 +315,10 @@ class WorkerPool:
             problem = f"{sys.executable} ended at once"
         if problem:
             raise PoolError(f"{self._setup['module']}.{self._setup['function']} cannot be loaded:\n{problem}")
+
+    def _variables(self) -> dict[str, str]:
+        kept = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TZ")
+        return {key: value for key, value in os.environ.items() if self._environment or key in kept}
 
     def _stop(self, reason: str, error: PoolError | None = None) -> None:
         """Hang up: the helper kills its workers and ends."""

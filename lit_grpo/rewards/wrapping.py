@@ -45,6 +45,9 @@ class WrappingReward(Reward):
             scores.append(score._replace(value=self.change(item, score), details=details))
         return scores
 
+    def final_answers(self, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
+        return self.reward.final_answers(batch)
+
     def start(self) -> None:
         self.reward.start()
 

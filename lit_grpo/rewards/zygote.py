@@ -37,7 +37,7 @@ def main(control_fd: int, parent: int) -> None:
         setup = json.loads(messages.recv_bytes())
         sys.path[:] = setup["path"]
         try:
-            function = _import(setup["module"], setup["function"])
+            function, prepare = _import(setup["module"], setup["function"])
         except BaseException:
             messages.send_bytes(traceback.format_exc(limit=-4).encode())
             return
@@ -59,7 +59,7 @@ def main(control_fd: int, parent: int) -> None:
                     messages.close()
                     control.close()
                     die_with_parent()
-                    _serve(Connection(fd), function, setup["memory"])
+                    _serve(Connection(fd), function, setup["memory"], prepare)
                 children.add(child)
                 os.close(fd)
                 messages.send_bytes(str(child).encode())
@@ -70,19 +70,23 @@ def main(control_fd: int, parent: int) -> None:
                 _kill(child, children)
 
 
-def _import(module: str, name: str) -> Callable[[Any], Any]:
+def _import(module: str, name: str) -> tuple[Callable[[Any], Any], Callable[[], None] | None]:
     imported = importlib.import_module(module)
     warm_up = getattr(imported, "warm_up", None)
     if callable(warm_up):
         warm_up()
-    return getattr(imported, name)
+    return getattr(imported, name), getattr(imported, "start_worker", None)
 
 
-def _serve(connection: Connection, function: Callable[[Any], Any], memory: int | None) -> None:
+def _serve(
+    connection: Connection, function: Callable[[Any], Any], memory: int | None, prepare: Callable[[], None] | None
+) -> None:
     """The life of a worker: one item in, one result out, until the pool hangs up. Never returns."""
     try:
         os.setsid()  # whatever it starts is killed with it
         _limit(memory)
+        if prepare is not None:
+            prepare()
         while True:
             item = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_result(function, item))

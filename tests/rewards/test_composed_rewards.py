@@ -355,3 +355,14 @@ def test_what_the_objective_does_too_is_not_done_twice():
     refuse_doubles([penalty], Shaping())
     with pytest.raises(UserError, match="label_noise"):
         refuse_doubles([noisy], Shaping())
+
+
+def test_votes_are_in_a_normal_form():
+    assert NumericReward().final_answers([item(r"\boxed{0.50}"), item(r"\boxed{\frac12}"), item("no")]) == [
+        "1/2",
+        "1/2",
+        None,
+    ]
+    assert ChoiceReward().final_answers([item("(C)"), item("Answer: C"), item("B or C")]) == ["C", "C", None]
+    assert NoisyReward(ExactMatch(), 0.5).final_answers([item(" x ")]) == ["x"]
+    assert ExactMatch(extract="(a|aa)+$", limit=0.2).final_answers([item("a" * 60 + "b")]) == [None]

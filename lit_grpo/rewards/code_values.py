@@ -1,0 +1,96 @@
+"""Plain values as text, between a process that is not trusted and one that is: never pickle, never an object of theirs.
+
+What cannot be written as plain data becomes a handle, whose methods the other side can call. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+MOST_BYTES = 4_000_000
+"""Longest message."""
+_MOST_ITEMS = 200_000
+_PLAIN_INT = 1 << 53
+
+
+class Unplain(Exception):  # noqa: N818 - it is an answer, not an error of ours
+    """The value cannot be sent."""
+
+
+def pack(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
+    """``value`` as something JSON can hold. ``keep`` stores what is not plain and gives its handle."""
+    if value is None or isinstance(value, (bool, str)):
+        return value if type(value) in (bool, str, type(None)) else str.__str__(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if -_PLAIN_INT < number < _PLAIN_INT else {"i": hex(number)}
+    if isinstance(value, float):
+        return {"f": float(value).hex()}
+    if isinstance(value, complex):
+        return {"c": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    if isinstance(value, dict):
+        return {"d": [[pack(k, keep), pack(v, keep)] for k, v in value.items()]}
+    if isinstance(value, range):
+        return {"r": [value.start, value.stop, value.step]}
+    for kind, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
+        if isinstance(value, kind):
+            return {tag: [pack(item, keep) for item in value]}
+    if keep is None:
+        raise Unplain(f"{type(value).__name__} is not plain data")
+    if hasattr(value, "__next__"):
+        items = []
+        for item in value:
+            items.append(pack(item, keep))
+            if len(items) > _MOST_ITEMS:
+                raise Unplain("an iterator that does not end")
+        return {"n": items}
+    return {"h": keep(value)}
+
+
+def unpack(packed: Any, handle: Callable[[int], Any]) -> Any:
+    """The value again; every part of it of a built-in type, or what ``handle`` makes of a handle."""
+    if packed is None or isinstance(packed, (bool, str, int)):
+        return packed
+    if not isinstance(packed, dict) or len(packed) != 1:
+        raise Unplain("a message of no known form")
+    ((tag, body),) = packed.items()
+    if tag == "i":
+        return int(body, 16)
+    if tag == "f":
+        return float.fromhex(body)
+    if tag == "c":
+        return complex(float.fromhex(body[0]), float.fromhex(body[1]))
+    if tag == "b":
+        return bytes.fromhex(body)
+    if tag == "h":
+        return handle(int(body))
+    if tag == "d":
+        return {unpack(k, handle): unpack(v, handle) for k, v in body}
+    items = [unpack(item, handle) for item in body]
+    if tag == "l":
+        return items
+    if tag == "r":
+        return range(*items)
+    made: dict[str, Callable[[list[Any]], Any]] = {"t": tuple, "s": set, "z": frozenset, "n": iter}
+    return made[tag](items)
+
+
+def write(message: Any) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        Unplain: it is too long.
+    """
+    text = json.dumps(message).encode()
+    if len(text) > MOST_BYTES:
+        raise Unplain(f"{len(text)} bytes, more than {MOST_BYTES}")
+    return text
+
+
+def read(text: bytes) -> Any:
+    """A message from its bytes."""
+    return json.loads(text)
