@@ -47,8 +47,8 @@ class FlightRecorder(pl.Callback):
     run.
 
     It records what the module leaves in ``last_experience`` and ``last_advantages`` ([N] or [N, T]), and in
-    ``last_logprobs`` and ``last_entropy`` ([N, T], before the first update) where the experience lacks them; of a
-    module without them it records the rollout alone.
+    ``last_logprobs`` and ``last_entropy`` ([N, T], before the first update, NaN where the learner was not asked) where
+    the experience lacks them; of a module without them it records the rollout alone.
 
     Args:
         steps: rollouts in the ring (K).

@@ -80,5 +80,5 @@ class ThroughputMonitor(Monitor):
                 f"peak memory grows steadily: {now:.3g} GiB, {then:.3g} GiB {self.trend} rollouts ago",
                 ("memory/peak", self.trend, now, (1 + self.growth) * middle, then),
                 onset=step - self.trend,
-                remedies=("lower micro_batch_size", "look for tensors that callbacks keep"),
+                remedies=("lower micro_batch_tokens", "look for tensors that callbacks keep"),
             )

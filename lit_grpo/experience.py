@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
+from lit_grpo.policy.batching import Layout, PolicyInput, cut
 from lit_grpo.types import Experience, Rollout
 
 
@@ -52,33 +52,59 @@ def minibatches(batch: Rollout, prompts: int | None, steps: int, seed: int) -> I
             done += 1
 
 
-def micro_batches(batch: Rollout, rows: Tensor, size: int, *, share: bool) -> Iterator[Tensor]:
-    """Completions in an order that saves tokens, cut into micro-batches. Any order and cut gives the same sum.
+def micro_batches(
+    batch: Rollout, rows: Tensor, layout: Layout, *, tokens: int | None, size: int | None = None
+) -> Iterator[Tensor]:
+    """Completions cut into micro-batches, the largest first. Any order and cut gives the same sum.
 
     Args:
         batch: the rollout.
         rows: which completions.
-        size: completions in a micro-batch.
-        share: whether completions of one prompt will share its tokens.
+        layout: of a micro-batch.
+        tokens: that go through the model at once; None: no bound. See :func:`lit_grpo.policy.batching.cut`.
+        size: completions at once; None: no bound.
     """
-    if not len(rows):
-        return
-
-    def place(i: int) -> tuple[int, int]:
-        group = i // batch.group_size
-        prompt = len(batch.prompts[group].token_ids)
-        if share:  # the samples of a prompt stay together
-            return prompt, group
-        return prompt + len(batch.completions[i].token_ids), i
-
-    yield from torch.tensor(sorted(rows.tolist(), key=place)).split(size)
+    chosen = sorted(rows.tolist())
+    prompts = [batch.prompts[i // batch.group_size].token_ids for i in chosen]
+    completions = [batch.completions[i].token_ids for i in chosen]
+    for part in cut(layout, prompts, completions, tokens=tokens, size=size):
+        yield torch.tensor([chosen[k] for k in part])
 
 
-def policy_input(batch: Rollout, rows: Tensor, *, share: bool, device: torch.device | str) -> PolicyInput:
+def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """A few of some completions that stand for all of them, and how many each of them stands for.
+
+    Systematic sampling with probability proportional to length (Madow, 1949): sums over the sample, weighted, estimate
+    the sums over all without bias, and that of the tokens exactly, so that a mean over tokens has no bias either.
+
+    Args:
+        batch: the rollout.
+        rows: the completions to choose from; empty ones are left out.
+        count: chosen at most; None: all.
+        seed: of the choice.
+
+    Returns:
+        the chosen rows and their weights, float64.
+    """
+    rows = torch.tensor([i for i in rows.tolist() if batch.completions[i].token_ids], dtype=torch.long)
+    if count is None or count >= len(rows):
+        return rows, torch.ones(len(rows), dtype=torch.float64)
+    if not count:
+        return rows[:0], torch.zeros(0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()], dtype=torch.float64)
+    ends = lengths.cumsum(0)
+    places = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(count)) * ends[-1] / count
+    drawn = torch.searchsorted(ends, places, right=True).clamp(max=len(rows) - 1).bincount(minlength=len(rows))
+    chosen = drawn.nonzero()[:, 0]
+    return rows[chosen], drawn[chosen] * ends[-1] / (count * lengths[chosen])
+
+
+def policy_input(batch: Rollout, rows: Tensor, layout: Layout, *, device: torch.device | str) -> PolicyInput:
     """What goes through the models for some completions of a rollout; results are as wide as its longest one."""
     chosen = rows.tolist()
-    build = share_prompts if share else pad_rows
-    return build(
+    return layout.build(
         [batch.prompts[i // batch.group_size].token_ids for i in chosen],
         [batch.completions[i].token_ids for i in chosen],
         width=max(len(c.token_ids) for c in batch.completions),
@@ -86,10 +112,10 @@ def policy_input(batch: Rollout, rows: Tensor, *, share: bool, device: torch.dev
     )
 
 
-def gather_rows(parts: list[tuple[Tensor, Tensor]], count: int) -> Tensor:
-    """[count, ...] in the rollout's order from micro-batches of (rows, values)."""
+def gather_rows(parts: list[tuple[Tensor, Tensor]], count: int, missing: float = 0.0) -> Tensor:
+    """[count, ...] in the rollout's order from micro-batches of (rows, values); ``missing`` where there is no value."""
     first = parts[0][1]
-    out = first.new_zeros(count, *first.shape[1:])
+    out = first.new_full((count, *first.shape[1:]), missing)
     for rows, values in parts:
         out[rows.to(out.device)] = values
     return out

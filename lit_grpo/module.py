@@ -24,7 +24,7 @@ from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.trust_regions import Rspo
 from lit_grpo.passes import OptimizerStep, Passes
-from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, make_critic
 from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
@@ -51,7 +51,12 @@ class LitGRPO(pl.LightningModule):
         optimizer: AdamW and its schedule.
         reference: of objectives with a KL term to the policy before training.
         critic: of objectives with a value function; those get the default one if this is None.
-        micro_batch_size: completions in one forward and backward pass. Bounds memory, changes no gradient.
+        micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
+            model; None: no bound. Bounds memory, changes no gradient.
+        micro_batch_size: completions in one forward and backward pass; None: no bound but that of tokens.
+        probe_completions: completions without gradient (of equal rewards, filtered, ...) do not go through the model,
+            but for this many of each optimizer step, chosen by chance, so that metrics over all completions stay
+            without bias; None: all of them do.
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups); None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
@@ -68,7 +73,9 @@ class LitGRPO(pl.LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         reference: ReferenceConfig = ReferenceConfig(),  # noqa: B008
         critic: CriticConfig | None = None,
-        micro_batch_size: int = 16,
+        micro_batch_tokens: int | None = 4096,
+        micro_batch_size: int | None = None,
+        probe_completions: int | None = 8,
         updates_per_rollout: int = 1,
         minibatch_prompts: int | None = None,
         max_grad_norm: float | None = 1.0,
@@ -84,12 +91,16 @@ class LitGRPO(pl.LightningModule):
         self.reference_config = _typed(ReferenceConfig, reference)
         refresh_every = self.reference_config.refresh_every
         for name, value in (
+            ("micro_batch_tokens", micro_batch_tokens),
             ("micro_batch_size", micro_batch_size),
             ("updates_per_rollout", updates_per_rollout),
             ("reference.refresh_every", refresh_every),
         ):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}, must be at least 1", where=f"model.{name}")
+        if probe_completions is not None and probe_completions < 0:
+            raise UserError(f"probe_completions is {probe_completions}", where="model.probe_completions",
+                            remedy="set it to 0 or more, or null for all")  # fmt: skip
         check_policy(self.policy_config)
         self.objective: Objective = resolve(self.objective_config, max_staleness)
         self.critic_config: CriticConfig | None = None if critic is None else _typed(CriticConfig, critic)
@@ -98,7 +109,9 @@ class LitGRPO(pl.LightningModule):
             rank_zero_info(
                 f"{self.objective.name} learns with a critic: model.critic is not set, so the default is used."
             )
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
+        self.probe_completions = probe_completions
+        self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
         self.updates_per_rollout = updates_per_rollout
         self.minibatch_prompts = minibatch_prompts
         self.max_grad_norm = max_grad_norm
@@ -112,7 +125,9 @@ class LitGRPO(pl.LightningModule):
                 "optimizer": asdict(self.optimizer_config),
                 "reference": asdict(self.reference_config),
                 "critic": None if self.critic_config is None else asdict(self.critic_config),
+                "micro_batch_tokens": micro_batch_tokens,
                 "micro_batch_size": micro_batch_size,
+                "probe_completions": probe_completions,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
                 "max_grad_norm": max_grad_norm,
@@ -141,7 +156,8 @@ class LitGRPO(pl.LightningModule):
         self.last_advantages: Tensor | None = None
         """[N, T]."""
         self.last_logprobs: Tensor | None = None
-        """Learner's, before the first update, [N, T]; None where the first step saw only some of the completions."""
+        """Learner's, before the first update, [N, T]; NaN where it was not asked (completions without gradient that are
+        no probe), None where the first optimizer step is one of a part of the completions."""
         self.last_entropy: Tensor | None = None
         """Likewise."""
         self.optimizer_steps = 0
@@ -249,7 +265,7 @@ class LitGRPO(pl.LightningModule):
         return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in made)
 
     def on_fit_start(self) -> None:
-        self._policy.check(shared_prompts=self.policy_config.share_prompts)
+        self._policy.check(self.layout)
         if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
             self._frozen_reference.append(self._initial_policy().to(self.device))
         if isinstance(self.objective.trust_region, Rspo) and not self._policy.routes:
@@ -331,10 +347,11 @@ class LitGRPO(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- forward
 
     def micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
-        return shape.micro_batches(batch, rows, self.micro_batch_size, share=self.policy_config.share_prompts)
+        limits = {"tokens": self.micro_batch_tokens, "size": self.micro_batch_size}
+        return shape.micro_batches(batch, rows, self.layout, **limits)
 
     def _inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
-        return shape.policy_input(batch, rows, share=self.policy_config.share_prompts, device=self.device)
+        return shape.policy_input(batch, rows, self.layout, device=self.device)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 

@@ -18,7 +18,7 @@ from lit_grpo.objectives.trust_regions import Rspo, router_factor
 from lit_grpo.policy.batching import PolicyInput
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats
-from lit_grpo.types import Experience, LossOutput, Rollout
+from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 
 OF_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
 
@@ -95,9 +95,24 @@ class Passes:
         return {name: values for name, values in out.items() if values is not None}
 
     def loss(
-        self, batch: Rollout, step: OptimizerStep, rows: Tensor, plan: StepPlan, metrics: StepMetrics
+        self,
+        batch: Rollout,
+        step: OptimizerStep,
+        rows: Tensor,
+        plan: StepPlan,
+        metrics: StepMetrics,
+        shares: Tensor | None = None,
     ) -> tuple[LossOutput, TokenStats]:
-        """Loss of one micro-batch, and what the policy says of it now."""
+        """Loss of one micro-batch, and what the policy says of it now.
+
+        Args:
+            batch: the rollout.
+            step: what the loss is made from.
+            rows: completions of the micro-batch.
+            plan: their rows of the step's plan.
+            metrics: added to.
+            shares: how many completions each of them stands for in the metrics, [n]; None: itself alone.
+        """
         objective, wanted = step.objective, step.objective.loss_requires()
         inputs = self.inputs(batch, rows)
         values = self.critic(inputs) if self.critic is not None and "values" in wanted else None
@@ -112,11 +127,28 @@ class Passes:
             factor = router_factor(
                 stats.router_logscores, plan.router_logscores_old, objective.trust_region.router_floor
             )
-            metrics.add("router/factor", (factor * plan.tokens).sum(), plan.tokens.sum())
-        out = objective.loss(
-            stats.logprobs, plan, entropy=stats.entropy, values=values, router_logscores=stats.router_logscores
-        )
-        return out, stats
+            weights = plan.tokens if shares is None else plan.tokens * shares.to(factor)[:, None]
+            metrics.add("router/factor", (factor * weights).sum(), weights.sum())
+
+        def loss(k: slice) -> LossOutput:
+            scores = stats.router_logscores
+            return objective.loss(
+                stats.logprobs[k],
+                plan if k == slice(None) else plan.select(torch.arange(len(rows), device=plan.lengths.device)[k]),
+                entropy=None if stats.entropy is None else stats.entropy[k],
+                values=None if values is None else values[k],
+                router_logscores=None if scores is None else scores[k],
+            )
+
+        if shares is None:
+            return loss(slice(None)), stats
+        each = [loss(slice(k, k + 1)) for k in range(len(rows))]
+        sums = StepMetrics()
+        for one, share in zip(each, shares.tolist(), strict=True):
+            sums.update({key: Sum(total * share, weight * share) for key, (total, weight) in one.metrics.items()})
+            sums.update({}, one.maxima)
+        total = torch.stack([one.loss for one in each]).sum()
+        return LossOutput(total, torch.cat([one.token_weights for one in each]), sums.sums, sums.maxima), stats
 
     def score_sqnorm(self, batch: Rollout, row: Tensor) -> Tensor:
         """Squared norm of the gradient of log pi(o|q) with respect to all trainable weights, for one completion.

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_grpo import experience as shape
-from lit_grpo import guards
+from lit_grpo import guards, rng
 from lit_grpo.audit import add_direction, update_size
 from lit_grpo.errors import StopRun
 from lit_grpo.metrics import StepMetrics
@@ -82,13 +82,17 @@ class Updater:
         guard = guards.FirstUpdate(batch, step.experience, module.policy_version) if first_pass else None
         seen_first: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         active = plan.active.cpu()
-        # Completions that the objective multiplies by zero need no gradient, only their place in the metrics.
-        parts = [(c, True) for c in module.micro_batches(batch, rows[active])]
-        parts += [(c, False) for c in module.micro_batches(batch, rows[~active])]
-        for chosen, learns in parts:
+        # Completions that the objective multiplies by zero need no gradient, only their place in the metrics: a few of
+        # them stand for all.
+        probed, weights = self._probe(batch, step, rows[~active], bool(active.any()))
+        learning = list(module.micro_batches(batch, rows[active]))
+        for k, chosen in enumerate([*learning, *module.micro_batches(batch, probed)]):
+            learns = k < len(learning)
+            shares = None if learns else weights[shape.positions(probed, chosen)]
             with torch.set_grad_enabled(learns):
                 part = plan.select(shape.positions(rows, chosen).to(module.device))
-                out, stats = self.passes.loss(batch, step, chosen, part, metrics)
+                out, stats = self.passes.loss(batch, step, chosen, part, metrics, shares)
+            out.metrics.pop("filter/dropped", None)  # known of all, see below
             if learns:
                 with self._own_gradients():
                     module.manual_backward(out.loss * module.trainer.world_size)
@@ -99,10 +103,13 @@ class Updater:
                 seen_first.append((chosen, stats.logprobs.detach(), stats.entropy))
                 guard.add(chosen, stats.logprobs)
                 assert stats.entropy is not None
-                tokens = sum(len(batch.completions[i].token_ids) for i in chosen.tolist())
-                metrics.add("entropy", stats.entropy.detach().sum(), tokens)
+                tokens = torch.tensor([len(batch.completions[i].token_ids) for i in chosen.tolist()])
+                each = torch.ones(len(chosen), dtype=torch.float64) if shares is None else shares
+                metrics.add("entropy", (stats.entropy.detach().sum(1).cpu() * each).sum(), (tokens * each).sum())
+        metrics.add("filter/dropped", (~plan.kept).sum(), len(rows))
         if guard is not None:
-            self._keep(seen_first, len(batch.completions))
+            if len(rows) == len(batch.completions):
+                self._keep(seen_first, len(rows))
             guard.check_truncation(module.guards)
             guard.check(module.guards, module.reduce_or_none, next(module.parameters()).dtype)
         if plan.empty:
@@ -137,14 +144,28 @@ class Updater:
         module.optimizer_steps += not step.warmup
         module.critic_steps += module.critic is not None
 
+    def _probe(
+        self, batch: Rollout, step: OptimizerStep, inactive: torch.Tensor, some_learn: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which completions without gradient go through the models, and how many each stands for in the metrics."""
+        module = self.module
+        seed = rng.derive_seed("probe", rng.run_seed(), batch.index, module.optimizer_steps, step.pass_index)
+        probed, weights = shape.probe(batch, inactive, module.probe_completions, seed)
+        if not len(probed) and not some_learn and module.trainer.world_size > 1:
+            return step.rows[:1], torch.zeros(1, dtype=torch.float64)  # ranks must log the same keys
+        return probed, weights
+
     def _keep(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], count: int) -> None:
-        """What the learner said of each token before any weight changed, where the first step saw all completions."""
-        if sum(len(rows) for rows, _, _ in parts) < count:
+        """What the learner said of each token before any weight changed, NaN where it was not asked."""
+        if not parts:
             return
-        self.module.last_logprobs = shape.gather_rows([(rows, logprobs) for rows, logprobs, _ in parts], count)
+        nan = float("nan")
+        if self.module.last_logprobs is None:
+            logprobs = [(rows, values) for rows, values, _ in parts]
+            self.module.last_logprobs = shape.gather_rows(logprobs, count, nan)
         entropies = [(rows, entropy.detach()) for rows, _, entropy in parts if entropy is not None]
-        if len(entropies) == len(parts):
-            self.module.last_entropy = shape.gather_rows(entropies, count)
+        if len(entropies) == len(parts) and self.module.last_entropy is None:
+            self.module.last_entropy = shape.gather_rows(entropies, count, nan)
 
     def _own_gradients(self) -> AbstractContextManager[Any]:
         """Keep DDP from exchanging gradients in a backward pass.

@@ -89,7 +89,7 @@ def broken(at: str, error: Exception) -> Any:
     text = text if len(text) <= 600 else f"{text[:600]} ..."
     name = type(error).__name__
     if "out of memory" in text.lower():
-        remedy = "lower model.micro_batch_size or data.engine.gpu_memory_utilization, set model.policy.logits_chunk"
+        remedy = "lower model.micro_batch_tokens or data.engine.gpu_memory_utilization, set model.policy.logits_chunk"
     elif isinstance(error, StopRun):
         remedy = "the run itself would stop here"
     else:

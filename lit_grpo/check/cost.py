@@ -65,14 +65,14 @@ def weights(module: Any) -> dict[str, int]:
     return {"weights": sum(p.numel() * p.element_size() for p in params), "gradients": trained, "moments": 2 * trained}
 
 
-def longest_pass(module: Any, prompt: int, limit: int, vocabulary: int) -> int:
+def longest_pass(module: Any, limit: int, vocabulary: int) -> int:
     """Bytes of the logits of one micro-batch at the length limit: float32, once more for the log-softmax.
 
-    Usually the largest single thing of a step. A chunked head holds ``logits_chunk`` positions at once instead.
+    The head holds ``logits_chunk`` positions at once.
     """
-    positions = module.micro_batch_size * limit
-    if (chunk := module.policy_config.logits_chunk) is not None:
-        positions = min(positions, chunk)
+    positions = min(x for x in (module.micro_batch_tokens, module.policy.logits_chunk) if x is not None)
+    if module.micro_batch_size is not None:
+        positions = min(positions, module.micro_batch_size * limit)
     return 2 * 4 * positions * vocabulary
 
 
@@ -95,7 +95,7 @@ def memory_result(
     moving = max(0, seen.peak - static)
     factor = max(1.0, (prompt + limit) / max(1, prompt + longest))
     expected = int(static + moving * factor)
-    logits = longest_pass(module, prompt, limit, vocabulary)
+    logits = longest_pass(module, limit, vocabulary)
     values: dict[str, Any] = {
         **fixed, "peak": seen.peak, "expected_at_limit": expected, "room": seen.total, "logits_at_limit": logits,
         "processes": cards,
@@ -107,7 +107,7 @@ def memory_result(
     if seen.total is None:
         return Result("memory", "warn", found + "; how much there is is not known", "compare it yourself", values)
     found += f" of {gib(seen.total)} {seen.where}"
-    remedy = "lower model.micro_batch_size, set model.policy.logits_chunk or gradient_checkpointing: true"
+    remedy = "lower model.micro_batch_tokens, set model.policy.logits_chunk or gradient_checkpointing: true"
     if expected > seen.total:
         return Result("memory", "fail", found, remedy, values)
     if expected > TIGHT * seen.total:

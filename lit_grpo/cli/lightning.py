@@ -45,7 +45,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 # Arguments of the Trainer that LitGRPO's manual optimization cannot follow, and what to use.
 _NOT_OURS = {
     "gradient_clip_val": (None, "set model.max_grad_norm"),
-    "accumulate_grad_batches": (1, "set model.micro_batch_size, which bounds memory and leaves the gradient alone"),
+    "accumulate_grad_batches": (1, "set model.micro_batch_tokens, which bounds memory and leaves the gradient alone"),
     "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
     "reload_dataloaders_every_n_epochs": (0, "leave it out: rollouts are made anew at every step"),
 }

@@ -1,6 +1,6 @@
 """The model that is trained: loading, log-probabilities and entropies, weights by name."""
 
-from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
+from lit_grpo.policy.batching import Layout, PolicyInput, pack_rows, pad_rows, share_prompts
 from lit_grpo.policy.config import CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, TinyModel
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.policy import Policy, TokenStats
@@ -8,6 +8,7 @@ from lit_grpo.policy.policy import Policy, TokenStats
 __all__ = [
     "Critic",
     "CriticConfig",
+    "Layout",
     "LoraConfig",
     "OptimizerConfig",
     "Policy",
@@ -16,6 +17,7 @@ __all__ = [
     "ReferenceConfig",
     "TinyModel",
     "TokenStats",
+    "pack_rows",
     "pad_rows",
     "share_prompts",
 ]

@@ -60,10 +60,11 @@ class PolicyConfig:
         path: folder of a Hugging Face model, or its name on the hub.
         tiny: make a tiny model instead.
         dtype: number format of weights and computation.
-        attention: transformers' attention implementation.
+        attention: ``sdpa`` works everywhere; ``varlen``, torch's variable-length flash attention, on packed rows (CUDA,
+            bfloat16); ``flash_attention_2`` needs the package of that name, and no shared prompts; ``eager`` is slow.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-        share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens. Needs an
-            attention that takes a mask (``sdpa``, ``eager``).
+        share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens.
+        pack: put the completions of a micro-batch one behind the other in one row: the same numbers without padding.
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB.
         lora: train low-rank adapters instead of the weights; a critic then has some of its own.
@@ -73,9 +74,10 @@ class PolicyConfig:
     path: str | None = None
     tiny: TinyModel | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attention: Literal["sdpa", "varlen", "flash_attention_2", "eager"] = "sdpa"
     gradient_checkpointing: bool = False
     share_prompts: bool = True
+    pack: bool = True
     logits_chunk: int | None = None
     lora: LoraConfig | None = None
     model_args: dict[str, Any] = field(default_factory=dict)

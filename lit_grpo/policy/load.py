@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.errors import UserError, nearest
+from lit_grpo.policy import attention
 from lit_grpo.policy.config import PolicyConfig, TinyModel
 from lit_grpo.policy.lora import add_adapters, check_lora
 
@@ -38,12 +39,26 @@ def check_policy(config: PolicyConfig) -> None:
             where=f"{KEY}.share_prompts",
             remedy="set share_prompts: false, or attention: sdpa",
         )
+    if config.attention == "varlen":
+        _check_varlen(config)
     if config.lora is not None:
         check_lora(config.lora)
     if config.tiny is not None:
         _check_tiny(config.tiny)
     elif config.path is not None and _is_folder_name(config.path):
         _check_folder(Path(config.path))
+
+
+def _check_varlen(config: PolicyConfig) -> None:
+    where = f"{KEY}.attention"
+    if not torch.cuda.is_available():
+        raise UserError("varlen attention runs on CUDA GPUs alone", where=where, remedy="set attention: sdpa")
+    if config.dtype != "bfloat16":
+        raise UserError(f"varlen attention computes in bfloat16, not in {config.dtype}", where=where,
+                        remedy="set dtype: bfloat16, or attention: sdpa")  # fmt: skip
+    if not config.pack:
+        raise UserError("varlen attention is that of packed rows", where=where,
+                        remedy="set pack: true, or attention: sdpa")  # fmt: skip
 
 
 def _check_tiny(tiny: TinyModel) -> None:
@@ -119,16 +134,18 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     check_policy(config)
     from transformers import AutoModelForCausalLM
 
+    attention.register()
+    form = attention.NAMES.get(config.attention, config.attention)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.tiny.seed)
             tiny_config = _tiny_config(config.tiny)
-            model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=config.attention)
+            model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=form)
     else:
         with _named_errors(config):
             model = AutoModelForCausalLM.from_pretrained(
-                _location(config), dtype=dtype, attn_implementation=config.attention, **config.model_args
+                _location(config), dtype=dtype, attn_implementation=form, **config.model_args
             )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy import lora
-from lit_grpo.policy.batching import PolicyInput, pad_rows, share_prompts
+from lit_grpo.policy.attention import NAMES
+from lit_grpo.policy.batching import Layout, PolicyInput
 
 EntropyMode = Literal["none", "detached", "grad"]
 
@@ -144,11 +145,11 @@ class Policy(nn.Module):
         return lora.without_adapters(self.model) if lora.has_adapters(self.model) else self.model
 
     @torch.no_grad()
-    def check(self, *, shared_prompts: bool) -> None:
+    def check(self, layout: Layout) -> None:
         """Hold the short cuts of this class to the model's own forward pass, on a few tokens.
 
         Args:
-            shared_prompts: also check that completions on a shared row see nothing of each other.
+            layout: of the micro-batches; completions must see nothing of each other in it.
 
         Raises:
             UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), or it
@@ -164,27 +165,43 @@ class Policy(nn.Module):
             expected.append(logits.log_softmax(1).gather(1, ids[0, 2:, None])[:, 0])
         name = type(self.model).__name__
         tolerance = 0.05 if self.model.dtype == torch.bfloat16 else 1e-3
-        layouts = {"padded": pad_rows} | ({"shared": share_prompts} if shared_prompts else {})
-        for layout, build in layouts.items():
-            found = self.forward(build([prompt] * 2, completions, width=2, device=device), entropy="none").logprobs
+        for form in dict.fromkeys((Layout(pack=False, share=False), layout)):
+            rows = form.build([prompt] * 2, completions, width=2, device=device)
+            found = self.forward(rows, entropy="none").logprobs
             gap = float((found - torch.stack(expected)).abs().max())
             if gap > tolerance or gap != gap:
+                plain = not form.pack and not form.share
+                keys = [key for key, on in (("pack", form.pack), ("share_prompts", form.share)) if on]
                 raise UserError(
-                    f"{name} cannot be trained like this: log-probabilities computed for {layout} rows differ from the "
-                    f"model's own by {gap:.3g}",
-                    where="model.policy.share_prompts" if layout == "shared" else "model.policy",
-                    remedy="set share_prompts: false"
-                    if layout == "shared"
-                    else "models that change their logits after the output layer are not supported yet",
+                    f"{name} cannot be trained like this: log-probabilities computed for "
+                    f"{'padded' if plain else 'packed' if form.pack else 'shared'} rows differ from the model's own by "
+                    f"{gap:.3g}",
+                    where=f"model.policy.{keys[0]}" if keys else "model.policy",
+                    remedy="models that change their logits after the output layer are not supported yet"
+                    if plain
+                    else "set " + ", ".join(f"{key}: false" for key in keys),
                 )
 
 
 def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tuple[Tensor, list[Tensor]]:
     """Last hidden states of a base model, [B, S, D], final norm applied; and each layer's router logits if wanted."""
     mask = batch.attention_mask
+    options: dict[str, Any] = {}
+    if batch.segments is not None:
+        implementation = base.config._attn_implementation
+        if implementation in NAMES.values():
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)  # keeps it from making one
+            options["segments"] = batch.segments
+        elif implementation == "flash_attention_2":
+            _, lengths, _, longest, _ = batch.segments.cumulative()
+            options |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+            options |= {"max_length_q": longest, "max_length_k": longest}
+        else:
+            mask = batch.segments.mask()
     if mask is not None and base.config._attn_implementation == "eager":  # adds its mask to the scores
         mask = torch.where(mask, 0.0, torch.finfo(base.dtype).min).to(base.dtype)
-    options = {"output_router_logits": True} if router else {}
+    if router:
+        options["output_router_logits"] = True
     out = base(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,

@@ -265,10 +265,16 @@ def test_the_math_verifier():
 # Cost.
 
 
+def policy(logits_chunk: int):
+    model = torch.nn.Linear(100, 10, bias=False)
+    model.logits_chunk = logits_chunk  # type: ignore[assignment]
+    return model
+
+
 def module(**changes: Any):
     settings: dict[str, Any] = {
-        "policy": torch.nn.Linear(100, 10, bias=False), "critic": None, "reference": None, "_frozen_reference": [],
-        "micro_batch_size": 4, "policy_config": SimpleNamespace(logits_chunk=None),
+        "policy": policy(1000), "critic": None, "reference": None, "_frozen_reference": [],
+        "micro_batch_tokens": 300, "micro_batch_size": None,
     }  # fmt: skip
     return SimpleNamespace(**(settings | changes))
 
@@ -280,8 +286,9 @@ def test_weights_count_each_tensor_once():
 
 
 def test_logits_of_the_longest_pass():
-    assert cost.longest_pass(module(), 10, 50, 1000) == 8 * 4 * 50 * 1000
-    assert cost.longest_pass(module(policy_config=SimpleNamespace(logits_chunk=64)), 10, 50, 1000) == 8 * 64 * 1000
+    assert cost.longest_pass(module(), 50, 1000) == 8 * 300 * 1000
+    assert cost.longest_pass(module(policy=policy(64)), 50, 1000) == 8 * 64 * 1000
+    assert cost.longest_pass(module(micro_batch_tokens=None, micro_batch_size=4), 50, 1000) == 8 * 4 * 50 * 1000
 
 
 @pytest.mark.parametrize(

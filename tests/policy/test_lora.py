@@ -16,7 +16,7 @@ from lit_grpo.engines.transformers import TransformersEngine
 from lit_grpo.errors import UserError
 from lit_grpo.export import export
 from lit_grpo.objectives import ObjectiveConfig
-from lit_grpo.policy import LoraConfig, OptimizerConfig, Policy, PolicyConfig
+from lit_grpo.policy import Layout, LoraConfig, OptimizerConfig, Policy, PolicyConfig
 from lit_grpo.policy import lora as adapters
 from lit_grpo.policy.load import load_model, load_tokenizer
 from lit_grpo.types import Request, Sampling
@@ -63,7 +63,7 @@ def test_new_adapters_change_nothing_and_draw_no_global_random_numbers() -> None
     assert torch.equal(policy.model(ids).logits, base(ids).logits)
     again = Policy(load_model(CONFIG))
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
-    policy.check(shared_prompts=True)
+    policy.check(Layout())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lit_grpo.errors import UserError
-from lit_grpo.policy import Policy, PolicyConfig, TinyModel, pad_rows, share_prompts
+from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, pad_rows, share_prompts
 from lit_grpo.policy.load import load_model
 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9), (3, 3)]
@@ -134,13 +134,13 @@ def test_shared_prompts_give_the_numbers_and_gradients_of_padded_rows(policy):
 
 def test_eager_attention_keeps_to_the_mask():
     policy = Policy(load_model(PolicyConfig(tiny=TinyModel(width=32, layers=1, heads=2), attention="eager")))
-    policy.check(shared_prompts=True)
+    policy.check(Layout())
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    policy.check(shared_prompts=True)
+    policy.check(Layout())
     capped = Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=20,
@@ -154,15 +154,15 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
         )
     )
     with pytest.raises(UserError, match="differ from the model's own"):
-        Policy(capped).check(shared_prompts=False)
+        Policy(capped).check(Layout())
 
 
 def test_a_model_that_ignores_the_mask_is_refused_for_shared_prompts(policy, monkeypatch):
-    inner = policy.model.base_model.forward
-    monkeypatch.setattr(policy.model.base_model, "forward", lambda **kw: inner(**(kw | {"attention_mask": None})))
-    policy.check(shared_prompts=False)
+    inner, ignored = policy.model.base_model.forward, {"attention_mask": None, "segments": None}
+    monkeypatch.setattr(policy.model.base_model, "forward", lambda **kw: inner(**(kw | ignored)))
+    policy.check(Layout(pack=False, share=False))
     with pytest.raises(UserError, match="share_prompts"):
-        policy.check(shared_prompts=True)
+        policy.check(Layout())
 
 
 def test_named_weights_are_those_of_transformers_without_tied_copies(policy):

@@ -1,0 +1,196 @@
+"""Every way to lay out and compute a micro-batch gives the same log-probabilities, entropies and gradients.
+
+The yardstick is the padded layout with all logits at once. Float32; figures may differ by rounding: log-probabilities
+and entropies by 2e-5 absolute plus 1e-4 relative, entries of a gradient by 2e-6 of the largest one plus 1e-4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, pack_rows
+from lit_grpo.policy.attention import NAMES, register
+from lit_grpo.policy.batching import cut
+from lit_grpo.policy.load import load_model
+
+WIDTH = 7
+PADDED = Layout(pack=False, share=False)
+LAYOUTS = {
+    "padded": PADDED,
+    "shared": Layout(pack=False, share=True),
+    "packed": Layout(pack=True, share=False),
+    "packed and shared": Layout(pack=True, share=True),
+}
+
+
+def llama(attention: str = "sdpa") -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    register()
+    config = LlamaConfig(
+        vocab_size=14, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+        attn_implementation=NAMES.get(attention, attention),
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def made(kind: str, attention: Any = "sdpa") -> Policy:
+    """Weights far from the flat start, so that what is attended to matters."""
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = llama(attention)
+    else:
+        tiny = TinyModel(width=32, layers=2, heads=2, experts=4 if kind == "moe" else 0)
+        model = load_model(PolicyConfig(tiny=tiny, attention=attention))
+    policy = Policy(model)
+    for parameter in policy.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return policy
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama", "moe"])
+def policy(request) -> Policy:
+    return made(request.param)
+
+
+def results(policy: Policy, batch: Any, entropy: Any = "grad", temperature: float = 0.9) -> list[torch.Tensor]:
+    """Log-probabilities, entropies, and the gradient of an uneven sum of both."""
+    policy.zero_grad()
+    stats = policy(batch, temperature, entropy)
+    total = (stats.logprobs * torch.arange(1.0, WIDTH + 1)).sum()
+    if entropy == "grad":
+        total = total + (stats.entropy * torch.linspace(1.0, 2.0, WIDTH)).sum()
+    total.backward()
+    none = torch.zeros(0)
+    gradient = torch.cat([none if p.grad is None else p.grad.flatten() for p in policy.parameters()])
+    return [stats.logprobs.detach(), none if stats.entropy is None else stats.entropy.detach(), gradient]
+
+
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    *stats, gradient = zip(actual, expected, strict=True)
+    for a, b in stats:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(*gradient, rtol=1e-4, atol=2e-6 * float(gradient[1].abs().max()))
+
+
+# Groups of (prompt length, completion lengths): empty completions, one-token prompts, groups of one.
+RAGGED = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, WIDTH), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+FIXED = [(3, [2, 5, 0, 4]), (1, [1]), (6, [7, 7, 1]), (2, [0])]
+
+
+def ids(groups: Any, seed: int = 0) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The prompt of each completion, and the completion. Prompts of one token are often equal across groups."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 12, (count,), generator=generator).tolist())
+
+    prompts, completions = [], []
+    for length, lengths in groups:
+        prompt = draw(length)
+        prompts += [prompt] * len(lengths)
+        completions += [draw(n) for n in lengths]
+    return prompts, completions
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "padded"])
+def test_layouts_agree(policy, name):
+    prompts, completions = ids(FIXED)
+    expected = results(policy, PADDED.build(prompts, completions, width=WIDTH))
+    same(results(policy, LAYOUTS[name].build(prompts, completions, width=WIDTH)), expected)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(RAGGED, st.sampled_from(["qwen2", "llama"]), st.sampled_from([0.7, 1.0]))
+def test_layouts_agree_for_ragged_lengths(groups, kind, temperature):
+    policy = POLICIES.setdefault(kind, made(kind))
+    prompts, completions = ids(groups, seed=len(groups))
+    expected = results(policy, PADDED.build(prompts, completions, width=WIDTH), temperature=temperature)
+    for name in ("shared", "packed", "packed and shared"):
+        batch = LAYOUTS[name].build(prompts, completions, width=WIDTH)
+        same(results(policy, batch, temperature=temperature), expected)
+
+
+POLICIES: dict[str, Policy] = {}
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_mask_of_a_packed_row_says_the_same_as_its_segments(share):
+    """Attentions that know masks alone get one, squared in the row."""
+    prompts, completions = ids(FIXED)
+    batch = pack_rows(prompts, completions, width=WIDTH, share=share)
+    same(results(made("llama", "eager"), batch), results(made("llama"), batch))
+
+
+def test_a_packed_row_holds_no_padding_and_a_shared_prompt_once():
+    prompts, completions = ids(FIXED)
+    fed = [max(0, len(c) - 1) for c in completions]  # the last token of a completion predicts nothing
+    shared = pack_rows(prompts, completions, width=WIDTH)
+    assert shared.tokens == 3 + 1 + 6 + 2 + sum(fed)
+    alone = pack_rows(prompts, completions, width=WIDTH, share=False)
+    assert alone.tokens == sum(map(len, prompts)) + sum(fed)
+    assert len(shared.target) == len(alone.target) == sum(map(len, completions))
+
+
+@pytest.mark.parametrize(("chunk", "entropy"), [(1, "grad"), (5, "detached"), (5, "none")])
+def test_the_chunk_of_the_head_changes_nothing(chunk, entropy):
+    policy = made("llama")
+    prompts, completions = ids(FIXED)
+    batch = pack_rows(prompts, completions, width=WIDTH)
+    policy.logits_chunk = 10**6
+    expected = results(policy, batch, entropy)
+    policy.logits_chunk = chunk
+    same(results(policy, batch, entropy), expected)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen2", "padded"), ("llama", "packed and shared"), ("moe", "packed")])
+def test_gradient_checkpointing_changes_nothing(kind, name):
+    prompts, completions = ids(FIXED)
+    batch = LAYOUTS[name].build(prompts, completions, width=WIDTH)
+    expected = results(made(kind), batch)
+    saving = made(kind)
+    saving.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    saving.train()
+    runs: list[int] = []
+    layer = saving.model.base_model.layers[0].self_attn
+    layer.register_forward_pre_hook(lambda *_: runs.append(1))
+    same(results(saving, batch), expected)
+    assert len(runs) == 2, "the layer was not recomputed: nothing was tested"
+
+
+# ------------------------------------------------------------------------------------------------------ micro-batches
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(RAGGED, st.integers(1, 60), st.sampled_from([None, 1, 2, 5]), st.sampled_from(sorted(LAYOUTS)))
+def test_micro_batches_hold_everything_once_within_the_budget(groups, tokens, size, name):
+    prompts, completions = ids(groups)
+    layout = LAYOUTS[name]
+    parts = cut(layout, prompts, completions, tokens=tokens, size=size)
+    assert sorted(i for part in parts for i in part) == list(range(len(prompts)))
+    assert parts == cut(layout, prompts, completions, tokens=tokens, size=size)
+    for part in parts:
+        assert size is None or len(part) <= size
+        batch = layout.build([prompts[i] for i in part], [completions[i] for i in part], width=WIDTH)
+        assert batch.tokens <= tokens or len(part) == 1
+
+
+def test_a_group_that_fits_stays_together_and_a_larger_one_is_cut():
+    prompts, completions = ids([(5, [3, 3, 3]), (5, [3, 3, 3]), (5, [6] * 6)])
+    parts = cut(Layout(), prompts, completions, tokens=22, size=None)
+    assert [0, 1, 2, 3, 4, 5] in parts  # 2 x (5 + 3 x 2)
+    assert sorted(len(p) for p in parts) == [3, 3, 6]  # 5 + 3 x 5
+
+
+def test_without_a_bound_there_is_one_micro_batch():
+    prompts, completions = ids(FIXED)
+    for layout in LAYOUTS.values():
+        assert len(cut(layout, prompts, completions, tokens=None)) == 1
