@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.exact_match import ExactMatch
     from lit_grpo.rewards.format_tags import FormatReward
     from lit_grpo.rewards.function import FunctionReward
+    from lit_grpo.rewards.judge import JudgeReward
     from lit_grpo.rewards.length import CosineReward, LengthReward, OverlongPenalty
     from lit_grpo.rewards.math_verify import MathReward
     from lit_grpo.rewards.noise import NoisyReward
@@ -30,6 +31,7 @@ _HOME = {
     "ExactMatch": "exact_match",
     "FormatReward": "format_tags",
     "FunctionReward": "function",
+    "JudgeReward": "judge",
     "LengthReward": "length",
     "MathReward": "math_verify",
     "NoisyReward": "noise",
@@ -53,6 +55,7 @@ __all__ = [
     "ExactMatch",
     "FormatReward",
     "FunctionReward",
+    "JudgeReward",
     "LengthReward",
     "MathReward",
     "NoisyReward",
