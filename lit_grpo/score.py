@@ -73,7 +73,7 @@ def run(command: str, argv: list[str]) -> int:
         print(f"lit-grpo {command}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever reads has seen enough
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 1
     finally:
         for reward in rewards:
@@ -147,12 +147,14 @@ def read_items(source: str, rewards: Sequence[Reward]) -> list[tuple[RewardInput
     Raises:
         UserError: for the first bad line, with file and line.
     """
-    from lit_grpo.tasks.jsonl import JsonlPrompts, _object
+    from lit_grpo.tasks.jsonl import JsonlPrompts, decoded, json_object
 
     if source == "-":
         lines = enumerate(sys.stdin.buffer, start=1)
         places = ((f"standard input:{number}", line) for number, line in lines if line.strip())
-        records: Iterable[tuple[dict[str, Any], str]] = ((_object(line, where), where) for where, line in places)
+        records: Iterable[tuple[Mapping[str, Any], str]] = (
+            (json_object(decoded(line, where), where), where) for where, line in places
+        )
     elif Path(source).is_file():
         records = JsonlPrompts(source).records()
     else:

@@ -167,6 +167,9 @@ def test_standard_input_gzip_and_output_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line + b"oops\n")))
     assert main(["score", "--input", "-"]) == 2
     assert "standard input:2" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prediction": "\xff", "answer": "1"}')))
+    assert main(["score", "--input", "-"]) == 2
+    assert "standard input:1" in capsys.readouterr().err
 
 
 def test_it_imports_neither_torch_nor_lightning(tmp_path):

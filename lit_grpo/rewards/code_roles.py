@@ -178,7 +178,8 @@ def unknown_names(test: str) -> set[str]:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
-    used, bound = set(), set(dir(builtins))
+    used: set[str] = set()
+    bound = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)

@@ -178,7 +178,7 @@ def find_function(path: str) -> Callable[..., Any]:
         near = nearest(name, names)
         remedy = f"did you mean {module}.{near}?" if near else f"its functions: {', '.join(names) or '(none)'}"
         raise UserError(f"{module} has no function {name!r}", where=where, remedy=remedy)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any]) -> tuple[list[str], bool]:

@@ -128,7 +128,7 @@ class CosineReward(WrappingReward):
     ) -> None:
         super().__init__(reward, weight, name)
         _check_positive("CosineReward", max_tokens)
-        self._max, self._right, self._wrong, self._exceed = max_tokens, tuple(correct), tuple(wrong), exceed
+        self._max, self._right, self._wrong, self._exceed = max_tokens, correct, wrong, exceed
         ends = (*correct, *wrong, exceed)
         self.range = (min(ends), max(ends))
         lowest, highest = min(correct), max(*wrong, exceed)
