@@ -361,9 +361,9 @@ class LitGRPO(pl.LightningModule):
     def on_test_epoch_start(self) -> None:
         self._evaluator = Evaluator("test", self.device)
 
-    def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """One record a completion, as ``predict_step``."""
-        return self._evaluator.update(batch)
+    def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """``records``: one a completion, as in ``predict_step``."""
+        return {"records": self._evaluator.update(batch)}
 
     test_step = validation_step
 

@@ -115,7 +115,7 @@ class PassAtK(_OfSamples):
 
     label = "pass@{k}"
 
-    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:
         """Add prompts.
 
         Args:
@@ -139,7 +139,7 @@ class AvgAtK(_OfSamples):
     def __init__(self, n: int, **kwargs: Any) -> None:
         super().__init__([n], **kwargs)
 
-    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:
         """``correct``: [prompts, n] bool."""
         if correct.shape[1] != self.ks[0]:
             raise ValueError(f"{correct.shape[1]} samples of each prompt, expected {self.ks[0]}")

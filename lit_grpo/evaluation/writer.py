@@ -63,13 +63,14 @@ class EvaluationWriter(Callback):
 
     def _append(self, trainer: Trainer, outputs: Any) -> None:
         """Lines to the file of their set, which is begun anew by the first."""
-        if self.folder is None or not isinstance(outputs, list):
+        if self.folder is None or not isinstance(outputs, dict):
             return
+        records = outputs["records"]
         rank = f".{trainer.global_rank}" if trainer.global_rank else ""
-        for name in dict.fromkeys(record["set"] or "completions" for record in outputs):
+        for name in dict.fromkeys(record["set"] or "completions" for record in records):
             lines = [
                 json.dumps(record, ensure_ascii=False) + "\n"
-                for record in outputs
+                for record in records
                 if (record["set"] or "completions") == name
             ]
             path = self.folder / f"{name}{rank}.jsonl"
