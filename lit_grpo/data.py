@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 
 from lit_grpo import rng
+from lit_grpo.demonstrations import DemonstrationFormat, DemonstrationProducer, encode_demonstrations
 from lit_grpo.engines import check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
@@ -46,6 +47,7 @@ class RolloutDataModule(pl.LightningDataModule):
         test_prompts: likewise.
         eval_sampling: how evaluation completions are drawn; None: one a prompt greedily, several as in training.
         eval_group_size: completions of each evaluation prompt, for sets that do not say.
+        demonstrations: what supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
@@ -70,6 +72,7 @@ class RolloutDataModule(pl.LightningDataModule):
         test_prompts: PromptSource | None = None,
         eval_sampling: Sampling | None = None,
         eval_group_size: int = 1,
+        demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
         max_generation_rounds: int = 10,
         on_short_rollout: OnShort = "fill",
@@ -81,6 +84,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.val, self.test = dict(val or {}), dict(test or {})
         self.val_prompts, self.test_prompts = val_prompts, test_prompts
         self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
+        self.demonstrations = demonstrations
+        self._solutions: dict[str, tuple[int, ...]] = {}
         self.on_reward_error = on_reward_error
         self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
         self.dropped_prompts = 0
@@ -128,9 +133,10 @@ class RolloutDataModule(pl.LightningDataModule):
                 where="model",
                 remedy="use lit_grpo.LitGRPO or a subclass",
             )
-        check_engine(self.engine_config)
-        for reward in self.rewards:  # workers load their libraries while the model and the engine load
-            reward.start()
+        if stage != "fit" or not self._supervised or self.val or self.val_prompts:
+            check_engine(self.engine_config)
+            for reward in self.rewards:  # workers load their libraries while the model and the engine load
+                reward.start()
         if stage == "fit":
             self._check_answers_are_looked_for()
             if self._ahead and self.engine_config.sleep:
@@ -170,6 +176,11 @@ class RolloutDataModule(pl.LightningDataModule):
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
+
+    @property
+    def _supervised(self) -> bool:
+        """Completions are the data's solutions: no engine is started for them."""
+        return bool(getattr(getattr(self._module, "objective", None), "demonstrations", False))
 
     def _check_answers_are_looked_for(self) -> None:
         shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
@@ -233,6 +244,14 @@ class RolloutDataModule(pl.LightningDataModule):
         self.dropped_prompts += encoded.dropped
         self._check_lengths(encoded.prompts, {row.id: row.where for row in rows}, where)
         self._encoded[key] = encoded.prompts
+        if key == "train" and self._supervised:
+            ends = end_token_ids(self._module.policy_config, self._module.tokenizer)
+            places = {row.id: row.where or where for row in rows}
+            limit = self.sampling.max_new_tokens
+            self._solutions = encode_demonstrations(
+                self.demonstrations, encoded.prompts, self._module.tokenizer, ends, limit, places
+            )
+            self._encoded[key] = [prompt for prompt in encoded.prompts if prompt.id in self._solutions]
 
     def _check_lengths(self, prompts: list[Prompt], places: dict[str, str], where: str) -> None:
         limit = getattr(load_model_config(self._module.policy_config), "max_position_embeddings", None)
@@ -301,8 +320,11 @@ class RolloutDataModule(pl.LightningDataModule):
     # ---------------------------------------------------------------------------------------------- loaders
 
     def train_dataloader(self) -> RolloutLoader:
+        module, producer = self._module, None
+        if self._supervised:
+            producer = DemonstrationProducer(self._solutions, module, module.tokenizer, rng.run_seed())
         return RolloutLoader(
-            self.producer,
+            cast(RolloutProducer, producer or self.producer),
             self._encoded["train"],
             count=self.rollouts,
             prompts_per_rollout=self.prompts_per_rollout,

@@ -62,19 +62,21 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     reward = rollout.reward.double()
     lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
     count = len(reward)
+    metrics.add("length", lengths.sum(), count)
+    metrics.maximum("length/max", lengths.max() if count else 0.0)
+    metrics.add("truncated", sum(c.truncated for c in rollout.completions), count)
+    metrics.add("empty", (lengths == 0).sum(), count)
+    if not rollout.rewards:  # solutions of the data: nothing was judged
+        return
     metrics.add("reward", reward.sum(), count)
     metrics.add("reward/std", reward.std(correction=0) * count if count else 0.0, count)
     for name, values in rollout.rewards.items():
         metrics.add(f"reward/{name}", values.double().sum(), count)
-    metrics.add("length", lengths.sum(), count)
-    metrics.maximum("length/max", lengths.max() if count else 0.0)
     correct = reward > 0
     metrics.add("length/correct", lengths[correct].sum(), correct.sum())
     metrics.add("length/incorrect", lengths[~correct].sum(), (~correct).sum())
-    metrics.add("truncated", sum(c.truncated for c in rollout.completions), count)
     if rollout.no_answer is not None:
         metrics.add("no_answer", rollout.no_answer.sum(), count)
-    metrics.add("empty", (lengths == 0).sum(), count)
     groups = reward.view(-1, rollout.group_size)
     flat = (groups == groups[:, :1]).all(1)
     metrics.add("groups/zero_gradient", flat.sum(), len(groups))

@@ -16,6 +16,12 @@ from lit_grpo.objectives.sampler_correction import TisToken
 def resolve(config: ObjectiveConfig, max_staleness: int) -> Objective:
     """The objective, with token-wise sampler correction where samples may be stale and the user did not choose one."""
     objective = config.resolve()
+    if objective.demonstrations and max_staleness > 0:
+        raise UserError(
+            f"{objective.name} samples nothing, so there is nothing to sample ahead of its turn",
+            where="model.max_staleness",
+            remedy="set max_staleness: 0",
+        )
     chosen = config.sampler_correction is not None or config.custom_objective is not None
     if max_staleness <= 0 or chosen or objective.sampler.kind != "none":
         return objective

@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    # Supervised fine-tuning samples nothing and has no reward to compare.
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "sft")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="runs side by side")
     parser.add_argument("--rollouts", type=int, default=150)

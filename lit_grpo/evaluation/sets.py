@@ -75,7 +75,7 @@ class ResolvedSet:
 
 
 class Subset(PromptSource):
-    """Some rows of a source, in its order.
+    """Some rows of a source, in its order; those of a smaller limit are among those of a larger one.
 
     Args:
         source: of all rows.
@@ -90,8 +90,9 @@ class Subset(PromptSource):
         rows = self.source.rows()
         if self.seed is None or self.limit >= len(rows):
             return rows[: self.limit]
-        chosen = sorted(random.Random(self.seed).sample(range(len(rows)), self.limit))
-        return [rows[i] for i in chosen]
+        order = list(range(len(rows)))
+        random.Random(self.seed).shuffle(order)
+        return [rows[i] for i in sorted(order[: self.limit])]
 
 
 def resolve_sets(

@@ -70,6 +70,37 @@ def check_parts(o: Objective) -> None:
         _refuse("top_entropy", f"a share of tokens lies in [0, 1], not {w.top_entropy}")
     if not 0 <= w.lopti_eta <= 1:
         _refuse("lopti_eta", f"a probability lies in [0, 1], not {w.lopti_eta}")
+    if o.demonstrations:
+        _check_demonstrations(o)
+
+
+def _check_demonstrations(o: Objective) -> None:
+    """What has no meaning where completions are the data's solutions: all that is about samples or their rewards."""
+    f, r, s = o.filters, o.regularizers, o.shaping
+    sampled = "supervised fine-tuning samples nothing"
+    rewards = "supervised fine-tuning has no rewards"
+    if o.sampler.kind != "none":
+        _refuse("sampler_correction", f"{sampled}, so there is no mismatch with a sampler to correct")
+    if o.ratio not in WITHOUT_OLD:
+        _refuse("ratio", f"{sampled}, so there is no old policy for a ratio: its loss is the plain likelihood")
+    if f.zero_variance:
+        key = "dynamic_sampling" if f.dynamic_sampling else "drop_zero_variance"
+        _refuse(key, f"{sampled}, so there are no groups of samples to drop or to sample again")
+    if o.advantage.kind != "sign":
+        _refuse("advantage", f"{rewards}, so there are no advantages: every solution counts 1")
+    if f.keep != "all":
+        _refuse("keep", f"{rewards} to choose completions by")
+    if r.kl_reward:
+        _refuse("kl_in", f"{rewards} for a KL term to go into", "set kl_in: loss")
+    if r.nll_coef:
+        _refuse("nll_coef", "the loss is that already")
+    shaped = {
+        "label_noise": bool(s.label_noise), "entropy_reward": s.entropy_reward, "overlong_penalty": s.overlong_penalty,
+        "truncated_reward": s.truncated_reward != "keep", "reward_map": s.reward_map != "raw",
+    }  # fmt: skip
+    for key, given in shaped.items():
+        if given:
+            _refuse(key, f"{rewards} to shape")
 
 
 def check_run(o: Objective, group_size: int, updates: int, has_critic: bool, old_from_sampler: bool) -> None:
@@ -77,6 +108,12 @@ def check_run(o: Objective, group_size: int, updates: int, has_critic: bool, old
     if group_size < 1 or updates < 1:
         raise UserError(f"group_size {group_size} and updates_per_rollout {updates} must be at least 1")
     alone = group_size == 1
+    if o.demonstrations and not alone:
+        raise UserError(
+            f"{o.name}: a prompt has one solution, and group_size is {group_size}: nothing is sampled",
+            where="data.group_size",
+            remedy="set data.group_size: 1 (configs/recipes/sft.yaml does)",
+        )
     if alone and o.advantage.grouped and getattr(o.advantage, "singleton", "zero") == "zero":
         _refuse(
             "advantage",

@@ -9,8 +9,8 @@ from lit_grpo.objectives.objective import Objective
 
 RecipeName = Literal[
     "reinforce", "reinforce_bstar", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "trpo_penalty", "grpo",
-    "imle", "pl", "nl", "cl", "tnpl", "tnnl", "tncl", "raft", "raft_pp", "psr", "nsr", "w_reinforce", "reinforce_rej",
-    "dr_grpo", "dapo", "lite_ppo", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "dcpo", "lopti",
+    "imle", "pl", "nl", "cl", "tnpl", "tnnl", "tncl", "raft", "raft_pp", "sft", "psr", "nsr", "w_reinforce",
+    "reinforce_rej", "dr_grpo", "dapo", "lite_ppo", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "dcpo", "lopti",
     "advantage_reweighting", "rspo", "vapo", "gtpo", "olmo3", "rent",
 ]  # fmt: skip
 AdvantageName = Literal[

@@ -66,6 +66,8 @@ class Objective:
     regularizers: Regularizers = field(default_factory=Regularizers)
     on_policy_only: bool = False
     """One update per rollout; a second one is refused."""
+    demonstrations: bool = False
+    """Completions are the solutions of the data; nothing is sampled and there are no rewards."""
 
     def __post_init__(self) -> None:
         checks.check_parts(self)
@@ -104,7 +106,11 @@ class Objective:
             value = getattr(self, part.name)
             if is_dataclass(value):
                 out |= {f.name: getattr(value, f.name) for f in fields(value) if f.name != "function"}
-        return out | {"passes": self.passes, "on_policy_only": self.on_policy_only}
+        return (
+            out
+            | {"passes": self.passes, "on_policy_only": self.on_policy_only}
+            | {"demonstrations": self.demonstrations}
+        )
 
     def for_run(self, max_new_tokens: int) -> Objective:
         """The same with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""

@@ -215,6 +215,16 @@ RECIPES: dict[str, Recipe] = {
         source="2504.11343 (released code)",
         optional=KL,
     ),
+    "sft": Recipe(
+        Objective(
+            recipe="sft", advantage=adv.Sign(1.0, 1.0), ratio="none", trust_region=tr.NoTrustRegion(),
+            aggregation=agg.TokenMean(), demonstrations=True,
+        ),
+        formula="-(1/B) Σ_i Σ_t lp of the data's own solutions, end of sequence included",
+        use="The supervised baseline: the same data, model and optimizer; nothing is sampled, group_size 1.",
+        failure="Learns one way to write each solution; raises pass@1 less and keeps less of pass@k than rewards do.",
+        source="maximum likelihood; the baseline of 2402.03300",
+    ),
     "psr": Recipe(
         Objective(
             recipe="psr", advantage=adv.Sign(), trust_region=tr.Clip(), aggregation=agg.TokenMean(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ class RunSummary(Callback):
     """Prints the end of a fit: the run's folder, how to open MLflow, the curves, three completions, the final reward.
 
     The last line of standard output is ``final reward R over the last N steps``, N being 10 or the number of rollouts
-    if there are fewer. A run that is stopped or interrupted gets the same with what is there, and how to go on. On a
-    terminal it is a panel, otherwise plain lines. The curves also go to MLflow.
+    if there are fewer; ``final loss L in the last step`` where nothing is rewarded. A run that is stopped or broken off
+    gets the same with what is there, and how to go on. On a terminal it is a panel, otherwise plain lines. The curves
+    also go to MLflow.
 
     Works with any module that logs ``reward`` (and ``entropy``, ``length``, ``grad_norm``). Completions are shown if
     the batches are :class:`lit_grpo.types.Rollout` s.
@@ -79,14 +81,20 @@ class RunSummary(Callback):
         self._metrics = {key: list(state_dict["metrics"][key]) for key in PANELS}
 
     def final_reward(self) -> tuple[float, int] | None:
-        """Mean reward of the last rollouts and how many they are; None before the first."""
+        """Mean reward of the last rollouts and how many they are; None if there are none."""
         rewards = self._metrics["reward"][-LAST_STEPS:]
-        return (sum(rewards) / len(rewards), len(rewards)) if rewards else None
+        if not rewards or all(map(math.isnan, rewards)):
+            return None
+        return sum(rewards) / len(rewards), len(rewards)
 
     def samples(self) -> list[Sample]:
         """The completions of the last rollout with the highest, the middle and the lowest reward."""
         batch = self._batch
-        if batch is None or not all(hasattr(batch, name) for name in ("prompts", "texts", "reward", "group_size")):
+        if (
+            batch is None
+            or not getattr(batch, "rewards", True)
+            or not all(hasattr(batch, name) for name in ("prompts", "texts", "reward", "group_size"))
+        ):
             return []
         order = sorted(range(len(batch.texts)), key=lambda i: -float(batch.reward[i]))
         chosen = dict.fromkeys([order[0], order[len(order) // 2], order[-1]]) if order else {}
@@ -158,6 +166,8 @@ class RunSummary(Callback):
         final = self.final_reward()
         if final is not None:
             print(f"final reward {final[0]:.3f} over the last {final[1]} steps", flush=True)
+        elif self._steps and "loss" in trainer.callback_metrics:
+            print(f"final loss {float(trainer.callback_metrics['loss']):.3f} in the last step", flush=True)
 
     def _checkpoint_facts(self, trainer: Trainer, unfinished: bool) -> list[tuple[str, str]]:
         saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
