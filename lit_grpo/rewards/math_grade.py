@@ -8,6 +8,7 @@ it belongs in a worker of :class:`lit_grpo.rewards.pool.WorkerPool`. Rules that 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -104,6 +105,9 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     by_words = _agree_in_words(gold, answer)
     if by_words is not None:
         return by_words
+    bare = _LEAD.sub("", answer)
+    if bare != answer and as_words(gold) is None:
+        return _agree(gold, bare, symbolic, depth + 1)
     by_value = _agree_by_value(gold, answer)
     if by_value is not None:
         return by_value
@@ -124,6 +128,10 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
 
 def _squeeze(text: str) -> str:
     return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # 4 2 is not 42
+
+
+_LEAD = re.compile(r"(?:[A-Za-z]+ ){1,6}(?:is|are|equals)\s*:? (?=\S)")
+"""Words in a box before the answer: The answer is 17."""
 
 
 def _agree_in_words(gold: str, answer: str) -> bool | None:
@@ -311,6 +319,8 @@ def _agree_as_ratios(gold: str, answer: str) -> bool | None:
     g_clock, a_clock = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
     if g_clock and a_clock and g_clock[1] == a_clock[1]:
         return None in (g_clock[2], a_clock[2]) or g_clock[2].lower() == a_clock[2].lower()
+    if re.search(r":0\d", gold + answer) or (g_clock and a_clock and _is_time(g_clock[1])):
+        return False
     g = [parse_number(part) for part in gold.split(":")]
     a = [parse_number(part) for part in answer.split(":")]
     if len(g) != len(a) or None in g or None in a:
@@ -319,6 +329,12 @@ def _agree_as_ratios(gold: str, answer: str) -> bool | None:
     if not all(g_values) or not all(a_values):
         return g_values == a_values
     return all(x * a_values[0] == y * g_values[0] for x, y in zip(g_values, a_values, strict=True))
+
+
+def _is_time(gold: str) -> bool:
+    """9:15 is a time and no ratio, which would be written 3:5; likewise nobody writes 3:05 for a ratio."""
+    hours, minutes = map(int, gold.split(":"))
+    return math.gcd(hours, minutes) > 1
 
 
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)

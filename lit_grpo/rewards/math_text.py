@@ -31,6 +31,7 @@ _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|operatorname|emph)\*?"
     r"\s*\{([^{}]*)\}"
 )
+_FUNCTION = r"\\(?:sin|cos|tan|cot|sec|csc|ln)(?![a-zA-Z])"
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
@@ -60,6 +61,9 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\\a-zA-Z])(pi|theta|alpha|beta|infty)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![\\a-zA-Z])(sin|cos|tan|sec|csc|cot|log|ln|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1 "),
+        # sin t cos t is a product; the parser would take the cosine into the sine.
+        (rf"({_FUNCTION}(?:\s*\^\s*\{{?-?\d+\}}?)?)\s*(\d*\s*(?:[a-zA-Z]|\\(?:theta|alpha|beta|phi|pi|omega)))"
+         rf"\s*(?={_FUNCTION}|$|[-+=,)}}])", r"\1(\2) "),
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])sqrt\s*(\d+)", r"\\sqrt{\1}"),
         (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),

@@ -21,6 +21,7 @@ from lit_grpo.rewards.math_grade import grade, grade_quickly, kind_of
 from lit_grpo.rewards.math_text import clean, parse_number
 from lit_grpo.types import Score
 from tests.rewards import pool_functions as work
+from tests.rewards.more_verifier_cases import MORE
 from tests.rewards.verifier_cases import CASES
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -83,6 +84,14 @@ def test_answers_in_many_ways_of_writing(verifier):
         if verdict.correct != right or verdict.timed_out
     ]
     assert not wrong
+
+
+def test_more_answers_of_every_kind(verifier):
+    verdicts = verifier.judge([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
+    wrong = [(gold[:80], text[-80:], verdict) for (gold, text, right), verdict in zip(MORE, verdicts, strict=True)
+             if verdict.correct != right or (verdict.timed_out and right)]  # fmt: skip
+    assert not wrong
+    assert len({(gold, text) for gold, text, _ in MORE}) == len(MORE) > 150
 
 
 @needs_data
