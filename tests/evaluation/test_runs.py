@@ -1,0 +1,94 @@
+"""Evaluation inside Lightning: several sets, one process or two, during a fit."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from lit_grpo.evaluation import EvaluationSet
+from lit_grpo.tasks import AdditionPrompts
+from tests import tiny
+
+
+class Answers(tiny.EvenReward):
+    """As its base, and the text is the answer."""
+
+    def final_answers(self, batch: Any) -> list[str | None]:
+        return [item.text or None for item in batch]
+
+
+def data(**changes: Any) -> Any:
+    sets = {
+        "seven": EvaluationSet(AdditionPrompts(digits=1, n=7), samples=4, greedy=True),
+        "one": EvaluationSet(AdditionPrompts(digits=1, n=1, seed=5), samples=2),
+    }
+    return tiny.data(rewards=[Answers()], prompts_per_rollout=2, **({"val": sets} | changes))
+
+
+def validated(**changes: Any) -> dict[str, float]:
+    module, trainer = tiny.module(), tiny.trainer(**changes)
+    torch.manual_seed(0)
+    trainer.validate(module, datamodule=data(), verbose=False)
+    assert module.evaluation is not None
+    return module.evaluation.metrics()
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0",
+        "WORLD_SIZE": "2",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    torch.save(validated(devices=2, strategy="ddp"), Path(folder) / f"{rank}.pt")
+
+
+def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
+    """Seven questions in batches of two, and a set of one that the second process has nothing of."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, args=(port, str(tmp_path)), nprocs=2)
+    alone = validated()
+    assert alone["val/seven/prompts"] == 7
+    assert alone["val/one/prompts"] == 1
+    assert 0 < alone["val/seven/pass@1"] < alone["val/seven/pass@4"]
+    assert {"val/seven/maj@4", "val/seven/best@4/logprob", "val/seven/greedy"} < set(alone)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") == alone
+
+
+def test_held_out_sets_during_a_fit_are_logged_under_their_names() -> None:
+    class Held(tiny.pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[dict[str, float]] = []
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.seen.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")})
+
+    held = Held()
+    trainer = tiny.trainer(callbacks=[held], val_check_interval=2, check_val_every_n_epoch=None)
+    trainer.fit(tiny.module(), datamodule=data(rollouts=4))
+    assert len(held.seen) == 2
+    first, last = held.seen
+    assert first["val/reward"] == pytest.approx((first["val/seven/reward"] + first["val/one/reward"]) / 2)
+    assert first["val/pass@1"] == pytest.approx((first["val/seven/pass@1"] + first["val/one/pass@1"]) / 2)
+    assert first["val/seven/length"] > 0
+    assert first != last, "the policy has moved"
+
+
+def test_the_same_samples_again_whatever_else_is_evaluated() -> None:
+    whole = validated()
+    module, trainer = tiny.module(), tiny.trainer()
+    torch.manual_seed(0)
+    only = {"seven": EvaluationSet(AdditionPrompts(digits=1, n=7), samples=4, greedy=True)}
+    trainer.validate(module, datamodule=data(val=only), verbose=False)
+    assert module.evaluation is not None
+    for key, value in module.evaluation.metrics().items():
+        if key.startswith("val/seven/"):
+            assert whole[key] == value
