@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,8 +27,8 @@ from lit_grpo.passes import OptimizerStep, Passes
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, make_critic
-from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
-from lit_grpo.policy.optimizer import make_optimizer
+from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer
+from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
 from lit_grpo.policy.policy import Policy
 from lit_grpo.run_objective import check_objective, monte_carlo, resolve
 from lit_grpo.types import Experience, Rollout
@@ -48,7 +48,7 @@ class LitGRPO(pl.LightningModule):
     Args:
         policy: the model that is trained.
         objective: the recipe and its overrides.
-        optimizer: AdamW and its schedule.
+        optimizer: it and its schedule.
         reference: of objectives with a KL term to the policy before training.
         critic: of objectives with a value function; those get the default one if this is None.
         micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
@@ -57,6 +57,8 @@ class LitGRPO(pl.LightningModule):
         probe_completions: completions without gradient (of equal rewards, filtered, ...) do not go through the model,
             but for this many of each optimizer step, chosen by chance, so that metrics over all completions stay
             without bias; None: all of them do.
+        routing_replay: ``old``: in every update tokens go through the experts that the policy before the first update
+            chose for them (mixture-of-experts models, several updates per rollout).
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups); None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
@@ -76,6 +78,7 @@ class LitGRPO(pl.LightningModule):
         micro_batch_tokens: int | None = 4096,
         micro_batch_size: int | None = None,
         probe_completions: int | None = 8,
+        routing_replay: Literal["none", "old"] = "none",
         updates_per_rollout: int = 1,
         minibatch_prompts: int | None = None,
         max_grad_norm: float | None = 1.0,
@@ -102,6 +105,7 @@ class LitGRPO(pl.LightningModule):
             raise UserError(f"probe_completions is {probe_completions}", where="model.probe_completions",
                             remedy="set it to 0 or more, or null for all")  # fmt: skip
         check_policy(self.policy_config)
+        check_optimizer(self.optimizer_config)
         self.objective: Objective = resolve(self.objective_config, max_staleness)
         self.critic_config: CriticConfig | None = None if critic is None else _typed(CriticConfig, critic)
         if self.critic_config is None and self.objective.advantage.critic:
@@ -110,7 +114,7 @@ class LitGRPO(pl.LightningModule):
                 f"{self.objective.name} learns with a critic: model.critic is not set, so the default is used."
             )
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
-        self.probe_completions = probe_completions
+        self.probe_completions, self.routing_replay = probe_completions, routing_replay
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
         self.updates_per_rollout = updates_per_rollout
         self.minibatch_prompts = minibatch_prompts
@@ -128,6 +132,7 @@ class LitGRPO(pl.LightningModule):
                 "micro_batch_tokens": micro_batch_tokens,
                 "micro_batch_size": micro_batch_size,
                 "probe_completions": probe_completions,
+                "routing_replay": routing_replay,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
                 "max_grad_norm": max_grad_norm,
@@ -243,6 +248,8 @@ class LitGRPO(pl.LightningModule):
     def configure_model(self) -> None:
         if self.policy is not None:
             return
+        if self.routing_replay != "none":
+            check_replay(self.policy_config)
         self.policy = Policy(load_model(self.policy_config), self.policy_config.logits_chunk)
         if self.critic_config is not None:
             self.critic = make_critic(self.policy_config, self.critic_config)
@@ -265,7 +272,7 @@ class LitGRPO(pl.LightningModule):
         return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in made)
 
     def on_fit_start(self) -> None:
-        self._policy.check(self.layout)
+        self._policy.check(self.layout, replay=self.routing_replay != "none")
         if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
             self._frozen_reference.append(self._initial_policy().to(self.device))
         if isinstance(self.objective.trust_region, Rspo) and not self._policy.routes:
@@ -287,7 +294,8 @@ class LitGRPO(pl.LightningModule):
     @property
     def _passes(self) -> Passes:
         reference = self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
-        return Passes(self._policy, reference, self.critic, self.micro_batches, self._inputs)
+        replay = self.routing_replay == "old" and self.updates_per_rollout * self.objective.passes > 1
+        return Passes(self._policy, reference, self.critic, self.micro_batches, self._inputs, replay)
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
@@ -298,7 +306,8 @@ class LitGRPO(pl.LightningModule):
         add_rollout_metrics(metrics, batch)
         experience = make_experience(batch, self.device)
         needed = self.objective.requires(self.updates_per_rollout)
-        self._passes.fill(batch, experience, needed if self._policy.routes else needed - {"router_logscores_old"})
+        passes = self._passes
+        passes.fill(batch, experience, needed if self._policy.routes else needed - {"router_logscores_old"})
         warmup = self.policy_version < self._warmup_rollouts
         objective = monte_carlo(self.objective) if warmup else self.objective
         advantages = objective.advantages(experience, self.objective_state, self.reduce_or_none)
@@ -306,11 +315,12 @@ class LitGRPO(pl.LightningModule):
         self.last_experience, self.last_advantages = experience, advantages
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
         self.last_logprobs, self.last_entropy = experience.old_logprobs, experience.entropy
-        updater = Updater(self, self._passes)
+        updater = Updater(self, passes)
         for update, rows in enumerate(self._minibatches(batch)):
             for pass_index in range(objective.passes):
                 step = OptimizerStep(objective, experience, advantages, rows, pass_index, warmup)
                 updater.step(batch, step, metrics, first_pass=update == 0 and pass_index == 0)
+        self._policy.free_routers()
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
         self._refresh_reference()

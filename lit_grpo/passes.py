@@ -18,6 +18,7 @@ from lit_grpo.objectives.trust_regions import Rspo, router_factor
 from lit_grpo.policy.batching import PolicyInput
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats
+from lit_grpo.policy.routing import RoutingTable
 from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 
 OF_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
@@ -46,6 +47,10 @@ class Passes:
     critic: Critic | None
     micro_batches: Callable[[Rollout, Tensor], Iterator[Tensor]]
     inputs: Callable[[Rollout, Tensor], PolicyInput]
+    replay: bool = False
+    """The experts that the old policy chooses are used again in every update; see :mod:`lit_grpo.policy.routing`."""
+    routing: RoutingTable | None = None
+    """Those of the rollout at hand, once it is filled."""
 
     def fill(self, batch: Rollout, experience: Experience, needed: frozenset[str]) -> None:
         """Put the fields named in ``needed`` (see ``Objective.requires``) into ``experience``.
@@ -58,7 +63,11 @@ class Passes:
             raise ValueError(f"no pass computes {', '.join(sorted(unknown))}")
         everything = torch.arange(len(batch.completions))
         found: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        if needed & (OF_POLICY | {"ref_logprobs", "values"}):
+        if self.replay:
+            lengths = torch.tensor([len(p.token_ids) for p in batch.prompts])
+            groups = experience.group_ids.cpu()
+            self.routing = RoutingTable(lengths[groups], groups, experience.width)
+        if self.replay or needed & (OF_POLICY | {"ref_logprobs", "values"}):
             for rows in self.micro_batches(batch, everything):
                 for name, values in self._without_gradient(batch, rows, needed).items():
                     found[name].append((rows, values))
@@ -74,14 +83,18 @@ class Passes:
         """Fields of some completions, [n, T, ...]."""
         inputs = self.inputs(batch, rows)
         out: dict[str, Tensor | None] = {}
-        if needed & OF_POLICY:
+        if self.replay or needed & OF_POLICY:
             stats = self.policy(
                 inputs,
                 batch.temperature,
                 "detached" if "entropy" in needed else "none",
                 squares="sum_squared_probs" in needed,
                 experts="active" if "router_logscores_old" in needed else None,
+                routing="seen" if self.replay else None,
             )
+            if self.routing is not None:
+                assert stats.routing is not None
+                self.routing.put(inputs, rows, stats.routing)
             out["old_logprobs"] = stats.logprobs if "old_logprobs" in needed else None
             out["entropy"] = stats.entropy
             out["sum_squared_probs"] = stats.sum_squared_probs
@@ -121,7 +134,8 @@ class Passes:
             experts = step.experience.router_experts_old[rows.to(plan.lengths.device)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not step.warmup):
             entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
-            stats: TokenStats = self.policy(inputs, batch.temperature, entropy, experts=experts)
+            routing = None if self.routing is None else self.routing.get(inputs, rows)
+            stats: TokenStats = self.policy(inputs, batch.temperature, entropy, experts=experts, routing=routing)
         if stats.router_logscores is not None and plan.router_logscores_old is not None:
             assert isinstance(objective.trust_region, Rspo)
             factor = router_factor(

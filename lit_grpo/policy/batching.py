@@ -47,6 +47,8 @@ class PolicyInput:
     """[M] position within the completion."""
     shape: tuple[int, int]
     """(n, T) of the result."""
+    owner: Tensor
+    """[B, S] completion of the micro-batch that a token belongs to, for a shared prompt one of them; -1: padding."""
     attention_mask: Tensor | None = None
     """None: causal within each row. Else [B, 1, S, S], True where a query (third axis) sees a key (last axis)."""
     segments: Segments | None = None
@@ -97,14 +99,17 @@ def pad_rows(
         row.extend([i] * len(completion))
         column.extend(range(len(completion)))
     index = torch.tensor([source, target, row, column], dtype=torch.long).to(device)
+    places = torch.arange(longest, device=device).expand(len(prompts), longest)
+    real = places < torch.tensor(sizes, device=device)[:, None]
     return PolicyInput(
         input_ids=ids.to(device),
-        position_ids=torch.arange(longest, device=device).expand(len(prompts), longest),
+        position_ids=places,
         source=index[0],
         target=index[1],
         row=index[2],
         column=index[3],
         shape=(len(prompts), width),
+        owner=torch.arange(len(prompts), device=device)[:, None].where(real, -1),
     )
 
 
@@ -132,7 +137,7 @@ def share_prompts(
     _check_prompts(prompts)
     rows = _shared_rows(prompts, completions, row_tokens)
     longest = max((_row_size(r, prompts, completions) for r in rows), default=0)
-    ids, positions, segments = [], [], []  # segment 0 is the prompt, 1, 2, ... its completions, -1 padding
+    ids, positions, segments, owners = [], [], [], []  # segment 0 is the prompt, 1, 2, ... its completions, -1 padding
     source: list[int] = []
     target: list[int] = []
     row_of: list[int] = []
@@ -140,7 +145,7 @@ def share_prompts(
     for b, members in enumerate(rows):
         prompt = prompts[members[0]]
         length = len(prompt)
-        row, place, segment = [*prompt], [*range(length)], [0] * length
+        row, place, segment, owner = [*prompt], [*range(length)], [0] * length, [members[0]] * length
         for k, i in enumerate(members, 1):
             count = len(completions[i])
             if not count:
@@ -150,6 +155,7 @@ def share_prompts(
             row += completions[i]
             place += range(length, length + count)
             segment += [k] * count
+            owner += [i] * count
             target += completions[i]
             row_of += [i] * count
             column += range(count)
@@ -157,8 +163,9 @@ def share_prompts(
         ids.append(row + [0] * rest)
         positions.append(place + [0] * rest)
         segments.append(segment + [-1] * rest)
+        owners.append(owner + [-1] * rest)
     index = torch.tensor([source, target, row_of, column], dtype=torch.long).to(device)
-    tokens = torch.tensor([ids, positions, segments], dtype=torch.long).to(device)  # [3, B, S]
+    tokens = torch.tensor([ids, positions, segments, owners], dtype=torch.long).to(device)  # [4, B, S]
     part = tokens[2]
     sees = (part[:, :, None] == part[:, None, :]) | (part[:, None, :] == 0)
     causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
@@ -170,6 +177,7 @@ def share_prompts(
         row=index[2],
         column=index[3],
         shape=(len(prompts), width),
+        owner=tokens[3],
         attention_mask=(sees & causal)[:, None],
     )
 
@@ -197,6 +205,7 @@ def pack_rows(
     _check_prompts(prompts)
     ids: list[int] = []
     places: list[int] = []
+    owners: list[int] = []
     parts: list[Segment] = []
     index: tuple[list[int], ...] = ([], [], [], [])  # source, target, row, column
     begins, length = 0, 0  # of the prompt at hand
@@ -206,10 +215,12 @@ def pack_rows(
             begins, length = len(ids), len(prompt)
             ids += prompt
             places += range(length)
+            owners += [i] * length
             parts.append(Segment(begins, length if share else length + max(0, count - 1)))
         start = len(ids)
         ids += completion[:-1]
         places += range(length, length + count - 1)
+        owners += [i] * max(0, count - 1)
         if share and count > 1:
             parts.append(Segment(start, count - 1, begins, length))
         if count:
@@ -218,15 +229,16 @@ def pack_rows(
             index[2].extend([i] * count)
             index[3].extend(range(count))
     source, target, row, column = torch.tensor(index, dtype=torch.long).to(device)
-    tokens = torch.tensor([ids, places], dtype=torch.long).to(device)  # [2, S]
+    tokens = torch.tensor([ids, places, owners], dtype=torch.long).to(device)  # [3, S]
     return PolicyInput(
         input_ids=tokens[:1],
-        position_ids=tokens[1:],
+        position_ids=tokens[1:2],
         source=source,
         target=target,
         row=row,
         column=column,
         shape=(len(prompts), width),
+        owner=tokens[2:],
         segments=Segments(parts, device),
     )
 

@@ -85,9 +85,12 @@ class PolicyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
+    """An optimizer, AdamW unless another is named, and its learning-rate schedule.
 
     Attributes:
+        type: import path of a ``torch.optim.Optimizer``: ``torch.optim.AdamW``, ``bitsandbytes.optim.AdamW8bit`` (8-bit
+            states, a quarter of the memory; CUDA, extra ``quantized``), one of your own.
+        args: its further arguments.
         lr: peak learning rate.
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
@@ -96,8 +99,13 @@ class OptimizerConfig:
         total_steps: optimizer steps at which ``linear`` and ``cosine`` end; None: those of the run.
         warmup_steps: optimizer steps over which the rate rises linearly from 0.
         final_lr_ratio: where ``linear`` and ``cosine`` end.
+        scheduler: import path of a ``torch.optim.lr_scheduler.LRScheduler``, stepped after every optimizer step, in the
+            place of ``schedule`` and ``warmup_steps``; None: those.
+        scheduler_args: its arguments besides the optimizer.
     """
 
+    type: str = "torch.optim.AdamW"
+    args: dict[str, Any] = field(default_factory=dict)
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -106,6 +114,8 @@ class OptimizerConfig:
     total_steps: int | None = None
     warmup_steps: int = 0
     final_lr_ratio: float = 0.0
+    scheduler: str | None = None
+    scheduler_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

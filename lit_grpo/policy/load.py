@@ -61,6 +61,20 @@ def _check_varlen(config: PolicyConfig) -> None:
                         remedy="set pack: true, or attention: sdpa")  # fmt: skip
 
 
+def check_replay(config: PolicyConfig) -> None:
+    """Reads no weights.
+
+    Raises:
+        UserError: the model has no experts, so there is nothing to replay.
+    """
+    if not getattr(load_model_config(config).get_text_config(), "num_experts_per_tok", None):
+        raise UserError(
+            "the model is dense: it has no experts whose choice could be replayed",
+            where="model.routing_replay",
+            remedy="set routing_replay: none",
+        )
+
+
 def _check_tiny(tiny: TinyModel) -> None:
     if tiny.width % tiny.heads or (tiny.width // tiny.heads) % 2:
         raise UserError(

@@ -1,14 +1,17 @@
-"""AdamW with a warm-up and one of three schedules."""
+"""The optimizer and its schedule: AdamW with a warm-up and one of three shapes, or any other by import path."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lit_grpo.errors import UserError
+from lit_grpo.errors import UserError, nearest
 from lit_grpo.policy.config import OptimizerConfig
 
 
@@ -19,10 +22,9 @@ def make_optimizer(
 
     Vectors and scalars (norms, biases) get no weight decay.
     """
-    if config.lr <= 0:
-        raise UserError(f"the learning rate is {config.lr}, must be above 0", where=f"{where}.lr")
+    check_optimizer(config, where)
     total_steps = config.total_steps or total_steps
-    if config.schedule != "constant" and total_steps < 1:
+    if config.scheduler is None and config.schedule != "constant" and total_steps < 1:
         raise UserError(
             f"the {config.schedule} schedule needs the length of the run, which only RolloutDataModule tells",
             where=f"{where}.total_steps",
@@ -33,8 +35,94 @@ def make_optimizer(
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, total_steps))
+    kind = _imported(config.type, f"{where}.type")
+    try:
+        optimizer = kind([group for group in groups if group["params"]], **_arguments(config, kind))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{config.type} refuses its arguments: {error}", where=f"{where}.args") from error
+    if config.scheduler is None:
+        factor = partial(lr_factor, config, total_steps=total_steps)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = _imported(config.scheduler, f"{where}.scheduler")
+    try:
+        return optimizer, scheduler(optimizer, **config.scheduler_args)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{config.scheduler} refuses its arguments: {error}", where=f"{where}.scheduler_args"
+        ) from error
+
+
+def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> None:
+    """Everything about the optimizer that can be known without a model.
+
+    Raises:
+        UserError: a class that does not exist or is none of its kind, settings that it does not take, two schedules.
+    """
+    if config.lr <= 0:
+        raise UserError(f"the learning rate is {config.lr}, must be above 0", where=f"{where}.lr")
+    kind = _imported(config.type, f"{where}.type")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"{config.type} is no torch.optim.Optimizer", where=f"{where}.type")
+    taken = _taken(kind)
+    usual = OptimizerConfig()
+    for name in ("betas", "eps", "weight_decay"):
+        if name not in taken and getattr(config, name) != getattr(usual, name):
+            raise UserError(f"{config.type} has no {name}", where=f"{where}.{name}", remedy="leave it out")
+    if twice := sorted(set(config.args) & {"lr", "betas", "eps", "weight_decay", "params"}):
+        raise UserError(
+            f"{twice[0]} is no further argument: it has a key of its own",
+            where=f"{where}.args",
+            remedy=f"set {where}.{twice[0]}",
+        )
+    if config.scheduler is None:
+        if config.scheduler_args:
+            raise UserError("arguments for a scheduler, but none is named", where=f"{where}.scheduler_args")
+        return
+    if config.schedule != usual.schedule or config.warmup_steps:
+        raise UserError(
+            f"both a schedule ({config.schedule}, {config.warmup_steps} steps of warm-up) and the scheduler "
+            f"{config.scheduler} are set",
+            where=f"{where}.scheduler",
+            remedy="leave one out",
+        )
+    scheduler = _imported(config.scheduler, f"{where}.scheduler")
+    stepwise = torch.optim.lr_scheduler.ReduceLROnPlateau
+    if not (isinstance(scheduler, type) and issubclass(scheduler, torch.optim.lr_scheduler.LRScheduler)) or issubclass(
+        scheduler, stepwise
+    ):
+        raise UserError(
+            f"{config.scheduler} is no scheduler that is stepped without a figure", where=f"{where}.scheduler"
+        )
+
+
+def _arguments(config: OptimizerConfig, kind: Any) -> dict[str, Any]:
+    own = {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    taken = _taken(kind)
+    return {"lr": config.lr} | {name: value for name, value in own.items() if name in taken} | config.args
+
+
+def _taken(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.__init__).parameters)
+
+
+def _imported(path: str, where: str) -> Any:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise UserError(f"{path!r} is no import path", where=where, remedy="for example torch.optim.AdamW")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise UserError(
+            f"{path} cannot be imported: {error}",
+            where=where,
+            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if package == "bitsandbytes" else None,
+        ) from error
+    except AttributeError as error:
+        near = nearest(name, dir(importlib.import_module(module)))
+        raise UserError(
+            f"{module} has no {name}", where=where, remedy=f"did you mean {module}.{near}?" if near else None
+        ) from error
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:

@@ -14,6 +14,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.policy import lora
 from lit_grpo.policy.attention import NAMES
 from lit_grpo.policy.batching import Layout, PolicyInput
+from lit_grpo.policy.routing import Routers
 
 EntropyMode = Literal["none", "detached", "grad"]
 
@@ -32,6 +33,8 @@ class TokenStats:
     """Log-probabilities of the chosen experts, over all experts of the layer, [n, T, layers, K], detached, float32."""
     router_experts: Tensor | None = None
     """The chosen experts, [n, T, layers, K] int64."""
+    routing: Tensor | None = None
+    """The experts of every token that went through the model, [tokens, layers, K] int16."""
 
 
 class Policy(nn.Module):
@@ -52,6 +55,7 @@ class Policy(nn.Module):
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
         switch_off_dropout(model)
+        self._routers: Routers | None = None
 
     @property
     def routes(self) -> bool:
@@ -66,6 +70,7 @@ class Policy(nn.Module):
         *,
         squares: bool = False,
         experts: Tensor | Literal["active"] | None = None,
+        routing: Tensor | Literal["seen"] | None = None,
     ) -> TokenStats:
         """Log-probability (and entropy) of every completion token of the micro-batch.
 
@@ -79,7 +84,12 @@ class Policy(nn.Module):
             squares: also the sum of squared probabilities.
             experts: also the router's scores, for the experts that are ``active`` now or for given ones
                 [n, T, layers, K]; mixture-of-experts models only.
+            routing: also which experts every token goes through, ``seen`` or, [tokens, layers, K], given.
         """
+        if routing is not None and self._routers is None:
+            self._routers = Routers(self.model)
+        if self._routers is not None:
+            self._routers.given = routing if isinstance(routing, Tensor) else None
         states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
         hidden = states.flatten(0, 1)[batch.source]  # [M, D]
         parts = []
@@ -97,6 +107,9 @@ class Policy(nn.Module):
             entropy=None if entropy == "none" else batch.scatter(entropies),
             sum_squared_probs=batch.scatter(squared.detach()) if squares else None,
         )
+        if routing is not None:
+            assert self._routers is not None
+            stats.routing = self._routers.seen()
         if experts is not None:
             stats.router_logscores, stats.router_experts = self._router_scores(batch, router, experts)
         return stats
@@ -144,12 +157,18 @@ class Policy(nn.Module):
         """The model, or, if it has adapters, a copy with them merged in: ``named_weights`` fit into it."""
         return lora.without_adapters(self.model) if lora.has_adapters(self.model) else self.model
 
+    def free_routers(self) -> None:
+        """Let the routers choose again, also where others run the model."""
+        if self._routers is not None:
+            self._routers.given = None
+
     @torch.no_grad()
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: Layout, *, replay: bool = False) -> None:
         """Hold the short cuts of this class to the model's own forward pass, on a few tokens.
 
         Args:
             layout: of the micro-batches; completions must see nothing of each other in it.
+            replay: routers that are told what they choose anyway must come to the same.
 
         Raises:
             UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), or it
@@ -180,6 +199,18 @@ class Policy(nn.Module):
                     remedy="models that change their logits after the output layer are not supported yet"
                     if plain
                     else "set " + ", ".join(f"{key}: false" for key in keys),
+                )
+        if replay:
+            rows = layout.build([prompt] * 2, completions, width=2, device=device)
+            free = self.forward(rows, entropy="none", routing="seen")
+            assert free.routing is not None
+            told = self.forward(rows, entropy="none", routing=free.routing.long())
+            self.free_routers()
+            if not float((free.logprobs - told.logprobs).abs().max()) <= tolerance:
+                raise UserError(
+                    f"the routers of {name} compute the weights of their experts in a way that is not known",
+                    where="model.routing_replay",
+                    remedy="set routing_replay: none",
                 )
 
 
