@@ -7,8 +7,8 @@
 Inputs are mutations of a corpus (answers of every kind, expressions, programs and attacks): cut, doubled, joined, with
 signs and brackets put in. Of all inputs, 70 % go to the verifier, 25 % to countdown, 5 % to the sandbox. Found is:
 an exception, a crashed worker, an answer past its limit, a countdown value that exact arithmetic denies, a file
-written, a process left over, or a program that passes tests it cannot pass. Prints one JSON line for each part; exit code 1 if
-anything was found.
+written, a process left over, or a program that passes tests it cannot pass. Prints one JSON line for each part; exit
+code 1 if anything was found.
 
 With --golds: every gold answer of the folder's files, in a box, against itself, and against the gold of another row.
 """
