@@ -111,7 +111,7 @@ def active_sampling(
         "sampling/reward": sum(rewards) / len(rewards),
     }
     skipped = [place for place in range(used) if not flags[place] and place not in chosen]
-    return Refilled(join([own[p] for p in chosen], whole, metrics), used, skipped)
+    return Refilled(join([own[p] for p in chosen], whole, metrics), used, skipped, [own[p] for p in order if p < used])
 
 
 class _Groups:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo import rng
 from lit_grpo.demonstrations import DemonstrationFormat, DemonstrationProducer, encode_demonstrations
+from lit_grpo.difficulty import DifficultyConfig, RunningDifficulty, judge_of
 from lit_grpo.engines import check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.judging import judge
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
+from lit_grpo.order import make_order
 from lit_grpo.policy.load import end_token_ids, load_model_config
+from lit_grpo.prepare import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import OnShort, alone
 from lit_grpo.rewards import Reward, check_rewards
 from lit_grpo.rewards.base import judging_reward
 from lit_grpo.rewards.scoring import OnError, refuse_doubles
-from lit_grpo.rollouts import EvaluationLoader, PromptOrder, RolloutLoader
-from lit_grpo.tasks import PromptFormat, PromptSource
+from lit_grpo.rollouts import EvaluationLoader, RolloutLoader
+from lit_grpo.tasks import CleanConfig, PromptFormat, PromptSource
 from lit_grpo.types import Prompt, Rollout, Sampling
 
 
@@ -41,6 +46,8 @@ class RolloutDataModule(pl.LightningDataModule):
         engine: what samples.
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
+        clean: what is left out of the training questions: duplicates, questions of evaluation sets.
+        difficulty: training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: the same for ``test`` and ``predict``.
         val_prompts: one more set, named after its source: ``{class_path: lit_grpo.tasks.JsonlPrompts, ...}``.
@@ -66,6 +73,8 @@ class RolloutDataModule(pl.LightningDataModule):
         engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
         sampling: Sampling = Sampling(),  # noqa: B008
         format: PromptFormat = PromptFormat(),  # noqa: B008
+        clean: CleanConfig = CleanConfig(),  # noqa: B008
+        difficulty: DifficultyConfig | None = None,
         val: dict[str, EvaluationSet] | None = None,
         test: dict[str, EvaluationSet] | None = None,
         val_prompts: PromptSource | None = None,
@@ -80,7 +89,7 @@ class RolloutDataModule(pl.LightningDataModule):
         super().__init__()
         self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
-        self.sampling = sampling
+        self.sampling, self.clean, self.difficulty = sampling, clean, difficulty
         self.val, self.test = dict(val or {}), dict(test or {})
         self.val_prompts, self.test_prompts = val_prompts, test_prompts
         self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
@@ -88,9 +97,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self._solutions: dict[str, tuple[int, ...]] = {}
         self.on_reward_error = on_reward_error
         self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
-        self.dropped_prompts = 0
+        self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutProducer | None = None
-        self._encoded: dict[str, list[Prompt]] = {}
         self.evaluations: dict[str, list[ResolvedSet]] = {}
         """Sets of ``val`` and ``test``, once they are set up."""
         self._check_arguments()
@@ -116,6 +124,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
             )
         check_rewards(self.rewards)
+        if self.difficulty is not None:
+            judge_of(self.rewards, "data.difficulty")
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -176,6 +186,7 @@ class RolloutDataModule(pl.LightningDataModule):
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
+        self._tell()
 
     @property
     def _supervised(self) -> bool:
@@ -226,34 +237,69 @@ class RolloutDataModule(pl.LightningDataModule):
         parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
         return max(self.sampling.max_new_tokens, *(part.sampling.max_new_tokens for part in parts), 0)
 
+    @property
+    def _encoded(self) -> dict[str, list[Prompt]]:
+        return {key: one.prompts for key, one in self._sets.items()}
+
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
-        """Read, check and tokenise a source, once."""
-        if key in self._encoded:
+        """Read, check, clean and tokenise a source, once."""
+        if key in self._sets:
             return
-        rows = source.rows()
-        needing = next((reward.name for reward in self.rewards if reward.needs_answer), None)
-        if needing is not None:
-            for row in rows:
-                if row.answer is None or not str(row.answer).strip():
-                    raise UserError(
-                        f"row {row.id!r} has no answer, and the reward {needing!r} compares with it",
-                        where=row.where or where,
-                        remedy="fill in the answer, name the right answer_column, or remove the row",
-                    )
-        encoded = form.encode_all(rows, self._module.tokenizer, source.name)
-        self.dropped_prompts += encoded.dropped
-        self._check_lengths(encoded.prompts, {row.id: row.where for row in rows}, where)
-        self._encoded[key] = encoded.prompts
-        if key == "train" and self._supervised:
+        training = key == "train"
+        found = prepare(
+            source,
+            where,
+            form=form,
+            tokenizer=self._module.tokenizer,
+            rewards=self.rewards,
+            clean=self.clean if training else None,
+            held_out=self._held_out() if training and self.clean.held_out else (),
+        )
+        self._check_lengths(found.prompts, found.places, where)
+        if training and self._supervised:
             ends = end_token_ids(self._module.policy_config, self._module.tokenizer)
-            places = {row.id: row.where or where for row in rows}
             limit = self.sampling.max_new_tokens
             self._solutions = encode_demonstrations(
-                self.demonstrations, encoded.prompts, self._module.tokenizer, ends, limit, places
+                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.places
             )
-            self._encoded[key] = [prompt for prompt in encoded.prompts if prompt.id in self._solutions]
+            found.keep(self._solutions, "with a solution that is too long")
+        self._sets[key] = found
+        for line in found.account():
+            rank_zero_info(line)
 
-    def _check_lengths(self, prompts: list[Prompt], places: dict[str, str], where: str) -> None:
+    def _held_out(self) -> list[PromptSource]:
+        """Sources of all evaluation sets, also of those that this stage does not use."""
+        before = dict(self.evaluations)
+        sets = [*self._resolve("val", self.val, self.val_prompts), *self._resolve("test", self.test, self.test_prompts)]
+        self.evaluations = before
+        return [one.source for one in sets]
+
+    def _tell(self) -> None:
+        """Say what the prompts are made with, and what looks wrong with them; write down what was left out."""
+        tokenizer = self._module.tokenizer
+        rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
+        for doubt in self.format.doubts(tokenizer):
+            rank_zero_warn(f"data.format: {doubt}.")
+        for key, held_out in self._sets.items() if "train" in self._sets else ():
+            if key != "train" and (count := in_both(self._sets["train"].prompts, held_out.prompts)):
+                rank_zero_info(
+                    f"{count:,} training questions are also in {held_out.name}; data.clean: {{held_out: true}} "
+                    "leaves them out"
+                )
+        if self.clean.dropped_file is not None and self._trainer.is_global_zero:
+            write_dropped(list(self._sets.values()), self.clean.dropped_file)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the prompts depends on, so that a resumed run can be held to it."""
+        if "train" not in self._sets:
+            return {}
+        return {"format": self.format.identity(self._module.tokenizer), "prompts": self._sets["train"].identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict and "train" in self._sets and self._trainer.state.fn == "fit":
+            check_resumed(state_dict, self.state_dict())
+
+    def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
         limit = getattr(load_model_config(self._module.policy_config), "max_position_embeddings", None)
         if limit is None or not prompts:
             return
@@ -308,7 +354,7 @@ class RolloutDataModule(pl.LightningDataModule):
         all of them, and so measures the same.
         """
         prompts = self._encoded["train"]
-        order = PromptOrder(len(prompts), self.producer.seed)
+        order = make_order(prompts, self.producer.seed, self._sets["train"].weights)
         chosen = [prompts[order[place]] for place in range(min(n_prompts, len(prompts)))]
         return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
 
@@ -336,8 +382,15 @@ class RolloutDataModule(pl.LightningDataModule):
             max_rounds=self.max_generation_rounds,
             on_short=self.on_short_rollout,
             gather=_Gather() if self._trainer.world_size > 1 else alone,
+            weights=self._sets["train"].weights,
+            difficulty=self._running_difficulty(),
             ahead=self._ahead,
         )
+
+    def _running_difficulty(self) -> RunningDifficulty | None:
+        if self.difficulty is None:
+            return None
+        return RunningDifficulty(self.difficulty, self._encoded["train"], self.rewards, self.producer.seed)
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("val")

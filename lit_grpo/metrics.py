@@ -82,3 +82,13 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.add("groups/zero_gradient", flat.sum(), len(groups))
     metrics.add("groups/all_correct", (flat & (groups[:, 0] > 0)).sum(), len(groups))
     metrics.add("groups/all_wrong", (flat & (groups[:, 0] <= 0)).sum(), len(groups))
+    _add_sources(metrics, rollout)
+
+
+def _add_sources(metrics: StepMetrics, rollout: Rollout) -> None:
+    """Of every source, also of those that this rank has no prompt of: ranks must hold the same keys."""
+    reward = rollout.reward.double().view(-1, rollout.group_size).sum(1)
+    for source in rollout.sources:
+        mine = torch.tensor([prompt.source == source for prompt in rollout.prompts])
+        metrics.add(f"source/{source}/reward", reward[mine].sum(), mine.sum() * rollout.group_size)
+        metrics.add(f"source/{source}/share", mine.sum(), len(mine))

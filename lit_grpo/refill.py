@@ -58,6 +58,8 @@ class Refilled:
     prompts: int
     skipped: list[int]
     """Places of the prompts whose groups had equal rewards and were left out, over all ranks."""
+    tried: list[Group]
+    """All groups of those prompts that this rank sampled, left out or not."""
 
 
 def alone(value: Any) -> list[Any]:
@@ -121,7 +123,7 @@ def refill(
         "sampling/reward": sum(total for total, _ in rewards) / sum(count for _, count in rewards),
     }
     skipped = [place for place, is_mixed in flags.items() if not is_mixed and place not in chosen]
-    return Refilled(join(share, parts[0], metrics), len(flags), sorted(skipped))
+    return Refilled(join(share, parts[0], metrics), len(flags), sorted(skipped), [own[place] for place in sorted(own)])
 
 
 def ask(groups: int, mixed: int, asked: int) -> int:

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-import torch
-
 from lit_grpo.active import active_sampling
+from lit_grpo.difficulty import RunningDifficulty
+from lit_grpo.order import Order, Picks, make_order
+from lit_grpo.order import PromptOrder as PromptOrder
 from lit_grpo.producer import RolloutProducer
-from lit_grpo.refill import Gather, OnShort, Refilled, alone, refill
-from lit_grpo.rng import derive_seed
+from lit_grpo.refill import Gather, OnShort, Refilled, alone, refill, split
 from lit_grpo.types import Prompt, Rollout, Sampling
-
-
-class PromptOrder:
-    """An endless, seeded order over ``count`` prompts: each epoch is another permutation, position alone is state."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self.count)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derive_seed("prompts", self.seed, epoch))
-            self._order, self._epoch = torch.randperm(self.count, generator=generator).tolist(), epoch
-        return self._order[place]
 
 
 class Made(NamedTuple):
@@ -38,9 +22,11 @@ class Made(NamedTuple):
 
     rollout: Rollout
     prompts: int
-    """Taken from the order, over all ranks."""
+    """Positions of the order that are behind it now, over all ranks: prompts passed over for their difficulty too."""
     skipped: list[str]
     """Ids of those that dynamic sampling left out."""
+    outcomes: list[tuple[int, str, float]]
+    """Place, id and pass rate of every prompt sampled, over all ranks; empty where nobody asks."""
 
 
 class RolloutLoader:
@@ -65,7 +51,9 @@ class RolloutLoader:
         dynamic: go on sampling until all groups have unequal rewards, see :func:`lit_grpo.refill.refill`.
         max_rounds: bound on the rounds of that.
         on_short: what happens then.
-        gather: exchange over ranks, needed by ``dynamic`` only.
+        gather: exchange over ranks, needed by ``dynamic`` and ``difficulty``.
+        weights: share of each source in the prompts; None: all are shuffled together.
+        difficulty: passes over prompts that are too easy or too hard.
         ahead: rollouts that may be sampled before their turn.
     """
 
@@ -84,19 +72,24 @@ class RolloutLoader:
         max_rounds: int = 10,
         on_short: OnShort = "fill",
         gather: Gather = alone,
+        weights: Mapping[str, float] | None = None,
+        difficulty: RunningDifficulty | None = None,
         ahead: int = 0,
     ) -> None:
         self.producer, self.prompts, self.count = producer, prompts, count
         self.prompts_per_rollout, self.group_size, self.sampling = prompts_per_rollout, group_size, sampling
         self.rank, self.world_size = rank, world_size
-        self.order = PromptOrder(len(prompts), producer.seed)
+        self.order: Order = make_order(prompts, producer.seed, weights)
+        self.difficulty = difficulty
+        names = tuple(dict.fromkeys(prompt.source for prompt in prompts))
+        self.sources = names if len(names) > 1 else ()
         self.dynamic, self.max_rounds, self.on_short, self.gather = dynamic, max_rounds, on_short, gather
         self.ahead = ahead
         self.next_rollout = 0
         self.produced = 0
         """Rollouts of all epochs; ``next_rollout`` starts again with each."""
         self.position = 0
-        """Prompts taken from the order, over all ranks: those skipped by dynamic sampling too."""
+        """Place in the order, over all ranks: prompts that were left out or passed over are behind it too."""
         self.skipped: Counter[str] = Counter()
         """How often dynamic sampling left out each prompt, by id."""
         self._life = 0
@@ -115,11 +108,13 @@ class RolloutLoader:
             self.produced += 1
             self.position += made.prompts
             self.skipped.update(made.skipped)
+            if self.difficulty is not None:
+                self.difficulty.update(made.outcomes)
             yield made.rollout
 
     def _one_by_one(self) -> Iterator[Made]:
         while self.next_rollout < self.count:
-            made = self._make(self.produced, self.position)
+            made = self._make(self.produced, self.position, self.difficulty)
             self.producer.rest()
             yield made
 
@@ -128,11 +123,14 @@ class RolloutLoader:
         waiting: deque[Future[Made]] = deque()
         worker = ThreadPoolExecutor(1, "rollout")
         life, index, end, seconds_sync = -1, 0, 0, 0.0
+        rates = self.difficulty  # as of the last rollout made, not of the last one given out
 
         def make(which: int) -> Made:
             nonlocal end  # of the prompts taken so far; touched by the one worker thread alone
-            made = self._make(which, end, sync=False)
+            made = self._make(which, end, rates, sync=False)
             end += made.prompts
+            if rates is not None:
+                rates.update(made.outcomes)
             return made
 
         def submit(steps_until_trained: int) -> None:
@@ -154,6 +152,7 @@ class RolloutLoader:
                     wait(waiting)
                     waiting.clear()
                     life, index, end = self._life, self.produced, self.position
+                    rates = None if self.difficulty is None else self.difficulty.copy()
                 if not waiting:
                     submit(0)
                 started = time.perf_counter()
@@ -167,18 +166,29 @@ class RolloutLoader:
         finally:
             worker.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, index: int, position: int, sync: bool = True) -> Made:
-        """This rank's part of rollout ``index``, and how many prompts all ranks took for it."""
+    def _make(self, index: int, position: int, rates: RunningDifficulty | None, sync: bool = True) -> Made:
+        """This rank's part of rollout ``index``, and how far in the order all ranks went for it."""
+        picks = Picks(self.order, position, rates.accepts if rates is not None else None)
+        full = self._sample(picks, index, sync)
+        outcomes: list[tuple[int, str, float]] = []
+        if rates is not None:
+            outcomes = [one for told in self.gather(rates.outcome(full.tried)) for one in told]
+            full.rollout.metrics |= rates.metrics()
+            full.rollout.metrics["difficulty/passed_over"] = float(picks.used(full.prompts) - full.prompts)
+        full.rollout.sources = self.sources
+        skipped = [self.prompts[picks[place]].id for place in full.skipped]
+        return Made(full.rollout, picks.used(full.prompts), skipped, outcomes)
 
+    def _sample(self, picks: Picks, index: int, sync: bool) -> Refilled:
         def sample(places: Sequence[int]) -> Rollout:
-            """A rollout of the prompts at these places after the position."""
-            chosen = [self.prompts[self.order[position + place]] for place in places]
+            """A rollout of the prompts at these places."""
+            chosen = [self.prompts[picks[place]] for place in places]
             return self.producer.produce(chosen, self.sampling, self.group_size, index=index, places=places, sync=sync)
 
         if self.dynamic and self.world_size == 1:
-            full = active_sampling(
+            return active_sampling(
                 self.producer,
-                lambda place: self.prompts[self.order[position + place]],
+                lambda place: self.prompts[picks[place]],
                 self.sampling,
                 self.group_size,
                 index=index,
@@ -187,9 +197,8 @@ class RolloutLoader:
                 on_short=self.on_short,
                 sync=sync,
             )
-            return self._made(full, position)
         if self.dynamic:
-            done = refill(
+            return refill(
                 sample,
                 groups=self.prompts_per_rollout,
                 rank=self.rank,
@@ -198,24 +207,23 @@ class RolloutLoader:
                 max_rounds=self.max_rounds,
                 on_short=self.on_short,
             )
-            return self._made(done, position)
         share = self.prompts_per_rollout // self.world_size
-        rollout = sample(range(self.rank * share, (self.rank + 1) * share))
-        return Made(rollout, self.prompts_per_rollout, [])
-
-    def _made(self, done: Refilled, position: int) -> Made:
-        skipped = [self.prompts[self.order[position + place]].id for place in done.skipped]
-        return Made(done.rollout, done.prompts, skipped)
+        places = range(self.rank * share, (self.rank + 1) * share)
+        rollout = sample(places)
+        return Refilled(rollout, self.prompts_per_rollout, [], split(rollout, places))
 
     def state_dict(self) -> dict[str, Any]:
         """Which prompts were used follows from the position, since their order does from the seed."""
         counts = {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
-        return counts | {"skipped": dict(self.skipped)}
+        state = counts | {"skipped": dict(self.skipped)}
+        return state if self.difficulty is None else state | {"difficulty": self.difficulty.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_rollout, self.produced = state["next_rollout"], state["produced"]
         self.position = state["position"]
         self.skipped = Counter(state.get("skipped", {}))
+        if self.difficulty is not None:
+            self.difficulty.load_state_dict(state.get("difficulty", {}))
         self._life += 1
 
 

@@ -128,6 +128,8 @@ class Rollout:
     """Times and counters of the rollout, already under their logged names."""
     evaluation: Any = None
     """What an evaluation knows besides, a :class:`lit_grpo.evaluation.judging.Judged`; None in training."""
+    sources: tuple[str, ...] = ()
+    """Names of all data sets that the run mixes; empty if there is one."""
 
     def __post_init__(self) -> None:
         if len(self.completions) != len(self.prompts) * self.group_size:

@@ -25,6 +25,7 @@ ALLOWED = {
     "callbacks": {"tracking", "rng"},
     "evaluation": {"objectives", "rewards", "rng", "tasks", "tracking"},
     "report": {"tracking", "callbacks", "cli"},
+    "filter": {"cli", "data", "difficulty", "engines", "module", "producer", "refill", "rng"},
     "check": {"cli", "experience", "objectives", "policy", "rewards", "tasks"},
 }
 NOT_AT_IMPORT = {
@@ -38,6 +39,7 @@ NOT_AT_IMPORT = {
     "evaluation": {"transformers", "vllm", "mlflow"},
     "report": {"transformers", "vllm", "mlflow", "matplotlib", "PIL", "jinja2", "torch"},
     "check": {"transformers", "vllm", "mlflow"},
+    "filter": {"transformers", "vllm", "mlflow"},
 }
 
 

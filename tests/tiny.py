@@ -11,7 +11,7 @@ from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.rewards.base import Reward
-from lit_grpo.tasks import AdditionPrompts
+from lit_grpo.tasks import AdditionPrompts, PromptFormat
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling, Score
 
 TINY = TinyModel(width=32, layers=2, heads=2)
@@ -109,4 +109,15 @@ def weights(module: LitGRPO) -> torch.Tensor:
     return torch.cat([w.flatten() for _, w in module.named_weights()]).clone()
 
 
-__all__ = ["TINY", "EvenReward", "Recorder", "RewardInput", "data", "module", "rollout", "trainer", "weights"]
+__all__ = [
+    "TINY",
+    "EvenReward",
+    "PromptFormat",
+    "Recorder",
+    "RewardInput",
+    "data",
+    "module",
+    "rollout",
+    "trainer",
+    "weights",
+]

@@ -47,6 +47,7 @@ def run(command: str, argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
     from lit_grpo.check.cli import CheckCLI
     from lit_grpo.check.preflight import Preflight
+    from lit_grpo.check.prompts import rendered
     from lit_grpo.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
@@ -62,6 +63,8 @@ def run(command: str, argv: list[str]) -> int:
         return DONE
     results: list[Result] = preflight.results
     show(results)
+    if shown := rendered(results):
+        print(shown)
     if args.json:
         about: dict[str, Any] = {"config": config_files(rest, "fit"), "prompts": args.prompts}
         write_json(results, Path(args.json), about)

@@ -21,13 +21,30 @@ def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> R
     """Whether prompts are chats where the model was trained on chats."""
     lengths = sorted(len(p.token_ids) for p in prompts)
     size = f"{len(prompts)} prompts, median {lengths[len(lengths) // 2]} tokens, longest {lengths[-1]}"
-    values = {"chat": form.uses_chat(tokenizer), "prompts": len(prompts), "longest": lengths[-1]}
-    if values["chat"]:
-        return Result("template", "pass", f"chat template; {size}", values=values)
-    if getattr(tokenizer, "chat_template", None):
+    kind = form.describe(tokenizer)
+    values = {"chat": form.uses_chat(tokenizer), "template": kind, "prompts": len(prompts), "longest": lengths[-1],
+              "first": prompts[0].id, "rendered": tokenizer.decode(prompts[0].token_ids)}  # fmt: skip
+    if doubts := form.doubts(tokenizer):
+        return Result("template", "warn", f"{kind}; {'; '.join(doubts)}; {size}",
+                      "choose another data.format.chat_template, unless that is meant", values)  # fmt: skip
+    if form.chat_template == "none" and getattr(tokenizer, "chat_template", None):
         return Result("template", "warn", f"plain text, though the tokenizer has a chat template; {size}",
                       "set data.format.chat_template: auto, unless that is meant", values)  # fmt: skip
-    return Result("template", "pass", f"plain text, the tokenizer has no chat template; {size}", values=values)
+    if form.chat_template == "auto" and not values["chat"]:
+        kind = "plain text, the tokenizer has no chat template"
+    return Result("template", "pass", f"{kind}; {size}", values=values)
+
+
+def rendered(results: Sequence[Result], longest: int = 2_000) -> str:
+    """The first prompt as the model reads it, special tokens included; empty if no prompt was made."""
+    values = next((r.values for r in results if r.name == "template"), None)
+    if values is None:
+        return ""
+    text = values["rendered"]
+    if len(text) > longest:
+        text = f"{text[: longest // 2]}\n[... {len(text) - longest} characters ...]\n{text[-longest // 2 :]}"
+    lines = "\n".join(f"  | {line}" for line in text.split("\n"))
+    return f"the first prompt ({values['first']}), as the model reads it:\n{lines}"
 
 
 def special_tokens(prompts: Sequence[Prompt], tokenizer: Any, ends: Sequence[int]) -> Result:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.noise import NoisyReward
     from lit_grpo.rewards.numeric import NumericReward
     from lit_grpo.rewards.repetition import RepetitionPenalty
+    from lit_grpo.rewards.reasoning_gym import ReasoningGymReward
     from lit_grpo.rewards.scoring import OnError, RewardError, check_rewards, score_all
 
 _HOME = {
@@ -39,6 +40,7 @@ _HOME = {
     "OnError": "scoring",
     "OverlongPenalty": "length",
     "RepetitionPenalty": "repetition",
+    "ReasoningGymReward": "reasoning_gym",
     "Reward": "base",
     "RewardError": "scoring",
     "check_rewards": "scoring",
@@ -63,6 +65,7 @@ __all__ = [
     "OnError",
     "OverlongPenalty",
     "RepetitionPenalty",
+    "ReasoningGymReward",
     "Reward",
     "RewardError",
     "check_rewards",

@@ -19,6 +19,8 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     """File and line, for messages about bad rows."""
+    source: str = ""
+    """Name of the source; empty: the one that was asked."""
 
 
 class PromptSource:
@@ -31,6 +33,11 @@ class PromptSource:
     name: str = ""
     require_answer: bool = False
     """True if every row must have a gold answer. Set before the rows are read (a reward needs it)."""
+
+    @property
+    def weights(self) -> Mapping[str, float] | None:
+        """Share of each ``Row.source`` in the prompts that are trained on; None: as many as it has rows."""
+        return None
 
     def rows(self) -> Sequence[Row]:
         """All rows, in a fixed order. Ids are unique."""

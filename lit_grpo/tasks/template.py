@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.tasks.base import Row
 from lit_grpo.types import Prompt
 
 _SLOT = "{question}"
+_OWN_NAMES = ("auto", "chat", "none")
+
+
+class NamedTemplate(NamedTuple):
+    """A prompt as plain text with ``{question}`` and, where it has a place for a system prompt, ``{system}``."""
+
+    text: str
+    system: str | None = None
+    """What stands for ``{system}`` where the user gives none."""
+    markers: tuple[str, ...] = ()
+    """Pieces that must each be one token of the tokenizer, or the model has never seen anything like it."""
+
+
+NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
+    # The template decides how a base model begins (Dr. GRPO, 2503.20783, section 2.1 and its templates 1 and 2).
+    "qwen_math": NamedTemplate(
+        "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+        "Please reason step by step, and put your final answer within \\boxed{}.",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    # DeepSeek-R1 (2501.12948, table 1) in the form of Dr. GRPO: the completion begins inside <think>.
+    "r1": NamedTemplate(
+        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+        "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
+        "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+        "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
+        "User: {question}\nAssistant: <think>"
+    ),
+}
 
 
 class PromptTooLongError(UserError):
@@ -23,8 +53,8 @@ class EncodedPrompts:
     """What :meth:`PromptFormat.encode_all` gives back."""
 
     prompts: list[Prompt]
-    dropped: int
-    """Rows left out because they were too long."""
+    too_long: list[Row]
+    """Rows left out because they have more than ``max_prompt_tokens``."""
 
 
 @dataclass
@@ -33,13 +63,15 @@ class PromptFormat:
 
     Attributes:
         chat_template: ``auto``: the tokenizer's own template if it has one, else plain text. ``chat``: the tokenizer's
-            own template, which it must have. ``none``: plain text. Anything that holds ``{{`` or ``{%`` is a Jinja
-            template, and anything that ends in ``.jinja`` a file with one.
-        system_prompt: first message of the chat; in plain text it stands before the question, with an empty line
-            between them.
+            own template, which it must have. ``none``: plain text. ``qwen_math``, ``r1``: a named template, see
+            ``NAMED_TEMPLATES``. Text that holds ``{question}`` is a template of your own, with ``{system}`` where the
+            system prompt goes. Anything that holds ``{{`` or ``{%`` is a Jinja template, and anything that ends in
+            ``.jinja`` a file with one.
+        system_prompt: first message of the chat; with ``none`` it stands before the question, with an empty line
+            between them; in a named template or one of your own it takes the place of ``{system}``.
         question_format: text around ``{question}``. Other braces are left as they are, so ``\\boxed{}`` needs no care.
         max_prompt_tokens: longest prompt allowed, template and special tokens included. None: any length.
-        on_long: ``error`` stops at the first longer prompt; ``drop`` leaves it out and counts it (``encode_all``).
+        on_long: ``error`` stops at the first longer prompt; ``drop`` leaves it out (``encode_all``).
     """
 
     chat_template: str = "auto"
@@ -59,7 +91,10 @@ class PromptFormat:
             raise UserError(f"max_prompt_tokens is {self.max_prompt_tokens}", where="max_prompt_tokens")
         if self.on_long not in {"error", "drop"}:
             raise UserError(f"on_long is {self.on_long!r}", where="on_long", remedy="write error or drop")
-        self._template = self._read_template()
+        self._jinja: str | None = None
+        self._text: NamedTemplate | None = None
+        self._read_template()
+        self._check_system_prompt()
 
     def encode(self, row: Row, tokenizer: Any, source: str = "") -> Prompt:
         """Apply the template and tokenise, once.
@@ -93,39 +128,41 @@ class PromptFormat:
                 where=where,
                 remedy="raise max_prompt_tokens, or leave such rows out with on_long: drop",
             )
-        return Prompt(row.id, row.question, tuple(ids), row.answer, source, row.extra)
+        return Prompt(row.id, row.question, tuple(ids), row.answer, row.source or source, row.extra)
 
     def encode_all(self, rows: Iterable[Row], tokenizer: Any, source: str = "") -> EncodedPrompts:
-        """Encode every row, in order; with ``on_long: drop`` too long ones are left out and counted.
+        """Encode every row, in order; with ``on_long: drop`` too long ones are left out and given back.
 
         Raises:
             UserError: as :meth:`encode`; or every row was dropped.
         """
         prompts: list[Prompt] = []
-        dropped = 0
+        too_long: list[Row] = []
         for row in rows:
             try:
                 prompts.append(self.encode(row, tokenizer, source))
             except PromptTooLongError:
                 if self.on_long == "error":
                     raise
-                dropped += 1
-        if dropped and not prompts:
+                too_long.append(row)
+        if too_long and not prompts:
             raise UserError(
-                f"all {dropped} prompts are longer than max_prompt_tokens = {self.max_prompt_tokens}",
+                f"all {len(too_long)} prompts are longer than max_prompt_tokens = {self.max_prompt_tokens}",
                 where=source or "max_prompt_tokens",
                 remedy="raise max_prompt_tokens",
             )
-        return EncodedPrompts(prompts, dropped)
+        return EncodedPrompts(prompts, too_long)
 
     def uses_chat(self, tokenizer: Any) -> bool:
-        """True if prompts are chats of this tokenizer, False if they are plain text.
+        """True if prompts are chats made by a Jinja template, False if they are plain text or a text template.
 
         Raises:
             UserError: ``chat_template`` is ``chat`` and the tokenizer has none.
         """
-        if self._template is not None:
+        if self._jinja is not None:
             return True
+        if self._text is not None:
+            return False
         own = getattr(tokenizer, "chat_template", None)
         if self.chat_template == "chat" and not own:
             raise UserError(
@@ -136,18 +173,50 @@ class PromptFormat:
             )
         return self.chat_template != "none" and bool(own)
 
+    def describe(self, tokenizer: Any) -> str:
+        """In words, which template prompts go through."""
+        if self.chat_template in NAMED_TEMPLATES:
+            return f"template {self.chat_template}"
+        if self._text is not None:
+            return "a text template of your own"
+        if self._jinja is not None:
+            return f"Jinja template {self.chat_template if self.chat_template.endswith('.jinja') else 'of your own'}"
+        return "the tokenizer's chat template" if self.uses_chat(tokenizer) else "plain text, no template"
+
+    def identity(self, tokenizer: Any) -> dict[str, str]:
+        """All that decides how a question becomes text, by name: equal identities, equal prompts."""
+        own: Any = getattr(tokenizer, "chat_template", None)
+        template = self._text.text if self._text is not None else self._jinja
+        if template is None:
+            template = str(own) if self.uses_chat(tokenizer) else ""
+        return {
+            "chat_template": template,
+            "system_prompt": self.system_prompt or "",
+            "question_format": self.question_format,
+        }
+
+    def doubts(self, tokenizer: Any) -> list[str]:
+        """What about the template does not fit the tokenizer, one sentence each."""
+        found = []
+        for marker in self._text.markers if self._text is not None else ():
+            if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) != 1:
+                found.append(f"the template {self.chat_template} uses {marker}, which is no token of this tokenizer")
+        if self.uses_chat(tokenizer) and "strftime_now" in self.identity(tokenizer)["chat_template"]:
+            found.append("the chat template writes the date into every prompt, so a run resumed tomorrow has others")
+        return found
+
     def _token_ids(self, question: str, tokenizer: Any, row: Row) -> list[int]:
         chat = self.uses_chat(tokenizer)
         try:
             if not chat:
-                text = question if self.system_prompt is None else f"{self.system_prompt}\n\n{question}"
+                text = self._plain_text(question)
                 return list(tokenizer(text, add_special_tokens=True)["input_ids"])
             messages = [{"role": "user", "content": question}]
             if self.system_prompt is not None:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
             encoded = tokenizer.apply_chat_template(
                 messages,
-                chat_template=self._template,
+                chat_template=self._jinja,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
@@ -161,26 +230,53 @@ class PromptFormat:
                 remedy="mend the row, or choose another chat_template or tokenizer",
             ) from error
 
-    def _read_template(self) -> str | None:
-        """The Jinja text, or None for the tokenizer's own template or plain text."""
+    def _plain_text(self, question: str) -> str:
+        if self._text is None:
+            return question if self.system_prompt is None else f"{self.system_prompt}\n\n{question}"
+        parts = {"system": self.system_prompt or self._text.system or "", "question": question}
+        # In one go: what stands in for a slot may itself hold the name of one.
+        return re.sub(r"\{(system|question)\}", lambda found: parts[found[1]], self._text.text)
+
+    def _read_template(self) -> None:
+        """Find out what kind of template ``chat_template`` is."""
         value = self.chat_template
-        if value in _NAMES:
-            return None
-        if "{{" in value or "{%" in value:
-            return value
-        if value.endswith(".jinja"):
+        if value in _OWN_NAMES:
+            return
+        if value in NAMED_TEMPLATES:
+            self._text = NAMED_TEMPLATES[value]
+        elif re.search(r"(?<!\{)\{question\}(?!\})", value):
+            self._text = NamedTemplate(value)
+        elif "{{" in value or "{%" in value:
+            self._jinja = value
+        elif value.endswith(".jinja"):
             try:
-                return Path(value).read_text(encoding="utf-8")
+                self._jinja = Path(value).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"cannot read the chat template {value!r}: {error}", where="chat_template") from error
-        guess = nearest(value, _NAMES)
-        raise UserError(
-            f"unknown chat_template {value!r}",
-            where="chat_template",
-            remedy=f"write {guess}"
-            if guess
-            else f"write one of {', '.join(_NAMES)}, a Jinja template or a .jinja file",
-        )
+        else:
+            names = [*_OWN_NAMES, *NAMED_TEMPLATES]
+            guess = nearest(value, names)
+            raise UserError(
+                f"unknown chat_template {value!r}",
+                where="chat_template",
+                remedy=f"write {guess}"
+                if guess
+                else f"write one of {', '.join(names)}, text with {_SLOT}, a Jinja template or a .jinja file",
+            )
 
-
-_NAMES: Sequence[str] = ("auto", "chat", "none")
+    def _check_system_prompt(self) -> None:
+        if self._text is None:
+            return
+        has_place = "{system}" in self._text.text
+        if self.system_prompt is not None and not has_place:
+            raise UserError(
+                f"the template {self.chat_template!r} has no place for a system prompt",
+                where="system_prompt",
+                remedy="leave system_prompt out, or write a template of your own with {system} in it",
+            )
+        if has_place and self.system_prompt is None and self._text.system is None:
+            raise UserError(
+                "the template has a place for a system prompt, {system}, and there is none",
+                where="system_prompt",
+                remedy="set system_prompt, or take {system} out",
+            )

@@ -57,6 +57,10 @@ def config(tmp_path, monkeypatch):
     return tmp_path / "run.yaml"
 
 
+def values_of(results, name):
+    return next(check["values"] for check in results["checks"] if check["name"] == name)
+
+
 def test_a_table_an_exit_code_a_file_and_nothing_else(config, capsys, tmp_path):
     code = main(["check", "--config", "run.yaml", "--prompts", "6", "--json", "out/check.json"])
     told = capsys.readouterr()
@@ -69,6 +73,8 @@ def test_a_table_an_exit_code_a_file_and_nothing_else(config, capsys, tmp_path):
     assert (results["config"], results["prompts"]) == (["run.yaml"], 6)
     lines = told.out.splitlines()
     assert max(map(len, lines)) <= 80
+    first = values_of(results, "template")["rendered"]
+    assert f"as the model reads it:\n  | {first}\n" in told.out
     assert re.search(r"^\d+ passed, \d+ warnings, \d+ failed$", told.out, re.MULTILINE)
     values = {check["name"]: check["values"] for check in results["checks"]}
     assert values["mismatch"]["logprob"] < 1e-5

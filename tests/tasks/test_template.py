@@ -1,5 +1,7 @@
 """From rows to token ids: once, with at most one beginning-of-sequence token, and never too long unnoticed."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +58,75 @@ def test_templates(plain, chat):
     assert chat.chat_template == CHAT
 
 
+class Plain:
+    """A tokenizer that shows the text it is given: one id a character, each known marker one id."""
+
+    chat_template = CHAT
+    bos_token_id = None
+    markers = ("<|im_start|>", "<|im_end|>")
+
+    def __call__(self, text, add_special_tokens=True):
+        self.text = text
+        for marker in self.markers:
+            text = text.replace(marker, "#")
+        return {"input_ids": [ord(c) for c in text]}
+
+
+def shown(**arguments):
+    tokenizer = Plain()
+    PromptFormat(**arguments).encode(ROW, tokenizer)
+    return tokenizer.text
+
+
+def test_named_templates_are_those_of_the_papers():
+    assert shown(chat_template="qwen_math") == (
+        "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+        "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    )
+    r1 = shown(chat_template="r1")
+    assert r1.startswith("A conversation between User and Assistant.")
+    assert r1.endswith("<answer> answer here </answer>.\nUser: 1+1=\nAssistant: <think>")
+    assert "system\nBe brief.<|im_end|>" in shown(chat_template="qwen_math", system_prompt="Be brief.")
+    assert shown(chat_template="qwen_math", question_format="{question}?").count("1+1=?") == 1
+
+
+def test_a_text_of_ones_own():
+    assert shown(chat_template="Q: {question}\nA:") == "Q: 1+1=\nA:"
+    assert shown(chat_template="{system}|{question}", system_prompt="{question}") == "{question}|1+1="
+    assert shown(chat_template="{question} in \\boxed{{}}") == "1+1= in \\boxed{{}}"
+    assert PromptFormat(chat_template="{{question}}").uses_chat(Plain())  # Jinja
+
+
+def test_which_template_is_said_and_told_apart():
+    def identity(**arguments):
+        return PromptFormat(**arguments).identity(Plain())
+
+    settings: list[dict[str, Any]] = [
+        {}, {"chat_template": "none"}, {"chat_template": "r1"}, {"chat_template": "qwen_math"}, {"system_prompt": "x"},
+        {"question_format": "{question}!"}, {"chat_template": "Q {question}"}, {"chat_template": "{{ messages }}"},
+    ]  # fmt: skip
+    assert len({tuple(identity(**s).items()) for s in settings}) == len(settings)
+    assert identity() == identity(chat_template="chat") == identity(max_prompt_tokens=5)
+    words = [PromptFormat(**s).describe(Plain()) for s in settings]
+    assert words[:4] == [
+        "the tokenizer's chat template",
+        "plain text, no template",
+        "template r1",
+        "template qwen_math",
+    ]
+    assert words[6:] == ["a text template of your own", "Jinja template of your own"]
+
+
+def test_doubts_about_a_template():
+    assert PromptFormat(chat_template="qwen_math").doubts(Plain()) == []
+    stranger = Plain()
+    stranger.markers = ("<|im_start|>", "<|other|>")
+    (doubt,) = PromptFormat(chat_template="qwen_math").doubts(stranger)
+    assert "<|im_end|>, which is no token" in doubt
+    (doubt,) = PromptFormat(chat_template="{{ strftime_now('%d') }}").doubts(Plain())
+    assert "writes the date" in doubt
+
+
 def test_a_template_from_a_file(plain, tmp_path):
     (tmp_path / "own.jinja").write_text(CHAT)
     assert text_of(ROW, plain, chat_template=str(tmp_path / "own.jinja")) == "<user>1+1=\n<assistant>"
@@ -68,7 +139,7 @@ def test_braces_around_the_question_are_literal(plain):
     assert text_of(Row("x", "{question} {0} {a}"), plain) == "{question} {0} {a}"
 
 
-@given(st.text(ALPHABET, min_size=1).filter(str.strip))
+@given(st.text(ALPHABET, min_size=1).filter(lambda text: text.strip() and "<eos>" not in text and "<pad>" not in text))
 def test_plain_ids_are_those_of_the_text(question):
     tokenizer = char_tokenizer(ALPHABET)
     prompt = PromptFormat().encode(Row("x", question), tokenizer)
@@ -135,17 +206,25 @@ def test_long_prompts_are_refused_or_dropped_and_counted(plain):
         PromptFormat(max_prompt_tokens=3).encode_all(rows, plain)
     assert caught.value.where == "set.jsonl:4"
     encoded = PromptFormat(max_prompt_tokens=3, on_long="drop").encode_all(rows, plain, "set")
-    assert ([p.id for p in encoded.prompts], encoded.dropped) == (["r/1", "r/2", "r/3"], 2)
+    assert ([p.id for p in encoded.prompts], encoded.too_long) == (["r/1", "r/2", "r/3"], rows[3:])
     with pytest.raises(UserError, match="all 2 prompts are longer"):
         PromptFormat(max_prompt_tokens=3, on_long="drop").encode_all(rows[3:], plain)
-    assert PromptFormat().encode_all(rows, plain).dropped == 0
+    assert PromptFormat().encode_all(rows, plain).too_long == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "where", "remedy"),
     [
         ({"chat_template": "atuo"}, "chat_template", "write auto"),
-        ({"chat_template": "zzz"}, "chat_template", "write one of auto, chat, none"),
+        (
+            {"chat_template": "zzz"},
+            "chat_template",
+            "write one of auto, chat, none, qwen_math, r1, text with {question}",
+        ),
+        ({"chat_template": "qwen_maths"}, "chat_template", "write qwen_math"),
+        ({"chat_template": "r1", "system_prompt": "x"}, "system_prompt", "{system}"),
+        ({"chat_template": "Q: {question}", "system_prompt": "x"}, "system_prompt", "{system}"),
+        ({"chat_template": "{system} Q: {question}"}, "system_prompt", "set system_prompt"),
         ({"question_format": "solve it"}, "question_format", "write {question}"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens", None),
         ({"on_long": "cut"}, "on_long", "error or drop"),

@@ -1,0 +1,189 @@
+"""Builds what ``fit`` would build, and lets it sample every training prompt once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import LightningCLI
+
+from lit_grpo import rng
+from lit_grpo.cli.layers import Layer
+from lit_grpo.cli.lightning import TrainingCLI
+from lit_grpo.cli.strategy import resolve_strategy
+from lit_grpo.data import RolloutDataModule
+from lit_grpo.difficulty import judge_of, pass_rate
+from lit_grpo.engines import check_engine
+from lit_grpo.filter.journal import Journal, Rate, all_rates_paths, rates_path, weights_identity
+from lit_grpo.filter.options import Options
+from lit_grpo.filter.progress import Progress
+from lit_grpo.module import LitGRPO
+from lit_grpo.producer import RolloutProducer
+from lit_grpo.refill import split
+from lit_grpo.types import Prompt, Rollout, Sampling
+
+
+class FilterData(RolloutDataModule):
+    """The run's data; what is sampled is the training prompts that have no pass rate yet."""
+
+    options: Options
+    rewards_config: Any = None
+    """As written in the configuration."""
+
+    def setup(self, stage: str) -> None:
+        check_engine(self.engine_config)
+        judge_of(self.rewards, "data.rewards")
+        self._encode("train", self.prompts, "data.prompts")
+        self._tell()
+        self.samples = self.options.samples or self.group_size
+        self._open()
+
+    def _open(self) -> None:
+        """Read what earlier attempts found. Before any rank writes: Lightning waits for all after the set-up."""
+        settings = self._settings()
+        self.journal = Journal(rates_path(self.options.output, self._trainer.global_rank), settings)
+        self.known = {r.id: r for path in all_rates_paths(self.options.output) for r in Journal(path, settings).read()}
+        self.journal.read()
+
+    def _settings(self) -> dict[str, Any]:
+        """All that decides what a pass rate means."""
+        module = self._module
+        policy = module.policy_config
+        return {
+            "model.policy": asdict(policy),
+            "weights": weights_identity([policy.path, self.options.ckpt_path]),
+            "ckpt_path": self.options.ckpt_path,
+            "data.prompts": self._sets["train"].identity(),
+            "data.format": self.format.identity(module.tokenizer),
+            "data.sampling": asdict(self.sampling),
+            "data.rewards": self.rewards_config,
+            "data.engine.name": self.engine_config.name,
+            "--samples": self.samples,
+            "seed_everything": rng.run_seed(),
+        }
+
+    def predict_dataloader(self) -> Any:
+        trainer = self._trainer
+        prompts = self._encoded["train"]
+        waiting = [(place, p) for place, p in enumerate(prompts) if p.id not in self.known]
+        return Once(
+            self.producer,
+            waiting[trainer.global_rank :: trainer.world_size],
+            batch=self.options.batch or self.prompts_per_rollout,
+            samples=self.samples,
+            sampling=self.sampling,
+        )
+
+    def rates(self, batch: Rollout) -> list[Rate]:
+        """What a rollout says of its prompts."""
+        judge, size = judge_of(self.rewards, "data.rewards"), batch.group_size
+        found = []
+        for group in split(batch, range(len(batch.prompts))):
+            share = pass_rate(judge, group)
+            found.append(
+                Rate(
+                    group.prompt.id,
+                    size,
+                    round(share * size),
+                    share,
+                    float(group.reward.double().mean()),
+                    sum(c.truncated for c in group.completions) / size,
+                )
+            )
+        return found
+
+
+class Once:
+    """Each of some prompts once, with seeds that depend on its place among all of them and on nothing else."""
+
+    def __init__(
+        self,
+        producer: RolloutProducer,
+        prompts: Sequence[tuple[int, Prompt]],
+        *,
+        batch: int,
+        samples: int,
+        sampling: Sampling,
+    ) -> None:
+        self.producer, self.samples, self.sampling = producer, samples, sampling
+        self._batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for batch in self._batches:
+            yield self.producer.produce(
+                [prompt for _, prompt in batch],
+                self.sampling,
+                self.samples,
+                index=0,
+                purpose="filter",
+                places=[place for place, _ in batch],
+            )
+
+
+class RateWriter(Callback):
+    """Writes the pass rates of each batch as soon as they are known, and says how far it is."""
+
+    def __init__(self, data: FilterData) -> None:
+        self.data = data
+        self.progress: Progress | None = None
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
+        total, done = len(self.data._encoded["train"]), len(self.data.known)
+        self.progress = Progress(total, done, trainer.world_size) if trainer.is_global_zero else None
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Rollout, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        found = self.data.rates(batch)
+        self.data.journal.append(found)
+        if self.progress is not None:
+            self.progress.add(found)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.progress is not None:
+            self.progress.end()
+        trainer.strategy.barrier("filter")
+
+
+class FilterCLI(TrainingCLI):
+    """Parses as ``fit`` does and builds the same model, data, strategy and precision; runs nothing by itself.
+
+    Args:
+        options: of the filter.
+        argv: what ``fit`` would get.
+        layers: the configuration files, already read.
+    """
+
+    def __init__(self, options: Options, argv: Sequence[str], layers: Sequence[Layer]) -> None:
+        self._options = options
+        super().__init__("fit", argv, layers, LitGRPO, FilterData)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        return
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        self.save_config_callback = None
+        config |= {
+            "logger": False, "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False,
+            "strategy": resolve_strategy(config["strategy"]),
+        }  # fmt: skip
+        return LightningCLI._instantiate_trainer(self, config, [])
+
+    def run(self) -> FilterData:
+        """Sample what has no pass rate yet."""
+        data = self.datamodule
+        assert isinstance(data, FilterData)
+        given = self.config["fit"]
+        self._options.ckpt_path = given.get("ckpt_path")
+        data.options = self._options
+        data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in given["data"]["rewards"]]
+        self.trainer.callbacks.append(RateWriter(data))  # type: ignore[attr-defined]
+        self.trainer.predict(
+            self.model, datamodule=data, return_predictions=False, ckpt_path=self._options.ckpt_path, weights_only=True
+        )
+        return data

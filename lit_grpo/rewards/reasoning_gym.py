@@ -1,0 +1,91 @@
+"""The score functions of reasoning-gym as one reward, in worker processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.pool import WorkerPool
+from lit_grpo.rewards.reasoning_gym_score import score_entry
+from lit_grpo.types import RewardInput, Score
+
+
+class ReasoningGymReward(Reward):
+    """What the task of reasoning-gym itself says of an answer, from 0 to 1; 1 is right.
+
+    For prompts of :class:`lit_grpo.tasks.ReasoningGymPrompts`, of any task and of several in one run. Scores are
+    computed in worker processes with a hard time limit: some tasks parse or run what the model wrote.
+
+    Args:
+        extract: regular expression with one group, the answer; its last match in the completion counts. None: the whole
+            completion.
+        limit: seconds for one answer; one that takes longer is wrong and counted as ``timeouts/<name>``.
+        workers: processes; None: one a core, at most 8.
+        weight: factor in the total reward.
+        name: key under which the reward is logged.
+
+    Raises:
+        UserError: a broken pattern; a prompt of another source.
+    """
+
+    finds_answer = True
+    range = (0.0, 1.0)
+
+    def __init__(
+        self,
+        extract: str | None = r"(?s)<answer>(.*?)</answer>",
+        limit: float = 10.0,
+        workers: int | None = None,
+        weight: float = 1.0,
+        name: str | None = "reasoning_gym",
+    ) -> None:
+        super().__init__(weight, name)
+        try:
+            self._extract = re.compile(extract) if extract is not None else None
+        except re.error as error:
+            raise UserError(
+                f"the pattern {extract!r} is broken: {error}", where="ReasoningGymReward.extract"
+            ) from error
+        if self._extract is not None and self._extract.groups != 1:
+            raise UserError(
+                f"the pattern {extract!r} has {self._extract.groups} groups",
+                where="ReasoningGymReward.extract",
+                remedy="put the answer, and nothing else, in brackets",
+            )
+        if not limit > 0:
+            raise UserError(f"limit is {limit}", where="ReasoningGymReward.limit", remedy="give a positive number")
+        self._pool = WorkerPool(score_entry, limit=limit, workers=workers, memory=4 * 1024**3)
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        answers = [self._answer(item.text) for item in batch]
+        asked = [(i, answer) for i, answer in enumerate(answers) if answer is not None]
+        outcomes = self._pool.map([(*_entry(batch[i]), answer) for i, answer in asked])
+        scores = [Score(0.0, no_answer=True)] * len(batch)
+        for (i, _), outcome in zip(asked, outcomes, strict=True):
+            value = float(outcome.value) if outcome.status == "ok" else 0.0
+            scores[i] = Score(value, outcome.status == "timeout", outcome.status in ("error", "crash"))
+        return scores
+
+    def _answer(self, text: str) -> str | None:
+        if self._extract is None:
+            return text.strip() or None
+        found = self._extract.findall(text)
+        return found[-1].strip() or None if found else None
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _entry(item: RewardInput) -> tuple[str, Any]:
+    """The task and its entry, as a row of the source holds them."""
+    held = item.prompt.extra.get("reasoning_gym")
+    if not isinstance(held, dict):
+        raise UserError(
+            f"the prompt {item.prompt.id!r} is no problem of reasoning-gym",
+            where="ReasoningGymReward",
+            remedy="use it with lit_grpo.tasks.ReasoningGymPrompts alone",
+        )
+    return held["task"], held["entry"]
