@@ -16,6 +16,7 @@ from lit_grpo.cli.strategy import resolve_strategy
 from lit_grpo.data import RolloutDataModule
 from lit_grpo.difficulty import judge_of, pass_rate
 from lit_grpo.engines import check_engine
+from lit_grpo.errors import UserError
 from lit_grpo.filter.journal import Journal, Rate, all_rates_paths, rates_path, weights_identity
 from lit_grpo.filter.options import Options
 from lit_grpo.filter.progress import Progress
@@ -35,7 +36,13 @@ class FilterData(RolloutDataModule):
     def setup(self, stage: str) -> None:
         check_engine(self.engine_config)
         judge_of(self.rewards, "data.rewards")
-        self._encode("train", self.prompts, "data.prompts")
+        if self.prompts is None:
+            raise UserError(
+                "there are no prompts to filter, data.prompts is not set",
+                where="data.prompts",
+                remedy="add `prompts: {class_path: lit_grpo.tasks.JsonlPrompts, init_args: {path: ...}}`",
+            )
+        self._encode("train", self.prompts, "data.prompts", self.format)
         self._tell()
         self.samples = self.options.samples or self.group_size
         self._open()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.math_verify import MathReward
     from lit_grpo.rewards.noise import NoisyReward
     from lit_grpo.rewards.numeric import NumericReward
-    from lit_grpo.rewards.repetition import RepetitionPenalty
     from lit_grpo.rewards.reasoning_gym import ReasoningGymReward
+    from lit_grpo.rewards.repetition import RepetitionPenalty
     from lit_grpo.rewards.scoring import OnError, RewardError, check_rewards, score_all
 
 _HOME = {
@@ -64,8 +64,8 @@ __all__ = [
     "NumericReward",
     "OnError",
     "OverlongPenalty",
-    "RepetitionPenalty",
     "ReasoningGymReward",
+    "RepetitionPenalty",
     "Reward",
     "RewardError",
     "check_rewards",
