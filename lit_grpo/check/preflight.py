@@ -44,6 +44,10 @@ class Preflight(Callback):
         ]
         self._say(trainer, "testing the verifier on the golds")
         self.results += prompts.verifier(encoded, data.rewards, tokenizer, self.gold_format)
+        if module.objective.demonstrations:  # nothing is sampled: neither signal nor engine to look at
+            trainer.should_stop = not self.step
+            self._say(trainer, "one training step")
+            return
         count = min(self.prompts, len(encoded))
         self._say(trainer, f"sampling {count} prompts x {data.group_size} from the untouched model")
         batch: Rollout = data.initial_completions(count)

@@ -111,3 +111,12 @@ def test_a_reward_that_breaks_is_a_line_of_the_table(config, capsys):
 def test_bad_input(config, capsys, arguments, said):
     assert main(["check", "--config", "run.yaml", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_supervised_fine_tuning_samples_nothing_to_look_at(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_grpo.data.make_engine", None)
+    given = ["--model.objective.recipe", "sft", "--data.group_size", "1", "--json", "check.json"]
+    main(["check", "--config", "run.yaml", *given])
+    names = {check["name"] for check in json.loads((tmp_path / "check.json").read_text())["checks"]}
+    assert {"template", "memory", "time"} <= names
+    assert not names & {"signal", "spread", "mismatch", "sampling"}
