@@ -14,6 +14,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.policy import lora
 from lit_grpo.policy.attention import NAMES
 from lit_grpo.policy.batching import Layout, PolicyInput
+from lit_grpo.policy.head import token_stats
 from lit_grpo.policy.routing import Routers
 
 EntropyMode = Literal["none", "detached", "grad"]
@@ -133,17 +134,14 @@ class Policy(nn.Module):
         self, hidden: Tensor, target: Tensor, temperature: float, entropy: EntropyMode, squares: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[m, D], [m] -> log-probability, entropy, sum of squares; [m] each, zeros if not wanted, float32."""
-        logits = self.model.get_output_embeddings()(hidden).float()
-        scaled = logits if temperature == 1.0 else logits / temperature
-        logprobs = scaled.gather(1, target[:, None])[:, 0] - scaled.logsumexp(1)
-        squared = scaled.detach().softmax(1).square().sum(1) if squares else torch.zeros_like(logprobs)
-        if entropy == "none":
-            return logprobs, torch.zeros_like(logprobs), squared
-        with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
-            logp = (logits if entropy == "grad" else logits.detach()).log_softmax(1)
-            # xlogy semantics: a logit of minus infinity contributes nothing.
-            plogp = torch.where(torch.isneginf(logp), torch.zeros_like(logp), logp.exp() * logp)
-            return logprobs, -plogp.sum(1), squared
+        return token_stats(
+            self.model.get_output_embeddings()(hidden),
+            target,
+            temperature,
+            entropy=entropy != "none",
+            entropy_gradient=entropy == "grad",
+            squares=squares,
+        )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, pack_rows
 from lit_grpo.policy.attention import NAMES, register
 from lit_grpo.policy.batching import cut
+from lit_grpo.policy.head import token_stats
 from lit_grpo.policy.load import load_model
 
 WIDTH = 7
@@ -194,3 +195,26 @@ def test_without_a_bound_there_is_one_micro_batch():
     prompts, completions = ids(FIXED)
     for layout in LAYOUTS.values():
         assert len(cut(layout, prompts, completions, tokens=None)) == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_head_computes_what_the_formulas_say(temperature):
+    """Against autograd in float64, one logit being minus infinity."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(5, 11)
+    logits[2, 4] = -torch.inf
+    target = torch.tensor([0, 3, 10, 2, 2])
+    mine, plain = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    logprobs, entropies, squares = token_stats(
+        mine, target, temperature, entropy=True, entropy_gradient=True, squares=True
+    )
+    logq, logp = (plain / temperature).log_softmax(1), plain.log_softmax(1)
+    expected = logq.gather(1, target[:, None])[:, 0]
+    finite = torch.where(logp.isneginf(), 0.0, logp)
+    entropy = -(logp.exp() * finite).sum(1)
+    for found, right in ((logprobs, expected), (entropies, entropy), (squares, logq.exp().square().sum(1))):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+    weights = torch.arange(1.0, 6.0)
+    (logprobs * weights + entropies * weights.flip(0)).sum().backward()
+    (expected * weights + entropy * weights.flip(0)).sum().backward()
+    torch.testing.assert_close(mine.grad.double(), plain.grad.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
