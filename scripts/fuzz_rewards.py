@@ -117,7 +117,7 @@ def exact(text: str) -> tuple[Fraction, list[int]] | None:
 
         def value(node: ast.AST) -> Fraction:
             if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-                return OPERATORS[type(node.op)](value(node.left), value(node.right))  # type: ignore[no-any-return]
+                return OPERATORS[type(node.op)](value(node.left), value(node.right))
             if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
                 return -value(node.operand) if isinstance(node.op, ast.USub) else value(node.operand)
             if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def item(program, fenced=True, **extra):
     return RewardInput(Prompt("p", "q", (1,), None, "", extra), Completion(0, 0, (1,), (0.0,), "stop", 0), text)
 
 
-RIGHT = {
+RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "asserts": ("def add(a, b): return a + b", {"tests": TESTS}),
     "one text": ("def add(a, b): return a + b", {"tests": "\n".join(TESTS)}),
     "entry point": ("def add(a, b): return a + b", {"tests": "def check(f):\n assert f(2, 2) == 4", "entry_point": "add"}),
@@ -76,7 +77,7 @@ RIGHT = {
     "main": ("if __name__ == '__main__':\n print('a  \\nb')", {"cases": [{"input": "", "output": "a\nb"}]}),
 }  # fmt: skip
 
-WRONG = {
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "wrong": ("def add(a, b): return a - b", {"tests": TESTS}),
     "half right": ("def add(a, b): return 3", {"tests": TESTS}),
     "unittest": (
@@ -179,13 +180,14 @@ def test_where_the_program_stands():
 def test_no_program_and_no_tests(reward):
     (score,) = reward.score([item("def add(a, b): return a + b", fenced=False, tests=TESTS)])
     assert (score.value, score.no_answer) == (0.0, True)
-    for extra in (
+    broken: list[dict[str, Any]] = [
         {},
         {"tests": []},
         {"tests": [" "]},
         {"cases": []},
         {"tests": TESTS, "cases": [{"input": "", "output": ""}]},
-    ):
+    ]
+    for extra in broken:
         with pytest.raises(RewardError, match="ValueError: row 'p' has"):
             score_all([reward], [item("x = 1", **extra)])
     with pytest.raises(RewardError, match="SyntaxError"):
@@ -198,7 +200,8 @@ def test_names_of_the_solution_are_told_by_the_test():
 
 
 def test_values_survive_the_way():
-    for value in (float("inf"), -0.0, 2**60, -(2**60), {"a": (1, {2: {3}})}, b"", [], ()):
+    values: list[Any] = [float("inf"), -0.0, 2**60, -(2**60), {"a": (1, {2: {3}})}, b"", [], ()]
+    for value in values:
         assert repr(unpack(read(write(pack(value))), int)) == repr(value)
 
 

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
-        server = self.server
+        server: Any = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = body["messages"][0]["content"]
         mark = re.findall(r"^(VERDICT-[0-9a-f]{16}): ", prompt, re.M)[-1]
@@ -80,6 +81,11 @@ def item(text="It is 4.", answer="4", question="2 + 2?"):
     return RewardInput(Prompt("p", question, (1,), answer), Completion(0, 0, (1,), (0.0,), "stop", 0), text)
 
 
+def detail(score, key):
+    assert score.details is not None
+    return score.details[key]
+
+
 def honest(prompt, mark, number):
     """Says CORRECT where the completion ends in the answer."""
     completion = prompt.split(f"<{mark}>")[1].split(f"</{mark}>")[0].strip()
@@ -93,7 +99,7 @@ def test_grades_come_back_in_order_with_agreement(judge, monkeypatch):
     batch = [item(), item("It is 5."), item("4 it is not, 4"), item("4 or so: four")]
     scores = score_all([reward], batch)["judge"]
     assert [s.value for s in scores] == [1.0, 0.0, 1.0, 0.0]
-    assert [s.details["agreement"] for s in scores] == [1.0, 1.0, 1.0, 0.0]
+    assert [detail(s, "agreement") for s in scores] == [1.0, 1.0, 1.0, 0.0]
     path, headers, body = server.requests[0]
     assert (path, headers["Authorization"], body["model"], body["temperature"]) == (
         "/v1/chat/completions", "Bearer k-1", "a-model", 0.0
@@ -143,7 +149,7 @@ def test_a_busy_server_is_asked_again(judge):
 
     reward, server = judge(busy)
     (score,) = reward.score([item()])
-    assert (score.value, len(server.requests), score.details["attempts"]) == (1.0, 4, 4.0)
+    assert (score.value, len(server.requests), detail(score, "attempts")) == (1.0, 4, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +208,11 @@ def test_verdicts_are_found_again_on_disk(judge, tmp_path):
     assert [s.value for s in first.score([item(), item("5")])] == [1.0, 0.0]
     again = JudgeReward(server.url, "a-model", cache=str(tmp_path / "cache"))
     scores = again.score([item(), item("5")])
-    assert [(s.value, s.details["cached"]) for s in scores] == [(1.0, 1.0), (0.0, 1.0)]
+    assert [(s.value, detail(s, "cached")) for s in scores] == [(1.0, 1.0), (0.0, 1.0)]
     assert len(server.requests) == 2
-    assert again.score([item("also 4")])[0].details["cached"] == 0.0
+    assert detail(again.score([item("also 4")])[0], "cached") == 0.0
     other = JudgeReward(server.url, "another-model", cache=str(tmp_path / "cache"))
-    assert other.score([item()])[0].details["cached"] == 0.0
+    assert detail(other.score([item()])[0], "cached") == 0.0
     for file in (tmp_path / "cache").rglob("*.json"):
         file.write_text("{broken")
     assert [s.value for s in again.score([item(), item("5")])] == [1.0, 0.0]
