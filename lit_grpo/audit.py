@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lit_grpo.metrics import StepMetrics
+from lit_grpo.metrics import Reduce, StepMetrics
 from lit_grpo.objectives.tensors import masked
 from lit_grpo.types import Experience, Rollout
 
@@ -154,10 +154,15 @@ def prefix_pushed_down(experience: Experience, advantages: Sequence[float]) -> t
 
 
 @torch.no_grad()
-def update_size(optimizer: torch.optim.Optimizer) -> float | None:
+def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) -> float | None:
     """Norm of the last AdamW step over the norm of the weights it moved; None if it took none, or is no Adam.
 
-    Measured on up to :data:`SAMPLED` elements of every matrix. Call it before the schedule moves the learning rate on.
+    Measured on up to :data:`SAMPLED` elements of every matrix, or of this rank's shard of it. Call it before the
+    schedule moves the learning rate on.
+
+    Args:
+        optimizer: that has taken the step.
+        reduce: sum over ranks that hold different shards.
     """
     moved = weights = 0.0
     for group in optimizer.param_groups:
@@ -172,6 +177,8 @@ def update_size(optimizer: torch.optim.Optimizer) -> float | None:
         delta = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * w
         moved += float(group["lr"]) ** 2 * float(delta.square().sum())
         weights += float(w.square().sum())
+    if reduce is not None:
+        moved, weights = reduce(torch.tensor([moved, weights], dtype=torch.float64)).tolist()
     return (moved / weights) ** 0.5 if weights else None
 
 

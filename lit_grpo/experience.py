@@ -31,16 +31,24 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
     ).to(device)
 
 
-def minibatches(batch: Rollout, prompts: int | None, steps: int, seed: int) -> Iterator[Tensor]:
+def minibatches(
+    batch: Rollout, prompts: int | None, steps: int, seed: int, *, rank: int = 0, world_size: int = 1
+) -> Iterator[Tensor]:
     """Completions of each optimizer step: whole groups, each group equally often, in a seeded order.
 
+    The order is that of all ranks' groups, so that a step is the same however they are spread; a rank may have none of
+    a step's groups.
+
     Args:
-        batch: the rollout.
-        prompts: groups in each step; None: all.
+        batch: this rank's part of the rollout.
+        prompts: groups in each step, over all ranks; None: all.
         steps: optimizer steps.
         seed: of the order.
+        rank: of this process.
+        world_size: number of processes.
     """
-    groups = len(batch.prompts)
+    own = len(batch.prompts)
+    groups, first = own * world_size, own * rank
     size = min(prompts or groups, groups)
     generator = torch.Generator().manual_seed(seed)
     done = 0
@@ -48,6 +56,7 @@ def minibatches(batch: Rollout, prompts: int | None, steps: int, seed: int) -> I
         order = torch.arange(groups) if size == groups else torch.randperm(groups, generator=generator)
         for start in range(0, groups, size):
             chosen = order[start : start + size].sort().values
+            chosen = chosen[(chosen >= first) & (chosen < first + own)] - first
             yield (chosen[:, None] * batch.group_size + torch.arange(batch.group_size)).flatten()
             done += 1
 

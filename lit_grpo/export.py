@@ -139,9 +139,9 @@ def _read(path: Path) -> dict[str, Any]:
 
     try:
         if path.is_dir():
-            from lightning.fabric.utilities.load import _load_distributed_checkpoint
+            from lit_grpo.sharded_checkpoint import read_sharded
 
-            content: Any = _load_distributed_checkpoint(path)
+            content: Any = read_sharded(path, optimizers=False)
         else:
             content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:

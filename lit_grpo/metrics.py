@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from lit_grpo.types import Rollout, Sum
@@ -39,10 +41,20 @@ class StepMetrics:
         for key, value in (maxima or {}).items():
             self.maximum(key, value)
 
+    def agree(self, world_size: int) -> None:
+        """Hold the keys of all ranks: one that had nothing to do in a step does not know those of its losses."""
+        keys: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(keys, (sorted(self.sums), sorted(self.maxima)))
+        for sums, maxima in keys:
+            for key in sums:
+                self.add(key, 0.0, 0.0)
+            for key in maxima:
+                self.maximum(key, float("-inf"))
+
     def compute(self, reduce_sum: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
         """Means and maxima of the whole step. A mean over nothing is left out.
 
-        With more than one rank every rank must hold the same keys.
+        With more than one rank every rank must hold the same keys, see :meth:`agree`.
         """
         keys, peaks = sorted(self.sums), sorted(self.maxima)
         sums = torch.tensor(

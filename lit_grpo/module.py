@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -18,19 +19,22 @@ from lit_grpo.audit import add_audit_metrics
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.experience import make_experience
+from lit_grpo.fsdp import data_mesh
 from lit_grpo.guards import GuardConfig
 from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.trust_regions import Rspo
 from lit_grpo.passes import OptimizerStep, Passes
+from lit_grpo.plain import typed
+from lit_grpo.policy import sharding as shards
 from lit_grpo.policy.batching import Layout, PolicyInput
-from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
+from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, ShardingConfig
 from lit_grpo.policy.critic import Critic, make_critic
 from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer
 from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
 from lit_grpo.policy.policy import Policy
-from lit_grpo.run_objective import check_objective, monte_carlo, resolve
+from lit_grpo.run_objective import check_objective, measure_initial_entropy, monte_carlo, resolve
 from lit_grpo.types import Experience, Rollout
 from lit_grpo.update import Updater, trained_models
 
@@ -60,12 +64,13 @@ class LitGRPO(pl.LightningModule):
         routing_replay: ``old``: in every update tokens go through the experts that the policy before the first update
             chose for them (mixture-of-experts models, several updates per rollout).
         updates_per_rollout: optimizer steps on each rollout.
-        minibatch_prompts: prompts in each optimizer step (whole groups); None: all of the rollout's.
+        minibatch_prompts: prompts in each optimizer step (whole groups), over all ranks; None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
         max_staleness: a batch sampled with weights more rollouts old than this is refused. 0: strictly on-policy; above
             0 the objective's ``sampler_correction`` is ``tis_token`` unless it is set.
         max_skipped_steps: the run stops after this many skipped optimizer steps (non-finite or vetoed) in a row.
         guards: what stops a run whose engine and learner disagree.
+        sharding: how the models are split over ranks under ``trainer.strategy: fsdp``.
     """
 
     def __init__(
@@ -85,13 +90,14 @@ class LitGRPO(pl.LightningModule):
         max_staleness: int = 0,
         max_skipped_steps: int = 10,
         guards: GuardConfig = GuardConfig(),  # noqa: B008
+        sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.policy_config = _typed(PolicyConfig, policy)
-        self.objective_config = _typed(ObjectiveConfig, objective)
-        self.optimizer_config = _typed(OptimizerConfig, optimizer)
-        self.reference_config = _typed(ReferenceConfig, reference)
+        self.policy_config = typed(PolicyConfig, policy)
+        self.objective_config = typed(ObjectiveConfig, objective)
+        self.optimizer_config = typed(OptimizerConfig, optimizer)
+        self.reference_config = typed(ReferenceConfig, reference)
         refresh_every = self.reference_config.refresh_every
         for name, value in (
             ("micro_batch_tokens", micro_batch_tokens),
@@ -107,7 +113,7 @@ class LitGRPO(pl.LightningModule):
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
         self.objective: Objective = resolve(self.objective_config, max_staleness)
-        self.critic_config: CriticConfig | None = None if critic is None else _typed(CriticConfig, critic)
+        self.critic_config: CriticConfig | None = None if critic is None else typed(CriticConfig, critic)
         if self.critic_config is None and self.objective.advantage.critic:
             self.critic_config = CriticConfig()
             rank_zero_info(
@@ -121,7 +127,8 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
-        self.guards: GuardConfig = _typed(GuardConfig, guards)
+        self.guards: GuardConfig = typed(GuardConfig, guards)
+        self.sharding_config: ShardingConfig = typed(ShardingConfig, sharding)
         self.save_hyperparameters(
             {
                 "policy": asdict(self.policy_config),
@@ -139,6 +146,7 @@ class LitGRPO(pl.LightningModule):
                 "max_staleness": max_staleness,
                 "max_skipped_steps": max_skipped_steps,
                 "guards": asdict(self.guards),
+                "sharding": asdict(self.sharding_config),
             },
             logger=False,
         )
@@ -175,6 +183,8 @@ class LitGRPO(pl.LightningModule):
         self._run_shape: dict[str, int] = {}
         self._tokenizer: Any = None
         self._restored_rng: dict[str, Any] | None = None
+        self._make: Callable[[Callable[[], Any]], Any] = lambda make: make()
+        """Makes a model, or the shards of one."""
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -250,15 +260,20 @@ class LitGRPO(pl.LightningModule):
             return
         if self.routing_replay != "none":
             check_replay(self.policy_config)
-        self.policy = Policy(load_model(self.policy_config), self.policy_config.logits_chunk)
-        if self.critic_config is not None:
-            self.critic = make_critic(self.policy_config, self.critic_config)
+        mesh = data_mesh(self)
+        self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
+        self.policy = self._make(self._new_policy)
+        if (config := self.critic_config) is not None:
+            self.critic = self._make(lambda: make_critic(self.policy_config, config))
         if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
             self.reference = self._initial_policy()
 
     def _initial_policy(self) -> Policy:
         """The policy before training, whatever has been trained or restored since; without gradient."""
-        return Policy(load_model(self.policy_config), self.policy_config.logits_chunk).requires_grad_(False)
+        return cast(Policy, self._make(lambda: self._new_policy().requires_grad_(False)))
+
+    def _new_policy(self) -> Policy:
+        return Policy(load_model(self.policy_config), self.policy_config.logits_chunk)
 
     def configure_optimizers(self) -> Any:
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
@@ -274,9 +289,23 @@ class LitGRPO(pl.LightningModule):
     def on_fit_start(self) -> None:
         self._policy.check(self.layout, replay=self.routing_replay != "none")
         if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
-            self._frozen_reference.append(self._initial_policy().to(self.device))
+            reference = self._initial_policy()
+            self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
+        if self.sharded:
+            self.reshard()
+            for optimizer in self.trainer.strategy.optimizers:
+                shards.begin_optimizer(optimizer)
         if isinstance(self.objective.trust_region, Rspo) and not self._policy.routes:
             rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the models are in shards: then all ranks must make the same passes in the same order."""
+        return shards.is_sharded(self._policy)
+
+    def reshard(self) -> None:
+        """Put gathered weights back into shards, see :func:`lit_grpo.policy.sharding.reshard`."""
+        shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
 
     @property
     def _policy(self) -> Policy:
@@ -295,7 +324,10 @@ class LitGRPO(pl.LightningModule):
     def _passes(self) -> Passes:
         reference = self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
         replay = self.routing_replay == "old" and self.updates_per_rollout * self.objective.passes > 1
-        return Passes(self._policy, reference, self.critic, self.micro_batches, self._inputs, replay)
+        most = partial(shards.largest_counts, device=self.device) if self.sharded else None
+        return Passes(
+            self._policy, reference, self.critic, self.micro_batches, self._inputs, replay, None, most, self.device
+        )
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
@@ -330,6 +362,7 @@ class LitGRPO(pl.LightningModule):
     def _refresh_reference(self) -> None:
         every = self.reference_config.refresh_every
         if self.reference is not None and every is not None and self.policy_version % every == 0:
+            self.reshard()
             for old, new in zip(self.reference.parameters(), self._policy.parameters(), strict=True):
                 old.copy_(new)
 
@@ -352,7 +385,9 @@ class LitGRPO(pl.LightningModule):
 
     def _minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         seed = rng.derive_seed("minibatches", self._seed, batch.index)
-        return shape.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed)
+        trainer = self._trainer
+        ranks = {} if trainer is None else {"rank": trainer.global_rank, "world_size": trainer.world_size}
+        return shape.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed, **ranks)
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -390,7 +425,8 @@ class LitGRPO(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- logging
 
     def _log(self, batch: Rollout, metrics: StepMetrics, staleness: int, seconds: float) -> None:
-        many = self.trainer.world_size > 1
+        if many := self.trainer.world_size > 1:
+            metrics.agree(self.trainer.world_size)
         values = metrics.compute(self.reduce_sum if many else None, self.reduce_max if many else None)
         values |= diagnostics.derive(values) | batch.metrics
         values |= {
@@ -454,31 +490,4 @@ class LitGRPO(pl.LightningModule):
         if self._restored_rng is not None:
             rng.set_state(self._restored_rng)
             self._restored_rng = None
-        self._measure_initial_entropy()
-
-    def _measure_initial_entropy(self) -> None:
-        """<H> of the untouched model, for objectives that compare with it: once in a run, resumed or not."""
-        count = self.objective.initial_entropy_prompts
-        if not count or self.objective_state.get("initial_entropy") is not None:
-            return
-        source = getattr(getattr(self.trainer, "datamodule", None), "initial_completions", None)
-        if source is None:
-            raise UserError(
-                f"{self.objective.name} compares with the entropy of the untouched model, "
-                "which only RolloutDataModule lets it measure",
-                where="model.objective.initial_entropy",
-                remedy="set initial_entropy to the measured mean, in nats",
-            )
-        entropy = self._passes.sequence_entropy(source(count)).double()
-        total, number = self.reduce_sum(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
-        self.objective.set_initial_entropy(self.objective_state, total / number)
-        rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
-
-
-def _typed(cls: type, value: Any) -> Any:
-    """A dataclass from itself or from its plain form in a checkpoint."""
-    if is_dataclass(value):
-        return value
-    from lit_grpo.plain import from_plain
-
-    return from_plain(cls, value)
+        measure_initial_entropy(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -15,10 +15,11 @@ from lit_grpo.metrics import StepMetrics
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.tensors import token_mean
 from lit_grpo.objectives.trust_regions import Rspo, router_factor
-from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.policy.batching import PolicyInput, pad_rows
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats
 from lit_grpo.policy.routing import RoutingTable
+from lit_grpo.policy.sharding import reshard
 from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 
 OF_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
@@ -51,6 +52,38 @@ class Passes:
     """The experts that the old policy chooses are used again in every update; see :mod:`lit_grpo.policy.routing`."""
     routing: RoutingTable | None = None
     """Those of the rollout at hand, once it is filled."""
+    largest: Callable[[Sequence[int]], list[int]] | None = None
+    """Of sharded models: the largest of each number over all ranks. Their passes are collectives, so a rank with fewer
+    micro-batches than another makes up for it with passes that count nothing."""
+
+    device: torch.device | str = "cpu"
+    """On which the models compute."""
+
+    def aligned(self, *parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
+        """(which list, micro-batch) in order, each list filled up with None to its length on other ranks."""
+        counts = [len(part) for part in parts]
+        if self.largest is not None:
+            counts = self.largest(counts)
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            yield from ((number, rows) for rows in part)
+            yield from ((number, None) for _ in range(count - len(part)))
+
+    def idle(self, step: OptimizerStep) -> Tensor:
+        """The passes of :meth:`loss` on a single token: 0, with gradients of 0 for every weight that learns."""
+        total = torch.zeros((), device=self.device)
+        inputs = self._one_token()
+        if self.critic is not None and "values" in step.objective.loss_requires():
+            total = total + self.critic(inputs).sum()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not step.warmup):
+            total = total + self.policy(inputs, 1.0, "none").logprobs.sum()
+        return total * 0.0
+
+    def _one_token(self) -> PolicyInput:
+        return pad_rows([(0,)], [(0,)], width=1, device=self.device)
+
+    def rest(self) -> None:
+        """Give back what passes without gradient left gathered."""
+        reshard(self.policy, self.reference, self.critic)
 
     def fill(self, batch: Rollout, experience: Experience, needed: frozenset[str]) -> None:
         """Put the fields named in ``needed`` (see ``Objective.requires``) into ``experience``.
@@ -68,31 +101,35 @@ class Passes:
             groups = experience.group_ids.cpu()
             self.routing = RoutingTable(lengths[groups], groups, experience.width)
         if self.replay or needed & (OF_POLICY | {"ref_logprobs", "values"}):
-            for rows in self.micro_batches(batch, everything):
-                for name, values in self._without_gradient(batch, rows, needed).items():
-                    found[name].append((rows, values))
+            for _, rows in self.aligned(list(self.micro_batches(batch, everything))):
+                inputs = self._one_token() if rows is None else self.inputs(batch, rows)
+                for name, values in self._without_gradient(inputs, rows, batch.temperature, needed).items():
+                    if rows is not None:
+                        found[name].append((rows, values))
         if "score_sqnorm" in needed:
             norms = [self.score_sqnorm(batch, row) for row in everything.split(1)]
             experience.score_sqnorm = torch.stack(norms)
         for name, parts in found.items():
             assert name in {f.name for f in fields(experience)}
             setattr(experience, name, gather_rows(parts, len(batch.completions)))
+        self.rest()
 
     @torch.no_grad()
-    def _without_gradient(self, batch: Rollout, rows: Tensor, needed: frozenset[str]) -> dict[str, Tensor]:
-        """Fields of some completions, [n, T, ...]."""
-        inputs = self.inputs(batch, rows)
+    def _without_gradient(
+        self, inputs: PolicyInput, rows: Tensor | None, temperature: float, needed: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Fields of some completions, [n, T, ...]; ``rows`` None: of none, see :meth:`aligned`."""
         out: dict[str, Tensor | None] = {}
         if self.replay or needed & OF_POLICY:
             stats = self.policy(
                 inputs,
-                batch.temperature,
+                temperature,
                 "detached" if "entropy" in needed else "none",
                 squares="sum_squared_probs" in needed,
                 experts="active" if "router_logscores_old" in needed else None,
                 routing="seen" if self.replay else None,
             )
-            if self.routing is not None:
+            if self.routing is not None and rows is not None:
                 assert stats.routing is not None
                 self.routing.put(inputs, rows, stats.routing)
             out["old_logprobs"] = stats.logprobs if "old_logprobs" in needed else None
@@ -101,7 +138,7 @@ class Passes:
             out["router_logscores_old"], out["router_experts_old"] = stats.router_logscores, stats.router_experts
         if "ref_logprobs" in needed:
             assert self.reference is not None
-            out["ref_logprobs"] = self.reference(inputs, batch.temperature, "none").logprobs
+            out["ref_logprobs"] = self.reference(inputs, temperature, "none").logprobs
         if "values" in needed:
             assert self.critic is not None
             out["values"] = self.critic(inputs)
@@ -169,6 +206,8 @@ class Passes:
 
         Exact, and slow: a backward pass for each completion by itself.
         """
+        if self.policy.sharded:
+            raise RuntimeError("sharded weights have no gradient of a single completion")
         weights = [p for p in self.policy.parameters() if p.requires_grad]
         with torch.enable_grad():
             stats = self.policy(self.inputs(batch, row), batch.temperature, "none")
@@ -180,10 +219,14 @@ class Passes:
     def sequence_entropy(self, batch: Rollout) -> Tensor:
         """<H>_i: mean entropy over the tokens of each completion, [N]; 0 for an empty one."""
         parts = []
-        for rows in self.micro_batches(batch, torch.arange(len(batch.completions))):
-            stats = self.policy(self.inputs(batch, rows), batch.temperature, "detached")
+        for _, rows in self.aligned(list(self.micro_batches(batch, torch.arange(len(batch.completions))))):
+            inputs = self._one_token() if rows is None else self.inputs(batch, rows)
+            stats = self.policy(inputs, batch.temperature, "detached")
+            if rows is None:
+                continue
             lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()])
             mask = torch.arange(stats.logprobs.shape[1])[None, :] < lengths[:, None]
             assert stats.entropy is not None
             parts.append((rows, token_mean(stats.entropy, mask.to(stats.entropy.device))))
+        self.rest()
         return gather_rows(parts, len(batch.completions))

@@ -34,3 +34,8 @@ def _convert(hint: Any, item: Any) -> Any:
     if isinstance(item, list) and typing.get_origin(hint) is tuple:
         return tuple(item)
     return item
+
+
+def typed(cls: type, value: Any) -> Any:
+    """A dataclass from itself or from its plain form in a checkpoint."""
+    return value if is_dataclass(value) else from_plain(cls, value)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.sampler_correction import TisToken
+
+if TYPE_CHECKING:
+    from lit_grpo.module import LitGRPO
 
 
 def resolve(config: ObjectiveConfig, max_staleness: int) -> Objective:
@@ -60,3 +64,26 @@ def monte_carlo(objective: Objective) -> Objective:
     """The same with Monte Carlo returns as the critic's targets: lambda 1."""
     advantage: Any = objective.advantage
     return replace(objective, advantage=replace(advantage, gae_lambda=1.0))
+
+
+def measure_initial_entropy(module: LitGRPO) -> None:
+    """<H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
+
+    Raises:
+        UserError: there is no data module to sample the completions from.
+    """
+    count = module.objective.initial_entropy_prompts
+    if not count or module.objective_state.get("initial_entropy") is not None:
+        return
+    source = getattr(getattr(module.trainer, "datamodule", None), "initial_completions", None)
+    if source is None:
+        raise UserError(
+            f"{module.objective.name} compares with the entropy of the untouched model, "
+            "which only RolloutDataModule lets it measure",
+            where="model.objective.initial_entropy",
+            remedy="set initial_entropy to the measured mean, in nats",
+        )
+    entropy = module._passes.sequence_entropy(source(count)).double()
+    total, number = module.reduce_sum(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
+    module.objective.set_initial_entropy(module.objective_state, total / number)
+    rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")

@@ -16,6 +16,7 @@ from lit_grpo.errors import StopRun
 from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep, Passes
 from lit_grpo.policy.optimizer import clip_gradients
+from lit_grpo.policy.sharding import dtype_of
 from lit_grpo.types import Rollout
 
 _BUCKET = 16 * 1024**2
@@ -84,10 +85,16 @@ class Updater:
         active = plan.active.cpu()
         # Completions that the objective multiplies by zero need no gradient, only their place in the metrics: a few of
         # them stand for all.
-        probed, weights = self._probe(batch, step, rows[~active], bool(active.any()))
+        probed, weights = self._probe(batch, step, rows[~active])
         learning = list(module.micro_batches(batch, rows[active]))
-        for k, chosen in enumerate([*learning, *module.micro_batches(batch, probed)]):
-            learns = k < len(learning)
+        for number, chosen in self.passes.aligned(learning, list(module.micro_batches(batch, probed))):
+            learns = number == 0
+            if chosen is None:  # another rank has more
+                with torch.set_grad_enabled(learns):
+                    nothing = self.passes.idle(step)
+                if learns:
+                    module.manual_backward(nothing)
+                continue
             shares = None if learns else weights[shape.positions(probed, chosen)]
             with torch.set_grad_enabled(learns):
                 part = plan.select(shape.positions(rows, chosen).to(module.device))
@@ -107,11 +114,12 @@ class Updater:
                 each = torch.ones(len(chosen), dtype=torch.float64) if shares is None else shares
                 metrics.add("entropy", (stats.entropy.detach().sum(1).cpu() * each).sum(), (tokens * each).sum())
         metrics.add("filter/dropped", (~plan.kept).sum(), len(rows))
+        self.passes.rest()  # before any weight changes
         if guard is not None:
             if len(rows) == len(batch.completions):
                 self._keep(seen_first, len(rows))
             guard.check_truncation(module.guards)
-            guard.check(module.guards, module.reduce_or_none, next(module.parameters()).dtype)
+            guard.check(module.guards, module.reduce_or_none, dtype_of(self.passes.policy))
         if plan.empty:
             module.empty_steps += 1
             metrics.add("loss", 0.0)
@@ -136,24 +144,20 @@ class Updater:
             self._skip(objection)
             return
         module.skipped_in_a_row = 0
+        reduce = module.reduce_sum if module.sharded else None
         for model in models:
             model.optimizer.step()
-            if (size := update_size(model.optimizer)) is not None:
+            if (size := update_size(model.optimizer, reduce)) is not None:
                 metrics.add(f"{model.prefix}update_size", size)
             model.scheduler.step()
         module.optimizer_steps += not step.warmup
         module.critic_steps += module.critic is not None
 
-    def _probe(
-        self, batch: Rollout, step: OptimizerStep, inactive: torch.Tensor, some_learn: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _probe(self, batch: Rollout, step: OptimizerStep, inactive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which completions without gradient go through the models, and how many each stands for in the metrics."""
         module = self.module
         seed = rng.derive_seed("probe", rng.run_seed(), batch.index, module.optimizer_steps, step.pass_index)
-        probed, weights = shape.probe(batch, inactive, module.probe_completions, seed)
-        if not len(probed) and not some_learn and module.trainer.world_size > 1:
-            return step.rows[:1], torch.zeros(1, dtype=torch.float64)  # ranks must log the same keys
-        return probed, weights
+        return shape.probe(batch, inactive, module.probe_completions, seed)
 
     def _keep(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], count: int) -> None:
         """What the learner said of each token before any weight changed, NaN where it was not asked."""

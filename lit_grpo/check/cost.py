@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lit_grpo.check.result import Result
+from lit_grpo.policy.sharding import local
 
 GIB = 1024**3
 TIGHT = 0.9
@@ -57,12 +58,13 @@ def _read(path: str) -> str:
 
 
 def weights(module: Any) -> dict[str, int]:
-    """Bytes of weights, gradients and AdamW's two moments of everything the module holds."""
+    """Bytes of weights, gradients and AdamW's two moments of everything the module holds on this rank."""
     parts: list[nn.Module] = [m for m in (module.policy, module.critic, module.reference) if m is not None]
     parts += module._frozen_reference
     params = {id(p): p for part in parts for p in part.parameters()}.values()
-    trained = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
-    return {"weights": sum(p.numel() * p.element_size() for p in params), "gradients": trained, "moments": 2 * trained}
+    held = [(local(p).numel() * p.element_size(), p.requires_grad) for p in params]
+    trained = sum(size for size, learns in held if learns)
+    return {"weights": sum(size for size, _ in held), "gradients": trained, "moments": 2 * trained}
 
 
 def longest_pass(module: Any, limit: int, vocabulary: int) -> int:

@@ -18,7 +18,7 @@ from lit_grpo.cli.explain import Explainer
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.layers import Layer
 from lit_grpo.cli.leaks import refuse_leaks
-from lit_grpo.cli.strategy import resolve_strategy
+from lit_grpo.cli.strategy import readers, resolve_strategy
 from lit_grpo.data import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
@@ -167,6 +167,7 @@ class TrainingCLI(LightningCLI):
             ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
         ours = [callback for callback in ours if not any(isinstance(other, type(callback)) for other in given)]
         config["strategy"] = resolve_strategy(config["strategy"])
+        config["plugins"] = readers(config.get("plugins"), config["strategy"])
         self._continue_run(config.get("logger"))
         try:
             return super()._instantiate_trainer(config, ours)

@@ -6,20 +6,48 @@ from typing import Any
 
 from lit_grpo.errors import UserError
 
-# FSDP1: refuses CPU and norm clipping, and ends with Lightning's next major version.
-_FSDP1 = ("fsdp_cpu_offload",)
-
 
 def resolve_strategy(strategy: Any) -> Any:
-    """The strategy for the Trainer. ``fsdp`` is FSDP2 (Lightning's ModelParallelStrategy), never FSDP1.
+    """The strategy for the Trainer. ``fsdp`` is FSDP2, with all ranks in one data-parallel dimension.
 
     Raises:
-        UserError: sharding, which the policy does not do yet.
+        UserError: FSDP1, or tensor parallelism.
     """
-    if strategy == "fsdp" or strategy in _FSDP1 or type(strategy).__name__ in ("FSDPStrategy", "ModelParallelStrategy"):
+    if strategy == "fsdp_cpu_offload":
         raise UserError(
-            "the policy cannot be sharded over devices yet",
+            "fsdp_cpu_offload is Lightning's FSDP1, which cannot clip gradients by norm",
             where="trainer.strategy",
-            remedy="use `strategy: auto` with one device, or `strategy: ddp` with several",
+            remedy="use `strategy: fsdp`, which is FSDP2, and `model: {sharding: {cpu_offload: true}}`",
         )
-    return strategy
+    if type(strategy).__name__ == "FSDPStrategy":
+        raise UserError(
+            "FSDPStrategy is Lightning's FSDP1, which cannot clip gradients by norm",
+            where="trainer.strategy",
+            remedy="use `strategy: fsdp`, which is FSDP2; model.sharding has its settings",
+        )
+    named = type(strategy).__name__
+    if strategy != "fsdp" and named != "ModelParallelStrategy":
+        return strategy
+    from lit_grpo.fsdp import FSDP2Strategy
+
+    if strategy == "fsdp":
+        return FSDP2Strategy()
+    if strategy._tensor_parallel_size not in ("auto", 1):
+        raise UserError(
+            f"tensor_parallel_size is {strategy._tensor_parallel_size}, and the learner does no tensor parallelism",
+            where="trainer.strategy.init_args.tensor_parallel_size",
+            remedy="leave it out; data.engine.args.tensor_parallel_size is that of vLLM's rollouts",
+        )
+    return FSDP2Strategy(strategy._process_group_backend, strategy._timeout)
+
+
+def readers(plugins: Any, strategy: Any) -> Any:
+    """The Trainer's plugins, with one that reads folders of shards where the run is not sharded itself."""
+    from lightning.pytorch.plugins.io import CheckpointIO
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from lit_grpo.sharded_checkpoint import AnyCheckpointIO
+
+    given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
+    reads = any(isinstance(plugin, CheckpointIO) for plugin in given)
+    return given if reads or isinstance(strategy, ModelParallelStrategy) else [*given, AnyCheckpointIO()]

@@ -51,8 +51,10 @@ def make_engine(
     if config.name == "transformers":
         from lit_grpo.engines.transformers import TransformersEngine
 
-        model = policy.without_adapters() if beside_learner else policy.model
-        return TransformersEngine(model, end_token_ids, config.batch_size, own_weights=beside_learner)
+        # A sharded model does not sample: each token would gather every weight, on all ranks alike.
+        own = beside_learner or policy.sharded
+        model = policy.without_adapters() if own else policy.model
+        return TransformersEngine(model, end_token_ids, config.batch_size, own_weights=own)
     if config.name == "vllm_server":
         from lit_grpo.engines.vllm_server import make_vllm_server
 

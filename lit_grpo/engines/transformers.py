@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_grpo.engines.base import EngineError, NamedWeights
@@ -85,14 +84,16 @@ class TransformersEngine:
         rows = [_Row(r.index, s, r.token_ids, seed) for r in requests for s, seed in enumerate(r.seeds)]
         # Prompts of like length share a batch, which saves padding; samples of a prompt stay side by side.
         rows.sort(key=lambda row: (len(row.prompt), row.request, row.sample))
-        for start in range(0, len(rows), self.batch_size):
-            try:
+        learns = self.model.training
+        self.model.eval()  # gradient checkpointing, on in training mode, would drop the key-value cache
+        try:
+            for start in range(0, len(rows), self.batch_size):
                 yield from self._decode(rows[start : start + self.batch_size], sampling)
-            except torch.OutOfMemoryError as error:
-                torch.cuda.empty_cache()
-                raise EngineError(
-                    f"no memory for {self.batch_size} samples at once: {error}", transient=True
-                ) from error
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise EngineError(f"no memory for {self.batch_size} samples at once: {error}", transient=True) from error
+        finally:
+            self.model.train(learns)
 
     @torch.no_grad()
     def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[Completion]:
@@ -169,6 +170,7 @@ class TransformersEngine:
     @torch.no_grad()
     def _can_share(self) -> bool:
         """Whether the model decodes through a :class:`GroupCache` as it does through its own; tried on a few tokens."""
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 

@@ -1,7 +1,15 @@
 """The model that is trained: loading, log-probabilities and entropies, weights by name."""
 
 from lit_grpo.policy.batching import Layout, PolicyInput, pack_rows, pad_rows, share_prompts
-from lit_grpo.policy.config import CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, TinyModel
+from lit_grpo.policy.config import (
+    CriticConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    ShardingConfig,
+    TinyModel,
+)
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.policy import Policy, TokenStats
 
@@ -15,6 +23,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyInput",
     "ReferenceConfig",
+    "ShardingConfig",
     "TinyModel",
     "TokenStats",
     "pack_rows",

@@ -143,7 +143,7 @@ def load_model_config(config: PolicyConfig) -> Any:
 
 def load_model(config: PolicyConfig) -> PreTrainedModel:
     """The causal language model with its weights and new adapters if it trains by LoRA, in evaluation mode apart from
-    gradient checkpointing.
+    gradient checkpointing. Under ``torch.device("meta")`` the same model without weights, which are not read then.
     """
     check_policy(config)
     from transformers import AutoModelForCausalLM
@@ -156,6 +156,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
             torch.manual_seed(config.tiny.seed)
             tiny_config = _tiny_config(config.tiny)
             model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=form)
+    elif torch.empty(0).is_meta:
+        model = _skeleton(config, dtype, form)
     else:
         with _named_errors(config):
             model = AutoModelForCausalLM.from_pretrained(
@@ -163,9 +165,20 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
             )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # checkpointing is off in evaluation mode, and nothing else differs: dropout is off for good
     if config.lora is not None:
         add_adapters(model, config.lora)
     return model
+
+
+def _skeleton(config: PolicyConfig, dtype: torch.dtype, form: str) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _named_errors(config):
+        shape, rest = AutoConfig.from_pretrained(_location(config), return_unused_kwargs=True, **config.model_args)
+        known = {key: rest[key] for key in ("trust_remote_code",) if key in rest}
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=form, **known)
+    return model.eval()
 
 
 def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from lit_grpo.policy.attention import NAMES
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.head import token_stats
 from lit_grpo.policy.routing import Routers
+from lit_grpo.policy.sharding import dtype_of, is_sharded, reshard
 
 EntropyMode = Literal["none", "detached", "grad"]
 
@@ -57,6 +59,11 @@ class Policy(nn.Module):
         self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
         switch_off_dropout(model)
         self._routers: Routers | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether its weights are in shards, see :mod:`lit_grpo.policy.sharding`."""
+        return is_sharded(self)
 
     @property
     def routes(self) -> bool:
@@ -148,17 +155,35 @@ class Policy(nn.Module):
 
         Adapters come merged into the weights that they change, under those weights' names; the training weights stay.
         """
+        reshard(self)
         parameters = dict(self.model.named_parameters())
         yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
 
     def without_adapters(self) -> nn.Module:
-        """The model, or, if it has adapters, a copy with them merged in: ``named_weights`` fit into it."""
+        """The model, or, if it has adapters, a copy with them merged in: ``named_weights`` fit into it.
+
+        Of a sharded policy a whole model with weights that mean nothing yet.
+        """
+        if is_sharded(self):
+            return self._whole_model()
         return lora.without_adapters(self.model) if lora.has_adapters(self.model) else self.model
 
     def free_routers(self) -> None:
         """Let the routers choose again, also where others run the model."""
         if self._routers is not None:
             self._routers.given = None
+
+    def _whole_model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        weight: Any = next(self.model.parameters())
+        device, dtype = torch.device(weight.device_mesh.device_type), dtype_of(self)
+        with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []), device:
+            config = copy.deepcopy(self.model.config)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=config._attn_implementation
+            )
+        return model.eval().requires_grad_(False)
 
     @torch.no_grad()
     def check(self, layout: Layout, *, replay: bool = False) -> None:

@@ -173,7 +173,10 @@ ON_THE_COMMAND_LINE = {
     "word": (["stray"], ["'stray' is not expected here"]),
     "file": (["--config", "b.yaml"], ["no configuration file b.yaml", "did you mean a.yaml?"]),
     "checkpoint": (["--ckpt_path", "last"], ["there is no checkpoint last", "--ckpt_path last"]),
-    "sharding": (["--trainer.strategy", "fsdp"], ["cannot be sharded", "command line, --trainer.strategy fsdp"]),
+    "sharding": (
+        ["--trainer.strategy", "fsdp_cpu_offload"],
+        ["FSDP1", "command line, --trainer.strategy fsdp_cpu_offload", "sharding: {cpu_offload: true}"],
+    ),
     "store": (["--trainer.logger.tracking_uri", "file:x"], ["plain files", "--trainer.logger.tracking_uri file:x"]),
 }
 
