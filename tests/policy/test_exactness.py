@@ -131,6 +131,41 @@ def test_the_mask_of_a_packed_row_says_the_same_as_its_segments(share):
     same(results(made("llama", "eager"), batch), results(made("llama"), batch))
 
 
+def varlen_by_hand(query, key, value, queries, keys, *_: Any, scale=None, window_size=None, enable_gqa=False):
+    """What torch's kernel is documented to do with (-1, 0): causal, last query beside last key."""
+    assert window_size == (-1, 0)
+    out = []
+    for k in range(len(queries) - 1):
+        q = query[queries[k] : queries[k + 1]].transpose(0, 1)
+        ks, vs = (x[keys[k] : keys[k + 1]].transpose(0, 1) for x in (key, value))
+        more = ks.shape[1] - q.shape[1]
+        sees = torch.ones(q.shape[1], ks.shape[1], dtype=torch.bool).tril(more)
+        out.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, ks, vs, attn_mask=sees, scale=scale, enable_gqa=enable_gqa
+            ).transpose(0, 1)
+        )
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_segments_given_to_variable_length_kernels(monkeypatch, share):
+    """The kernel itself runs on CUDA alone: a stand-in with its documented meaning takes its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
+    prompts, completions = ids(FIXED)
+    batch = pack_rows(prompts, completions, width=WIDTH, share=share)
+    same(results(made("llama", "varlen"), batch), results(made("llama"), batch))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen attention needs a CUDA GPU")
+def test_variable_length_kernels_agree_with_padded_products():
+    prompts, completions = ids(FIXED)
+    batch = pack_rows(prompts, completions, width=WIDTH, device="cuda")
+    found = [results(made("llama", name).to("cuda", torch.bfloat16), batch)[:2] for name in ("varlen", "sdpa")]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
 def test_a_packed_row_holds_no_padding_and_a_shared_prompt_once():
     prompts, completions = ids(FIXED)
     fed = [max(0, len(c) - 1) for c in completions]  # the last token of a completion predicts nothing
