@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
             wanted[key] = None
             if isinstance(item, TensorStorageMetadata):
                 wanted[key] = torch.empty(item.size, dtype=item.properties.dtype)
-    checkpoint.load(wanted, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     content: dict[str, Any] = torch.load(path / META, weights_only=True, map_location="cpu")
     places = metadata.planner_data
     nested: dict[str, Any] = {}
