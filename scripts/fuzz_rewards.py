@@ -25,6 +25,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -112,7 +113,9 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 def exact(text: str) -> tuple[Fraction, list[int]] | None:
     """Value and numbers of plain ASCII arithmetic by way of Python's own parser, independent of ours."""
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(text.strip(), mode="eval")
         numbers: list[int] = []
 
         def value(node: ast.AST) -> Fraction:
