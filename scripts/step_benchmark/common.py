@@ -1,0 +1,165 @@
+"""What both contestants share: the work, the clock and the talk with the benchmark. Needs torch alone.
+
+A contestant is a process of its own. It reads a :class:`Work` from the file named on its command line, takes one step
+on samples that are given to it (which also warms it up), and then as many measured steps as it is told to by a line on
+its standard input. Between steps it waits for the next line and takes no CPU time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARK = "@step "
+"""Begins a line that is meant for the benchmark; everything else is the library's own talk."""
+PHASES = ("generate", "reward", "sync", "other passes", "forward", "backward", "optimizer")
+
+
+@dataclass
+class Work:
+    """What is done, by whomever."""
+
+    model: str
+    """Folder."""
+    questions: list[str]
+    """Of the prompts of every step; the model's chat template is put around each."""
+    answers: list[str]
+    group_size: int
+    max_new_tokens: int
+    exact_length: bool
+    """Every completion has ``max_new_tokens`` tokens; else it ends where the model ends it."""
+    rewards: str
+    """``half``: 1 for half of each group, chosen by its ids; ``answer``: 1 where the last number is the answer."""
+    dtype: str
+    engine: str
+    micro_batch: int
+    """Completions at once, where the contestant counts completions."""
+    threads: int
+    lr: float
+    replay: list[list[list[int]]]
+    """Completions of each prompt for the first step: ids."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the contestant alone."""
+    seed: int = 0
+    devices: int = 1
+
+    @classmethod
+    def read(cls, path: str) -> Work:
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    def reward(self, question: str, group: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
+        """Of each completion of a group."""
+        if self.rewards == "half":
+            order = sorted(range(len(group)), key=lambda i: (sum(group[i]) * 7919 % 10007, i))
+            return [float(order.index(i) < len(order) // 2) for i in range(len(group))]
+        answer = self.answers[self.questions.index(question)].replace(",", "")
+        found = [re.findall(r"-?\d[\d,]*(?:\.\d+)?", text) for text in texts]
+        return [float(bool(n) and n[-1].replace(",", "").rstrip(".") == answer) for n in found]
+
+
+class Clock:
+    """Wall and CPU seconds of named phases of a step."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, list[float]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.phases = {}
+        self.started = now()
+
+    def read(self) -> dict[str, Any]:
+        wall, cpu = (b - a for a, b in zip(self.started, now(), strict=True))
+        return {"wall": wall, "cpu": cpu, "phases": self.phases, "peak_gib": peak_gib()}
+
+    def add(self, phase: str, wall: float, cpu: float) -> None:
+        spent = self.phases.setdefault(phase, [0.0, 0.0])
+        spent[0] += wall
+        spent[1] += cpu
+
+    def timed(self, inner: Callable[..., Any], phase: str | Callable[[], str | None]) -> Callable[..., Any]:
+        """``inner``, whose calls count as ``phase``; not at all where that is None."""
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            name = phase if isinstance(phase, str) else phase()
+            if name is None:
+                return inner(*args, **kwargs)
+            before = now()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.add(name, *(b - a for a, b in zip(before, now(), strict=True)))
+
+        return outer
+
+    def wrap(self, owner: Any, method: str, phase: str | Callable[[], str | None]) -> None:
+        setattr(owner, method, self.timed(getattr(owner, method), phase))
+
+
+def now() -> tuple[float, float]:
+    """Wall and CPU seconds, all GPU work so far included."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
+
+
+def peak_gib() -> float:
+    """The most that tensors took on a GPU, or the process in main memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def by_gradient() -> str:
+    """A pass through the policy is the loss's forward pass where it needs a gradient."""
+    import torch
+
+    return "forward" if torch.is_grad_enabled() else "other passes"
+
+
+def is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Talk:
+    """With the benchmark, over standard input and output."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def say(self, **what: Any) -> None:
+        if is_main():
+            print(MARK + json.dumps(what), flush=True)
+
+    def wait(self) -> bool:
+        """Before a step: until the benchmark wants one. False: it wants no more."""
+        while self.left == 0:
+            line = sys.stdin.readline() if is_main() else ""
+            self.left = _to_all(int(line.strip() or 0) if line else -1)
+        self.left -= 1 if self.left > 0 else 0
+        return self.left >= 0
+
+
+def _to_all(number: int) -> int:
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return number
+    box = [number]
+    torch.distributed.broadcast_object_list(box, 0)
+    return box[0]
