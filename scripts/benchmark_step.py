@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--engine", choices=["transformers", "vllm"], default="transformers")
     add("--engine-args", type=json.loads, default={}, help="ours: further fields of EngineConfig, as JSON")
-    add("--micro-batch", type=int, default=8, help="completions at once, where a contestant counts completions")
+    add("--micro-batch", type=int, default=8, help="completions at once (ours: without token budget)")
     add("--steps", type=int, default=2, help="measured steps of each contestant (in each round beside a peer)")
     add("--rounds", type=int, default=2, help="A-B: how often, beside a peer")
     add("--threads", type=int, default=1)
@@ -252,6 +252,8 @@ def applies(settings: dict[str, Any]) -> bool:
 
 def ours(args: argparse.Namespace, work: Work, folder: Path, title: str, settings: dict[str, Any]) -> Contestant:
     settings = {"strategy": args.strategy, "engine": args.engine_args} | settings
+    if "micro_batch_tokens" in settings.get("model", {}):
+        settings["model"] = settings["model"] | {"micro_batch_size": args.micro_batch}
     return Contestant(sys.executable, "ours.py", replaced(work, settings), folder, title)
 
 

@@ -103,7 +103,6 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     settings = dict(work.settings)
     policy = {"path": work.model, "dtype": work.dtype} | settings.get("policy", {})
-    model = {"micro_batch_size": work.micro_batch} if "micro_batch_tokens" not in settings.get("model", {}) else {}
     Passes.loss = clock.timed(Passes.loss, by_gradient)  # type: ignore[method-assign]
     Passes.fill = clock.timed(Passes.fill, "other passes")  # type: ignore[method-assign]
     if work.exact_length:
@@ -133,7 +132,7 @@ def main() -> None:
         # TRL's default loss: tokens of the whole step weigh alike, and 1e-4 is added to the standard deviation.
         objective=ObjectiveConfig(recipe="grpo", aggregation="token_mean", std_eps=1e-4),
         optimizer=OptimizerConfig(lr=work.lr),
-        **(model | settings.get("model", {})),
+        **settings.get("model", {}),
     )
     rows = [{"prompt": q, "answer": a} for q, a in zip(work.questions, work.answers, strict=True)]
     data = RolloutDataModule(
