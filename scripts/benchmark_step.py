@@ -143,8 +143,9 @@ def read_rows(args: argparse.Namespace, count: int) -> list[dict[str, Any]]:
     path = next((p for p in paths if p.is_file()), None)
     if path is None:
         sys.exit(f"no prompts in {', '.join(map(str, paths))}: run scripts/get_gsm8k, or name a file with --data")
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     return [rows[i % len(rows)] for i in range(count)]
 
 
@@ -281,7 +282,9 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
     first: dict[str, dict[str, Any]] = {}
     anew = args.restart or torch.cuda.is_available()
     with ExitStack() as stack:
-        held = {} if anew else {name: stack.enter_context(start()) for name, start in starts.items()}
+        held: dict[str, Contestant] = (
+            {} if anew else {name: stack.enter_context(start()) for name, start in starts.items()}
+        )
         for _ in range(args.rounds):
             for name, start in starts.items():
                 contestant = held.get(name) or start()

@@ -78,7 +78,8 @@ def main() -> int:
         found[axis] = {True: [], False: []}
         for value in values:
             for share in (True, False):
-                seconds = run(replace(base, **{axis: value, "share": share}))
+                changes: dict[str, Any] = {axis: value, "share": share}
+                seconds = run(replace(base, **changes))
                 found[axis][share].append((value, seconds))
         print(table(axis, found[axis]), flush=True)
     plot(found, args.out)
