@@ -147,7 +147,7 @@ class TransformersEngine:
         padded = not bool(seen.all())
         ids, seen = ids.to(device), seen.to(device)
         positions = (seen.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         out = self.model(
             input_ids=ids,
             position_ids=positions,
