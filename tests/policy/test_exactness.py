@@ -36,7 +36,7 @@ def llama(attention: str = "sdpa") -> Any:
     config = LlamaConfig(
         vocab_size=14, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
-        attn_implementation=NAMES.get(attention, attention),
+        attn_implementation=NAMES.get(attention, attention),  # type: ignore[call-arg]
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -252,4 +252,6 @@ def test_the_head_computes_what_the_formulas_say(temperature):
     weights = torch.arange(1.0, 6.0)
     (logprobs * weights + entropies * weights.flip(0)).sum().backward()
     (expected * weights + entropy * weights.flip(0)).sum().backward()
+    assert mine.grad is not None
+    assert plain.grad is not None
     torch.testing.assert_close(mine.grad.double(), plain.grad.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
