@@ -33,10 +33,11 @@ def llama(attention: str = "sdpa") -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     register()
+    form: dict[str, Any] = {"attn_implementation": NAMES.get(attention, attention)}
     config = LlamaConfig(
         vocab_size=14, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
-        attn_implementation=NAMES.get(attention, attention),  # type: ignore[call-arg]
+        **form,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
