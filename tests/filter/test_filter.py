@@ -143,6 +143,11 @@ def test_a_journal_gives_back_what_was_written_whatever_a_kill_left_behind(tmp_p
         assert found == RATES[: len(found)]
         torn.append(RATES[len(found) :])
         assert path.read_bytes() == content
+    path.write_bytes(content + b"{" * 1000)
+    torn = Journal(path, {"samples": 4, "where": Path("x")})
+    assert torn.read() == RATES
+    torn.append([])
+    assert path.read_bytes() == content
     with pytest.raises(UserError, match="samples was 4, now it is 8"):
         Journal(path, {"samples": 8, "where": Path("x")}).read()
     with pytest.raises(UserError, match="temperature was null, now it is 1"):
