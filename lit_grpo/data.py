@@ -24,7 +24,7 @@ from lit_grpo.policy.load import end_token_ids, load_model_config
 from lit_grpo.prepare import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import OnShort, alone
-from lit_grpo.rewards import Reward, check_rewards
+from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import judging_reward
 from lit_grpo.rewards.scoring import OnError, refuse_doubles
 from lit_grpo.rollouts import EvaluationLoader, RolloutLoader
@@ -160,6 +160,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 group_size=self.group_size,
                 prompts_per_rollout=self.prompts_per_rollout,
                 max_new_tokens=self.sampling.max_new_tokens,
+                reward_range=total_range(self.rewards),
             )
             if self.prompts_per_rollout % trainer.world_size:
                 raise UserError(

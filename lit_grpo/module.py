@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_grpo import experience as shape
-from lit_grpo import rng, run_state
+from lit_grpo import rng, run_critic, run_state
 from lit_grpo.audit import add_audit_metrics
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
@@ -30,11 +30,12 @@ from lit_grpo.plain import typed
 from lit_grpo.policy import sharding as shards
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, ShardingConfig
-from lit_grpo.policy.critic import Critic, make_critic
+from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head
 from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer
 from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
 from lit_grpo.policy.policy import Policy
-from lit_grpo.run_objective import check_objective, measure_initial_entropy, monte_carlo, resolve
+from lit_grpo.run_critic import UNKNOWN, Range
+from lit_grpo.run_objective import check_minibatches, check_objective, measure_initial_entropy, monte_carlo, resolve
 from lit_grpo.types import Experience, Rollout
 from lit_grpo.update import Updater, trained_models
 
@@ -119,6 +120,8 @@ class LitGRPO(pl.LightningModule):
             rank_zero_info(
                 f"{self.objective.name} learns with a critic: model.critic is not set, so the default is used."
             )
+        if self.critic_config is not None:
+            check_critic(self.policy_config, self.critic_config)
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
         self.probe_completions, self.routing_replay = probe_completions, routing_replay
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
@@ -152,6 +155,7 @@ class LitGRPO(pl.LightningModule):
         )
         self.policy: Policy | None = None
         self.critic: Critic | None = None
+        """A critic with a trunk of its own; one that shares the policy's is ``policy.value_head``."""
         self.reference: Policy | None = None
         """A reference that is refreshed: a submodule, so that checkpoints hold it."""
         self._frozen_reference: list[Policy] = []  # in a list, so that it is no submodule and checkpoints do not grow
@@ -180,7 +184,7 @@ class LitGRPO(pl.LightningModule):
         self.empty_steps = 0
         self.skipped_in_a_row = 0
         self._planned_rollouts = 0
-        self._run_shape: dict[str, int] = {}
+        self._run_shape: dict[str, Any] = {}
         self._tokenizer: Any = None
         self._restored_rng: dict[str, Any] | None = None
         self._make: Callable[[Callable[[], Any]], Any] = lambda make: make()
@@ -195,7 +199,15 @@ class LitGRPO(pl.LightningModule):
             self._tokenizer = load_tokenizer(self.policy_config)
         return self._tokenizer
 
-    def prepare_for(self, *, rollouts: int, group_size: int, prompts_per_rollout: int, max_new_tokens: int) -> None:
+    def prepare_for(
+        self,
+        *,
+        rollouts: int,
+        group_size: int,
+        prompts_per_rollout: int,
+        max_new_tokens: int,
+        reward_range: Range = UNKNOWN,
+    ) -> None:
         """Called by the data module in set-up, before the model is loaded: fit objective and schedule to the rollouts.
 
         Raises:
@@ -207,6 +219,7 @@ class LitGRPO(pl.LightningModule):
             "group_size": group_size,
             "prompts_per_rollout": prompts_per_rollout,
             "max_new_tokens": max_new_tokens,
+            "reward_range": reward_range,
         }
         self.objective = self.objective.for_run(max_new_tokens)
         self.objective.check(
@@ -215,21 +228,10 @@ class LitGRPO(pl.LightningModule):
             has_critic=self.critic_config is not None,
         )
         check_objective(self.objective, self.updates_per_rollout * self.objective.passes, self._warmup_rollouts)
-        size = self.minibatch_prompts or prompts_per_rollout
-        if size < 1 or prompts_per_rollout % size:
-            raise UserError(
-                f"{prompts_per_rollout} prompts per rollout cannot be divided into minibatches of {size}",
-                where="model.minibatch_prompts",
-                remedy=f"choose a divisor of {prompts_per_rollout}",
-            )
-        parts = prompts_per_rollout // size
-        if self.updates_per_rollout % parts:
-            raise UserError(
-                f"{self.updates_per_rollout} updates per rollout would use some of the {parts} minibatches "
-                "more often than others",
-                where="model.updates_per_rollout",
-                remedy=f"choose a multiple of {parts}",
-            )
+        if self.critic_config is not None:
+            run_critic.check(self.critic_config, self.objective, rollouts, max_new_tokens, reward_range)
+            run_critic.set_range(self.objective, self.objective_state, reward_range)
+        check_minibatches(prompts_per_rollout, self.minibatch_prompts, self.updates_per_rollout)
 
     def change_objective(self, changes: dict[str, Any]) -> None:
         """Go on with another objective, between two rollouts and on all ranks; histories that both have are kept.
@@ -260,10 +262,12 @@ class LitGRPO(pl.LightningModule):
             return
         if self.routing_replay != "none":
             check_replay(self.policy_config)
+        if (config := self.critic_config) is not None:
+            check_vocabulary(self.policy_config, config)
         mesh = data_mesh(self)
         self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
-        self.policy = self._make(self._new_policy)
-        if (config := self.critic_config) is not None:
+        self.policy = self._make(lambda: self._new_policy(config))
+        if config is not None and self._policy.value_head is None:
             self.critic = self._make(lambda: make_critic(self.policy_config, config))
         if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
             self.reference = self._initial_policy()
@@ -272,22 +276,27 @@ class LitGRPO(pl.LightningModule):
         """The policy before training, whatever has been trained or restored since; without gradient."""
         return cast(Policy, self._make(lambda: self._new_policy().requires_grad_(False)))
 
-    def _new_policy(self) -> Policy:
-        return Policy(load_model(self.policy_config), self.policy_config.logits_chunk)
+    def _new_policy(self, critic: CriticConfig | None = None) -> Policy:
+        model = load_model(self.policy_config)
+        head = make_head(model, critic) if critic is not None and critic.trunk == "shared" else None
+        return Policy(model, self.policy_config.logits_chunk, head)
 
     def configure_optimizers(self) -> Any:
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
         # resumed run would then begin with its first prompts again.
         each = self.updates_per_rollout * self.objective.passes
         learning = max(0, self._planned_rollouts - self._warmup_rollouts)
-        made = [make_optimizer(self._policy, self.optimizer_config, learning * each)]
-        if self.critic is not None:
-            settings = self.critic.config.optimizer or self.optimizer_config
-            made.append(make_optimizer(self.critic, settings, self._planned_rollouts * each, "model.critic.optimizer"))
+        made = [make_optimizer(self._policy.model, self.optimizer_config, learning * each)]
+        if self.critic_config is not None:
+            critic = cast(torch.nn.Module, self.critic or self._policy.value_head)
+            settings = self.critic_config.optimizer or self.optimizer_config
+            made.append(make_optimizer(critic, settings, self._planned_rollouts * each, "model.critic.optimizer"))
         return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in made)
 
     def on_fit_start(self) -> None:
         self._policy.check(self.layout, replay=self.routing_replay != "none")
+        if self.critic is not None:
+            self.critic.check(self.layout)
         if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
             reference = self._initial_policy()
             self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
@@ -353,6 +362,7 @@ class LitGRPO(pl.LightningModule):
                 step = OptimizerStep(objective, experience, advantages, rows, pass_index, warmup)
                 updater.step(batch, step, metrics, first_pass=update == 0 and pass_index == 0)
         self._policy.free_routers()
+        run_critic.measure_after(self, self._passes, batch, objective, experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
         self._refresh_reference()
@@ -363,7 +373,7 @@ class LitGRPO(pl.LightningModule):
         every = self.reference_config.refresh_every
         if self.reference is not None and every is not None and self.policy_version % every == 0:
             self.reshard()
-            for old, new in zip(self.reference.parameters(), self._policy.parameters(), strict=True):
+            for old, new in zip(self.reference.model.parameters(), self._policy.model.parameters(), strict=True):
                 old.copy_(new)
 
     def _merge_states(self) -> None:
@@ -439,7 +449,7 @@ class LitGRPO(pl.LightningModule):
         }
         for model in trained_models(self):
             values[f"{model.prefix}lr"] = model.optimizer.param_groups[0]["lr"]
-        if self.critic is not None:
+        if self.critic_config is not None:
             values["critic/steps"] = float(self.critic_steps)
         if self.objective_state.get("initial_entropy") is not None:
             values["entropy/initial"] = self.objective_state["initial_entropy"]

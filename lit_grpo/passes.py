@@ -17,7 +17,7 @@ from lit_grpo.objectives.tensors import token_mean
 from lit_grpo.objectives.trust_regions import Rspo, router_factor
 from lit_grpo.policy.batching import PolicyInput, pad_rows
 from lit_grpo.policy.critic import Critic
-from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats
+from lit_grpo.policy.policy import EntropyMode, Policy, TokenStats, ValueMode
 from lit_grpo.policy.routing import RoutingTable
 from lit_grpo.policy.sharding import reshard
 from lit_grpo.types import Experience, LossOutput, Rollout, Sum
@@ -36,7 +36,7 @@ class OptimizerStep(NamedTuple):
     """Completions of the step."""
     pass_index: int
     warmup: bool
-    """Only the critic learns."""
+    """Only the critic learns: the policy, and a trunk that it shares with the critic, stay untouched."""
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Passes:
     policy: Policy
     reference: Policy | None
     critic: Critic | None
+    """A critic with a trunk of its own; otherwise values come from the policy's value head."""
     micro_batches: Callable[[Rollout, Tensor], Iterator[Tensor]]
     inputs: Callable[[Rollout, Tensor], PolicyInput]
     replay: bool = False
@@ -72,11 +73,18 @@ class Passes:
         """The passes of :meth:`loss` on a single token: 0, with gradients of 0 for every weight that learns."""
         total = torch.zeros((), device=self.device)
         inputs = self._one_token()
-        if self.critic is not None and "values" in step.objective.loss_requires():
+        wants_values = "values" in step.objective.loss_requires()
+        if self.critic is not None and wants_values:
             total = total + self.critic(inputs).sum()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not step.warmup):
-            total = total + self.policy(inputs, 1.0, "none").logprobs.sum()
-        return total * 0.0
+        stats = self.policy(inputs, 1.0, "none", values=self.of_head(wants_values), frozen=step.warmup)
+        return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
+
+    def of_head(self, wanted: bool) -> ValueMode:
+        """Whose gradient the policy's value head gives in a loss: its own, the trunk's too, or none without a head."""
+        head = self.policy.value_head
+        if head is None or not wanted:
+            return "none"
+        return "head" if head.config.detach else "trunk"
 
     def _one_token(self) -> PolicyInput:
         return pad_rows([(0,)], [(0,)], width=1, device=self.device)
@@ -128,6 +136,7 @@ class Passes:
                 squares="sum_squared_probs" in needed,
                 experts="active" if "router_logscores_old" in needed else None,
                 routing="seen" if self.replay else None,
+                values="head" if "values" in needed and self.critic is None else "none",
             )
             if self.routing is not None and rows is not None:
                 assert stats.routing is not None
@@ -135,13 +144,13 @@ class Passes:
             out["old_logprobs"] = stats.logprobs if "old_logprobs" in needed else None
             out["entropy"] = stats.entropy
             out["sum_squared_probs"] = stats.sum_squared_probs
+            out["values"] = stats.values
             out["router_logscores_old"], out["router_experts_old"] = stats.router_logscores, stats.router_experts
         if "ref_logprobs" in needed:
             assert self.reference is not None
             out["ref_logprobs"] = self.reference(inputs, temperature, "none").logprobs
-        if "values" in needed:
-            assert self.critic is not None
-            out["values"] = self.critic(inputs)
+        if "values" in needed and out.get("values") is None:
+            out["values"] = self.values(inputs)
         return {name: values for name, values in out.items() if values is not None}
 
     def loss(
@@ -169,10 +178,18 @@ class Passes:
         experts = None
         if step.experience.router_experts_old is not None:
             experts = step.experience.router_experts_old[rows.to(plan.lengths.device)]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not step.warmup):
-            entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
-            routing = None if self.routing is None else self.routing.get(inputs, rows)
-            stats: TokenStats = self.policy(inputs, batch.temperature, entropy, experts=experts, routing=routing)
+        entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
+        routing = None if self.routing is None else self.routing.get(inputs, rows)
+        stats: TokenStats = self.policy(
+            inputs,
+            batch.temperature,
+            entropy,
+            experts=experts,
+            routing=routing,
+            values=self.of_head("values" in wanted),
+            frozen=step.warmup,
+        )
+        values = stats.values if values is None else values
         if stats.router_logscores is not None and plan.router_logscores_old is not None:
             assert isinstance(objective.trust_region, Rspo)
             factor = router_factor(
@@ -200,6 +217,23 @@ class Passes:
             sums.update({}, one.maxima)
         total = torch.stack([one.loss for one in each]).sum()
         return LossOutput(total, torch.cat([one.token_weights for one in each]), sums.sums, sums.maxima), stats
+
+    def values(self, inputs: PolicyInput) -> Tensor:
+        """The critic's value of the state before each token, [n, T]."""
+        out: Tensor = self.critic(inputs) if self.critic is not None else self.policy.values(inputs)
+        return out
+
+    @torch.no_grad()
+    def values_of(self, batch: Rollout) -> Tensor:
+        """Values of the whole rollout by the critic as it is now, [N, T]."""
+        everything = torch.arange(len(batch.completions))
+        parts = []
+        for _, rows in self.aligned(list(self.micro_batches(batch, everything))):
+            values = self.values(self._one_token() if rows is None else self.inputs(batch, rows))
+            if rows is not None:
+                parts.append((rows, values))
+        self.rest()
+        return gather_rows(parts, len(batch.completions))
 
     def score_sqnorm(self, batch: Rollout, row: Tensor) -> Tensor:
         """Squared norm of the gradient of log pi(o|q) with respect to all trainable weights, for one completion.

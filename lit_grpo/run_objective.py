@@ -60,6 +60,27 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
         )
 
 
+def check_minibatches(prompts: int, size: int | None, updates: int) -> None:
+    """Minibatches of ``size`` prompts (None: all) must divide a rollout's ``prompts``, and be used equally often.
+
+    Raises:
+        UserError: with what would fit.
+    """
+    size = prompts if size is None else size
+    if size < 1 or prompts % size:
+        raise UserError(
+            f"{prompts} prompts per rollout cannot be divided into minibatches of {size}",
+            where="model.minibatch_prompts",
+            remedy=f"choose a divisor of {prompts}",
+        )
+    if updates % (parts := prompts // size):
+        raise UserError(
+            f"{updates} updates per rollout would use some of the {parts} minibatches more often than others",
+            where="model.updates_per_rollout",
+            remedy=f"choose a multiple of {parts}",
+        )
+
+
 def monte_carlo(objective: Objective) -> Objective:
     """The same with Monte Carlo returns as the critic's targets: lambda 1."""
     advantage: Any = objective.advantage

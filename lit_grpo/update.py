@@ -39,9 +39,9 @@ class Trained(NamedTuple):
 def trained_models(module: LitGRPO) -> list[Trained]:
     """The policy, then the critic if there is one: each with its optimizer, schedule and clipping."""
     optimizers, schedulers = cast(Any, module.optimizers()), cast(Any, module.lr_schedulers())
-    if module.critic is None:
+    if module.critic_config is None:
         return [Trained("", optimizers, schedulers, module.max_grad_norm)]
-    limits = (("", module.max_grad_norm), ("critic/", module.critic.config.max_grad_norm))
+    limits = (("", module.max_grad_norm), ("critic/", module.critic_config.max_grad_norm))
     return [Trained(prefix, o, s, limit) for (prefix, limit), o, s in zip(limits, optimizers, schedulers, strict=True)]
 
 
@@ -151,7 +151,7 @@ class Updater:
                 metrics.add(f"{model.prefix}update_size", size)
             model.scheduler.step()
         module.optimizer_steps += not step.warmup
-        module.critic_steps += module.critic is not None
+        module.critic_steps += module.critic_config is not None
 
     def _probe(self, batch: Rollout, step: OptimizerStep, inactive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which completions without gradient go through the models, and how many each stands for in the metrics."""

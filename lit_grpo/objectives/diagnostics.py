@@ -27,10 +27,12 @@ ranks. :func:`derive` turns the reduced means into the numbers that are no means
 ``conflict/rate``             share of tokens in GTPO's conflict masks
 ``filter/dropped``            share of completions that a filter took out of the loss
 ``value/correct``             mean value on tokens of correct completions; ``value/incorrect`` of the others
-``value/outside``             share of values outside the rewards' range
+``value/outside``             share of values outside the rewards' range; also ``_correct`` and ``_incorrect``
+``value/return``              mean target of the critic; ``value/error`` mean of target - V; ``_sq`` of the squares
 ``mismatch/ess``              derived: (mean c)^2/mean c^2; ``mismatch/chi2_token``, ``chi2_sequence``: mean c^2 - 1
 ``mismatch/applied_ess``      derived: (mean w)^2/mean w^2, the ESS after correction
-``value/explained_variance``  derived: 1 - Var(return - V) / Var(return)
+``value/explained_variance``  derived: 1 - Var(return - V) / Var(return), V before the update
+``value/*_after``             derived or mean: the same after the update, every ``critic.measure_every`` rollouts
 ============================  =========================================================================================
 """
 
@@ -125,10 +127,14 @@ def value_signs(
     """Values of correct and incorrect completions, and the parts of the explained variance. [n, T], positive [n]."""
     v, target = masked(values, mask), masked(returns, mask)
     low, high = bounds
+    correct, incorrect = mask & positive[:, None], mask & ~positive[:, None]
+    outside = ((v < low) | (v > high)).double()
     return {
-        "value/correct": mean_of(v, mask & positive[:, None]),
-        "value/incorrect": mean_of(v, mask & ~positive[:, None]),
-        "value/outside": mean_of(((v < low) | (v > high)).double(), mask),
+        "value/correct": mean_of(v, correct),
+        "value/incorrect": mean_of(v, incorrect),
+        "value/outside": mean_of(outside, mask),
+        "value/outside_correct": mean_of(outside, correct),
+        "value/outside_incorrect": mean_of(outside, incorrect),
         "value/return": mean_of(target, mask),
         "value/return_sq": mean_of(target * target, mask),
         "value/error": mean_of(target - v, mask),
@@ -147,9 +153,10 @@ def derive(means: Mapping[str, float]) -> dict[str, float]:
         out["mismatch/applied_ess"] = means["mismatch/applied"] ** 2 / means["mismatch/applied_sq"]
     if "value/return_sq" in means:
         total = means["value/return_sq"] - means["value/return"] ** 2
-        error = means["value/error_sq"] - means["value/error"] ** 2
-        if total > 0:
-            out["value/explained_variance"] = 1 - error / total
+        for when in ("", "_after"):
+            if total > 0 and f"value/error_sq{when}" in means:
+                error = means[f"value/error_sq{when}"] - means[f"value/error{when}"] ** 2
+                out[f"value/explained_variance{when}"] = 1 - error / total
     return out
 
 
@@ -202,7 +209,6 @@ def step_metrics(
     sampler: SamplerWeights | None,
     *,
     entropy: Tensor | None,
-    values: Tensor | None,
     tokens: Tensor,
 ) -> tuple[dict[str, Sum], dict[str, Tensor]]:
     """What a loss reports of one micro-batch: sums and maxima, by the keys of this module's table."""
@@ -228,6 +234,6 @@ def step_metrics(
         sums |= entropy_shares(entropy.detach(), tokens)
     if plan.conflicts is not None:
         sums["conflict/rate"] = mean_of(plan.conflicts.double(), tokens)
-    if values is not None and plan.returns is not None:
-        sums |= value_signs(values.detach(), plan.returns, plan.positive, tokens, plan.value_range)
+    if plan.values is not None and plan.returns is not None:
+        sums |= value_signs(plan.values, plan.returns, plan.positive, tokens, plan.value_range)
     return sums, maxima

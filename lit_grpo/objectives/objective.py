@@ -217,6 +217,9 @@ class Objective:
                     if key not in prompts or value[2] > prompts[key][2]:
                         prompts[key] = value
             merged["prompts"] = prompts
+        ends = [end for state in states for end in state.get("reward_range", ())]
+        if ends:
+            merged["reward_range"] = [min(ends), max(ends)]
         return merged
 
     def end_of_rollout(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
@@ -253,10 +256,20 @@ class Objective:
         """
         if "rollouts" in state:
             state["rollouts"] += 1
-        value = self.advantage(self.advantage_inputs(exp, state, reduce))
+        inputs = self.advantage_inputs(exp, state, reduce)
+        if "reward_range" in state and len(inputs.rewards):
+            seen = [*state["reward_range"], float(inputs.rewards.min()), float(inputs.rewards.max())]
+            state["reward_range"] = [min(seen), max(seen)]
+        value = self.advantage(inputs)
         if value.ndim == 1:
             value = value[:, None].expand(len(value), exp.width)
         return value.to(_dtype(exp.rewards))
+
+    @torch.no_grad()
+    def returns(self, exp: Experience, state: dict[str, Any], reduce: Reduce | None = None) -> Tensor:
+        """The critic's targets, [N, T]; of objectives with a critic."""
+        assert isinstance(self.advantage, Gae)
+        return self.advantage.returns(self.advantage_inputs(exp, state, reduce)).to(_dtype(exp.rewards))
 
     # ------------------------------------------------------------------------------------------------ step
 
@@ -325,10 +338,8 @@ class Objective:
         totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
         active_total, positive_tokens, tokens = over_ranks(totals, reduce).tolist()
         regular = self.regularizers
-        returns = None
-        if regular.value_coef:
-            assert isinstance(self.advantage, Gae)
-            returns = self.advantage.returns(self.advantage_inputs(exp, state, reduce)).to(advantages.dtype)
+        returns = self.returns(exp, state, reduce).to(advantages.dtype) if regular.value_coef else None
+        seen = state.get("reward_range") or ([float(shaped.min()), float(shaped.max())] if len(shaped) else [0.0, 1.0])
         return StepPlan(
             lengths=exp.lengths,
             kept=kept,
@@ -350,7 +361,7 @@ class Objective:
             nll_weight=regular.nll_coef / positive_tokens if positive_tokens else 0.0,
             value_weight=regular.value_coef / tokens if tokens else 0.0,
             beta=state.get("beta", getattr(self.trust_region, "trpo_beta", 0.0)),
-            value_range=(float(base.min()), float(base.max())) if len(base) else (0.0, 1.0),
+            value_range=(seen[0], seen[1]),
         )
 
     def _regularised(self, positive: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class StepPlan:
     beta: float = 0.0
     """Current coefficient of an adaptive KL penalty."""
     value_range: tuple[float, float] = field(default=(0.0, 1.0))
-    """Smallest and largest reward of this rank's completions in the step."""
+    """Smallest and largest reward, in the whole run as far as it is known."""
 
     @property
     def width(self) -> int:

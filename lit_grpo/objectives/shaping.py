@@ -59,6 +59,18 @@ class Shaping:
             rewards = rewards + soft_overlong(exp.lengths, self.overlong_max, cache).to(base.dtype)
         return rewards
 
+    def bounds(self, low: float, high: float) -> tuple[float, float]:
+        """Least and greatest reward after shaping, of rewards between ``low`` and ``high``; a KL term is not in it."""
+        if self.label_noise:
+            low, high = min(low, 1 - high), max(high, 1 - low)
+        if self.truncated_reward == "zero":
+            low, high = min(low, 0.0), max(high, 0.0)
+        if self.reward_map == "signed":
+            low, high = 2 * low - 1, 2 * high - 1
+        if self.entropy_reward:
+            low, high = float("-inf"), 0.0
+        return low - self.overlong_penalty, high
+
     def _entropies(self, exp: Experience) -> Tensor:
         if exp.entropy is None:
             raise UserError("an entropy reward needs the entropy before the first update, which is not known")

@@ -71,9 +71,7 @@ def loss(
     with torch.no_grad():
         share = plan.active.sum() / plan.active_total if plan.active_total else plan.active.sum() * 0.0
         metrics = {f"loss/{k}": Sum(v.detach(), share) for k, v in parts.items()}
-        found, maxima = diagnostics.step_metrics(
-            plan, current, old, surrogate, sampler, entropy=entropy, values=values, tokens=tokens
-        )
+        found, maxima = diagnostics.step_metrics(plan, current, old, surrogate, sampler, entropy=entropy, tokens=tokens)
     if not logprobs.requires_grad and not any(x is not None and x.requires_grad for x in (entropy, values)):
         total = total.detach()
     return LossOutput(total, token_weights, metrics | found, maxima)

@@ -103,6 +103,9 @@ class Gae(Estimator):
     value_low: float = float("-inf")
     value_high: float = float("inf")
 
+    def new_state(self) -> dict[str, Any]:
+        return {"reward_range": []}  # least and greatest reward so far, or that can be
+
     def policy_lambda(self, inputs: AdvantageInputs) -> float | Tensor:
         """lambda of the policy's advantages: a number or [N]."""
         return self.gae_lambda

@@ -67,7 +67,7 @@ class PolicyConfig:
         pack: put the completions of a micro-batch one behind the other in one row: the same numbers without padding.
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB.
-        lora: train low-rank adapters instead of the weights; a critic then has some of its own.
+        lora: train low-rank adapters instead of the weights; a separate critic then has some of its own.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
     """
 
@@ -153,22 +153,36 @@ class ShardingConfig:
 
 @dataclass
 class CriticConfig:
-    """The value function of methods with one: a copy of the policy's base model with a linear head, trained on its own.
+    """The value function of methods with one: a linear head on a model of its own, or on the policy's trunk.
 
     Attributes:
-        optimizer: of the critic; None: as the policy's.
-        max_grad_norm: the critic's gradient norm is clipped to this; None: no clipping.
+        trunk: ``separate``: a base model of its own, which learns from the value loss alone. ``shared``: the policy's;
+            one forward pass then gives log-probabilities and values, and the critic is the head alone.
+        path: folder or hub name of the model that a separate critic begins as; None: a copy of the policy's. Its
+            tokens must be the policy's. Number format, attention, checkpointing and adapters are set by ``policy``.
+        tiny: make a tiny model instead.
+        detach: of a shared trunk: it learns nothing from the value loss. Otherwise it does, in the measure of
+            ``objective.value_coef``.
+        optimizer: of the critic (of a shared trunk: of the head alone); None: as the policy's.
+        max_grad_norm: the norm of the gradient of what this optimizer holds is clipped to this; None: no clipping.
         bounded: values are ``value_low + (value_high - value_low) * sigmoid(head)``, so that no value leaves the range
             of the reward; otherwise the head itself.
         value_low: smallest total reward.
         value_high: largest total reward.
         warmup_rollouts: first rollouts that train the critic alone, on Monte Carlo returns (VAPO, 2504.05118, trains
-            about 50 steps so); the policy stays untouched meanwhile.
+            about 50 steps so); the policy stays untouched meanwhile, a shared trunk too.
+        measure_every: rollouts from one measurement of the critic after its update to the next (``value/*_after``);
+            each costs a forward pass. 0: never.
     """
 
+    trunk: Literal["separate", "shared"] = "separate"
+    path: str | None = None
+    tiny: TinyModel | None = None
+    detach: bool = False
     optimizer: OptimizerConfig | None = None
     max_grad_norm: float | None = 1.0
     bounded: bool = False
     value_low: float = 0.0
     value_high: float = 1.0
     warmup_rollouts: int = 0
+    measure_every: int = 10

@@ -1,21 +1,51 @@
-"""The critic: a value for the state before each completion token."""
+"""The critic: a value for the state before each completion token, by a model of its own or a head on the policy's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.errors import UserError
+from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
-from lit_grpo.policy.load import load_model
+from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.policy import hidden_states, switch_off_dropout
+
+KEY = "model.critic"
+
+
+class ValueHead(nn.Linear):
+    """A linear value of a hidden state, squashed into a range if ``bounded``.
+
+    Its weights are zero at the start: every value begins at 0, or in the middle of the range.
+
+    Args:
+        width: D, size of a hidden state.
+        config: see :class:`CriticConfig`.
+    """
+
+    def __init__(self, width: int, config: CriticConfig) -> None:
+        self.config = config
+        super().__init__(width, 1)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[M, D] -> [M] float32."""
+        values = super().forward(hidden.to(self.weight.dtype)).float()[:, 0]
+        if self.config.bounded:
+            low, high = self.config.value_low, self.config.value_high
+            values = low + (high - low) * torch.sigmoid(values)
+        return values
 
 
 class Critic(nn.Module):
-    """A base model from transformers with a linear value head, its weights zero at the start: every value begins at 0,
-    or in the middle of the range if ``bounded``.
+    """A base model from transformers with a value head, apart from the policy.
 
     Args:
         base: trunk, without output layer.
@@ -28,9 +58,7 @@ class Critic(nn.Module):
         super().__init__()
         self.base = base
         self.config = config
-        self.head = nn.Linear(int(self.base.config.get_text_config().hidden_size), 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = make_head(base, config)
         switch_off_dropout(base)
 
     def forward(self, batch: PolicyInput) -> Tensor:
@@ -40,14 +68,117 @@ class Critic(nn.Module):
         state before it.
         """
         states, _ = hidden_states(self.base, batch)
-        hidden = states.flatten(0, 1)[batch.source]  # [M, D]
-        values = self.head(hidden.to(self.head.weight.dtype)).float()[:, 0]
-        if self.config.bounded:
-            low, high = self.config.value_low, self.config.value_high
-            values = low + (high - low) * torch.sigmoid(values)
-        return batch.scatter(values)
+        return batch.scatter(self.head(states.flatten(0, 1)[batch.source]))
+
+    @torch.no_grad()
+    def check(self, layout: Layout) -> None:
+        """Hold the trunk's states in the policy's layout to those of one completion alone, on a few tokens.
+
+        Raises:
+            UserError: the model does not keep to a given attention mask (linear attention, sliding windows).
+        """
+        count = int(self.base.config.get_text_config().vocab_size)
+        prompt, completions = (1 % count, 2 % count), [(3 % count, 0), (5 % count, 3 % count)]
+        device = next(self.base.parameters()).device
+        rows = layout.build([prompt] * 2, completions, width=2, device=device)
+        found = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
+        for row, completion in enumerate(completions):
+            ids = torch.tensor([[*prompt, *completion]], device=device)
+            alone = self.base(input_ids=ids, use_cache=False).last_hidden_state[0].float()
+            for place in torch.where(rows.row == row)[0].tolist():
+                expected = alone[len(prompt) - 1 + int(rows.column[place])]
+                gap = float((found[place] - expected).norm() / expected.norm().clamp_min(1e-6))
+                if not gap < (0.1 if self.base.dtype == torch.bfloat16 else 1e-3):
+                    raise UserError(
+                        f"the critic's model {type(self.base).__name__} cannot be trained like this: states computed "
+                        f"for packed or shared rows differ from its own by {gap:.3g} of their size",
+                        where="model.policy.pack" if layout.pack else "model.policy.share_prompts",
+                        remedy="set model.policy.pack: false and model.policy.share_prompts: false",
+                    )
+
+
+def make_head(model: Any, config: CriticConfig) -> ValueHead:
+    """A value head for the hidden states of a model."""
+    return ValueHead(int(model.config.get_text_config().hidden_size), config)
 
 
 def make_critic(policy: PolicyConfig, config: CriticConfig) -> Critic:
-    """A critic whose trunk is a copy of the untrained policy's base model."""
-    return Critic(load_model(policy).base_model, config)
+    """A critic whose trunk is the base model of ``config.path`` or ``config.tiny``, or a copy of the untrained
+    policy's.
+    """
+    return Critic(load_model(model_settings(policy, config)).base_model, config)
+
+
+def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
+    """What a separate critic's trunk is made from: the policy's settings with its own model."""
+    if config.path is None and config.tiny is None:
+        return policy
+    return replace(policy, path=config.path, tiny=config.tiny, model_args={})
+
+
+def check_critic(policy: PolicyConfig, config: CriticConfig) -> None:
+    """Contradictions in the settings; reads no weights and no tokenizer.
+
+    Raises:
+        UserError: with the key and what to do.
+    """
+    shared = config.trunk == "shared"
+    own = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
+    if shared and own:
+        _refuse(own, "a critic on the policy's trunk has no model of its own", f"remove {own}, or set trunk: separate")
+    if config.detach and not shared:
+        _refuse("detach", "a separate critic shares no trunk with the policy", "set trunk: shared, or detach: false")
+    if config.path is not None and config.tiny is not None:
+        _refuse("path", "the critic has both a path and a tiny model", "keep one of them")
+    if config.value_low >= config.value_high:
+        _refuse(
+            "value_low",
+            f"value_low {config.value_low:g} is not below value_high {config.value_high:g}",
+            "give the smallest and the largest total reward",
+        )
+    if not config.bounded and (config.value_low, config.value_high) != (0.0, 1.0):
+        _refuse("bounded", "value_low and value_high bound nothing while bounded is false", "set bounded: true")
+    for key in ("warmup_rollouts", "measure_every"):
+        if getattr(config, key) < 0:
+            _refuse(key, f"{key} is {getattr(config, key)}, must be at least 0")
+    if config.max_grad_norm is not None and config.max_grad_norm <= 0:
+        _refuse("max_grad_norm", f"max_grad_norm is {config.max_grad_norm:g}, must be above 0", "null: no clipping")
+    if own:
+        try:
+            check_policy(model_settings(policy, config))
+        except UserError as error:
+            where = (error.where or KEY).replace("model.policy", KEY)
+            raise UserError(error.what, where=where, remedy=error.remedy) from error
+
+
+def check_vocabulary(policy: PolicyConfig, config: CriticConfig) -> None:
+    """A critic of its own must read the policy's tokens; reads tokenizers, no weights.
+
+    Raises:
+        UserError: a token with another id.
+    """
+    if config.path is None and config.tiny is None:
+        return
+    key, name = ("path", config.path) if config.path is not None else ("tiny", "the tiny model")
+    try:
+        other = load_tokenizer(model_settings(policy, config)).get_vocab()
+    except UserError as error:
+        raise UserError(
+            f"the critic's tokenizer cannot be loaded and compared with the policy's: {error.what}",
+            where=f"{KEY}.{key}",
+            remedy="put the tokenizer's files beside the critic's weights",
+        ) from error
+    mine = load_tokenizer(policy).get_vocab()
+    wrong = next((token for token, number in mine.items() if other.get(token) != number), None)
+    if wrong is not None:
+        found = "is unknown" if wrong not in other else f"has id {other[wrong]}"
+        _refuse(
+            key,
+            f"{name} does not read the policy's tokens: {wrong!r} has id {mine[wrong]} for the policy and {found} for "
+            "the critic",
+            "use a critic with the policy's tokenizer, or leave path and tiny out: a copy of the policy's model",
+        )
+
+
+def _refuse(key: str, what: str, remedy: str | None = None) -> None:
+    raise UserError(what, where=f"{KEY}.{key}", remedy=remedy)

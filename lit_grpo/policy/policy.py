@@ -20,6 +20,8 @@ from lit_grpo.policy.routing import Routers
 from lit_grpo.policy.sharding import dtype_of, is_sharded, reshard
 
 EntropyMode = Literal["none", "detached", "grad"]
+ValueMode = Literal["none", "head", "trunk"]
+"""No values, or with a gradient that ends at the value head, or one that goes on into the trunk."""
 
 
 @dataclass
@@ -38,6 +40,8 @@ class TokenStats:
     """The chosen experts, [n, T, layers, K] int64."""
     routing: Tensor | None = None
     """The experts of every token that went through the model, [tokens, layers, K] int16."""
+    values: Tensor | None = None
+    """Value head's value of the state before each token, float32."""
 
 
 class Policy(nn.Module):
@@ -48,13 +52,16 @@ class Policy(nn.Module):
     Args:
         model: a ``*ForCausalLM`` of transformers.
         logits_chunk: completion tokens whose logits are held at once; None: as many as make 2**26 logits (256 MiB).
+        value_head: [M, D] states -> [M] values, for a critic that shares the model's trunk. It is no part of ``model``:
+            engines and exported folders know nothing of it.
     """
 
     model: Any
 
-    def __init__(self, model: nn.Module, logits_chunk: int | None = None) -> None:
+    def __init__(self, model: nn.Module, logits_chunk: int | None = None, value_head: nn.Module | None = None) -> None:
         super().__init__()
         self.model = model
+        self.value_head: Any = value_head
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
         switch_off_dropout(model)
@@ -79,6 +86,8 @@ class Policy(nn.Module):
         squares: bool = False,
         experts: Tensor | Literal["active"] | None = None,
         routing: Tensor | Literal["seen"] | None = None,
+        values: ValueMode = "none",
+        frozen: bool = False,
     ) -> TokenStats:
         """Log-probability (and entropy) of every completion token of the micro-batch.
 
@@ -93,13 +102,42 @@ class Policy(nn.Module):
             experts: also the router's scores, for the experts that are ``active`` now or for given ones
                 [n, T, layers, K]; mixture-of-experts models only.
             routing: also which experts every token goes through, ``seen`` or, [tokens, layers, K], given.
+            values: also those of the value head, from the same states.
+            frozen: no gradient but that of the value head.
         """
         if routing is not None and self._routers is None:
             self._routers = Routers(self.model)
         if self._routers is not None:
             self._routers.given = routing if isinstance(routing, Tensor) else None
-        states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
-        hidden = states.flatten(0, 1)[batch.source]  # [M, D]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
+            hidden = states.flatten(0, 1)[batch.source]  # [M, D]
+            stats = self._token_stats(batch, hidden, temperature, entropy, squares)
+            if routing is not None:
+                assert self._routers is not None
+                stats.routing = self._routers.seen()
+            if experts is not None:
+                stats.router_logscores, stats.router_experts = self._router_scores(batch, router, experts)
+        if values != "none":
+            stats.values = self._values(batch, hidden if values == "trunk" else hidden.detach())
+        return stats
+
+    def values(self, batch: PolicyInput) -> Tensor:
+        """The value head's values alone, [n, T]: the same trunk, without the pass over the vocabulary."""
+        if self._routers is not None:
+            self._routers.given = None
+        states, _ = hidden_states(self.model.base_model, batch)
+        return self._values(batch, states.flatten(0, 1)[batch.source])
+
+    def _values(self, batch: PolicyInput, hidden: Tensor) -> Tensor:
+        if self.value_head is None:
+            raise RuntimeError("this policy has no value head")
+        return batch.scatter(self.value_head(hidden))
+
+    def _token_stats(
+        self, batch: PolicyInput, hidden: Tensor, temperature: float, entropy: EntropyMode, squares: bool
+    ) -> TokenStats:
+        """Everything that needs logits, of hidden states [M, D]."""
         parts = []
         several = len(batch.target) > self.logits_chunk
         for start in range(0, len(batch.target), self.logits_chunk):
@@ -110,17 +148,11 @@ class Policy(nn.Module):
             else:
                 parts.append(self._head(*arguments))
         logprobs, entropies, squared = (_cat([part[k] for part in parts], hidden) for k in range(3))
-        stats = TokenStats(
+        return TokenStats(
             logprobs=batch.scatter(logprobs),
             entropy=None if entropy == "none" else batch.scatter(entropies),
             sum_squared_probs=batch.scatter(squared.detach()) if squares else None,
         )
-        if routing is not None:
-            assert self._routers is not None
-            stats.routing = self._routers.seen()
-        if experts is not None:
-            stats.router_logscores, stats.router_experts = self._router_scores(batch, router, experts)
-        return stats
 
     @torch.no_grad()
     def _router_scores(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_grpo.rewards.addition import AdditionReward
-    from lit_grpo.rewards.base import Reward, judging_reward
+    from lit_grpo.rewards.base import Reward, judging_reward, total_range
     from lit_grpo.rewards.choice import ChoiceReward
     from lit_grpo.rewards.code import CodeReward
     from lit_grpo.rewards.countdown import CountdownReward
@@ -46,6 +46,7 @@ _HOME = {
     "check_rewards": "scoring",
     "judging_reward": "base",
     "score_all": "scoring",
+    "total_range": "base",
 }
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "check_rewards",
     "judging_reward",
     "score_all",
+    "total_range",
 ]
 
 

@@ -67,5 +67,12 @@ def judging_reward(rewards: Sequence[Reward]) -> Reward | None:
     return next((reward for reward in rewards if reward.correct_at is not None), None)
 
 
+def total_range(rewards: Sequence[Reward]) -> tuple[float, float]:
+    """Least and greatest total reward of a completion: weighted, and infinite where a reward does not say."""
+    ends = [(reward.weight * low, reward.weight * high) for reward in rewards for low, high in (reward.range,)]
+    ends = [(0.0, 0.0) if reward.weight == 0 else end for reward, end in zip(rewards, ends, strict=True)]
+    return sum(min(end) for end in ends), sum(max(end) for end in ends)
+
+
 def _snake_case(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

@@ -40,7 +40,7 @@ def test_values_are_those_of_the_state_before_each_token(share):
         for t in range(len(completion.token_ids)):
             ids = torch.tensor([[*prompt, *completion.token_ids[:t]]])
             state = module.critic.base(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
-            assert float(values[i, t]) == pytest.approx(float(module.critic.head(state)), abs=1e-4)
+            assert float(values[i, t]) == pytest.approx(float(module.critic.head(state[None])), abs=1e-4)
         assert not values[i, len(completion.token_ids) :].any()
 
 
@@ -81,7 +81,7 @@ def test_the_critic_has_its_own_rate_schedule_and_clipping():
 
 
 def test_warm_up_trains_the_critic_alone_on_returns():
-    critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-2), warmup_rollouts=6)
+    critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-2), warmup_rollouts=6, measure_every=2)
     objective = ObjectiveConfig(recipe="ppo", gae_lambda=0.5, value_clip=0.0)
     same = [rollout(seed=0) for _ in range(7)]
     module, watch = fit(batches=same, objective=objective, critic=critic, updates_per_rollout=2)
@@ -91,7 +91,12 @@ def test_warm_up_trains_the_critic_alone_on_returns():
     assert not torch.equal(watch.policy[6], watch.policy[5])
     assert (module.optimizer_steps, module.critic_steps) == (2, 14)
     explained = [m["value/explained_variance"] for m in watch.metrics]
-    assert explained[5] > 0.25 > 0 > explained[0], explained
+    assert explained[5] > 0.25 > 0.0 == explained[0], explained
+    # The same rollout again: what the critic says after one update is what it says before the next.
+    after = [m.get("value/explained_variance_after") for m in watch.metrics]
+    assert after[1::2] == [None] * 3
+    assert after[:6:2] == pytest.approx(explained[1:6:2])
+    assert watch.metrics[4]["value/correct_after"] == pytest.approx(watch.metrics[5]["value/correct"])
     # Monte Carlo returns of a reward at the end are the reward, at every token and whatever the values say.
     token_mean = sum(r * n for r, n in zip([1.0, 0, 0, 1, 0, 0, 0, 1], [3, 1, 5, 2, 4, 4, 1, 6], strict=True)) / 26
     assert all(m["value/return"] == pytest.approx(token_mean, abs=1e-5) for m in watch.metrics[:6])
