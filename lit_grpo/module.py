@@ -120,8 +120,7 @@ class LitGRPO(pl.LightningModule):
             rank_zero_info(
                 f"{self.objective.name} learns with a critic: model.critic is not set, so the default is used."
             )
-        if self.critic_config is not None:
-            check_critic(self.policy_config, self.critic_config)
+        check_critic(self.policy_config, self.critic_config)
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
         self.probe_completions, self.routing_replay = probe_completions, routing_replay
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
@@ -155,7 +154,6 @@ class LitGRPO(pl.LightningModule):
         )
         self.policy: Policy | None = None
         self.critic: Critic | None = None
-        """A critic with a trunk of its own; one that shares the policy's is ``policy.value_head``."""
         self.reference: Policy | None = None
         """A reference that is refreshed: a submodule, so that checkpoints hold it."""
         self._frozen_reference: list[Policy] = []  # in a list, so that it is no submodule and checkpoints do not grow
@@ -228,9 +226,8 @@ class LitGRPO(pl.LightningModule):
             has_critic=self.critic_config is not None,
         )
         check_objective(self.objective, self.updates_per_rollout * self.objective.passes, self._warmup_rollouts)
-        if self.critic_config is not None:
-            run_critic.check(self.critic_config, self.objective, rollouts, max_new_tokens, reward_range)
-            run_critic.set_range(self.objective, self.objective_state, reward_range)
+        run_critic.check(self.critic_config, self.objective, rollouts, max_new_tokens, reward_range)
+        run_critic.set_range(self.objective, self.objective_state, reward_range)
         check_minibatches(prompts_per_rollout, self.minibatch_prompts, self.updates_per_rollout)
 
     def change_objective(self, changes: dict[str, Any]) -> None:

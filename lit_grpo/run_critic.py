@@ -28,11 +28,13 @@ UNKNOWN: Range = (-math.inf, math.inf)
 """Where the rewards do not say."""
 
 
-def check(config: CriticConfig, objective: Objective, rollouts: int, max_new_tokens: int, reward_range: Range) -> None:
+def check(
+    config: CriticConfig | None, objective: Objective, rollouts: int, max_new_tokens: int, reward_range: Range
+) -> None:
     """Hold the critic's settings to the run; warn of what is allowed and yet hardly meant.
 
     Args:
-        config: of the critic.
+        config: of the critic; None: nothing to check.
         objective: of the run.
         rollouts: of the whole run.
         max_new_tokens: limit of a completion.
@@ -41,6 +43,8 @@ def check(config: CriticConfig, objective: Objective, rollouts: int, max_new_tok
     Raises:
         UserError: a warm-up that leaves no rollout for the policy, a bounded head that cannot reach the rewards.
     """
+    if config is None:
+        return
     if config.warmup_rollouts and config.warmup_rollouts >= rollouts:
         raise UserError(
             f"the critic's warm-up of {config.warmup_rollouts} rollouts is no shorter than the run of {rollouts}: the "

@@ -116,12 +116,14 @@ def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
     return replace(policy, path=config.path, tiny=config.tiny, model_args={})
 
 
-def check_critic(policy: PolicyConfig, config: CriticConfig) -> None:
-    """Contradictions in the settings; reads no weights and no tokenizer.
+def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
+    """Contradictions in the settings, if there are any; reads no weights and no tokenizer.
 
     Raises:
         UserError: with the key and what to do.
     """
+    if config is None:
+        return
     shared = config.trunk == "shared"
     own = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
     if shared and own:
