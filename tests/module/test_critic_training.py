@@ -218,6 +218,10 @@ def test_a_critic_of_another_model_is_held_to_the_layout_of_the_rows() -> None:
     module, watch = train([rollout(), rollout(seed=1)], critic=other)
     assert module.critic.base.config.hidden_size == 16
     assert not torch.equal(watch.critic[0], watch.critic[1])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.critic.base.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))  # so that tokens see much of each other
     module.critic.check(Layout())
     forward = module.critic.base.forward
 
