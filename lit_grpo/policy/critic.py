@@ -171,7 +171,8 @@ def check_vocabulary(policy: PolicyConfig, config: CriticConfig) -> None:
             remedy="put the tokenizer's files beside the critic's weights",
         ) from error
     mine = load_tokenizer(policy).get_vocab()
-    wrong = next((token for token, number in mine.items() if other.get(token) != number), None)
+    tokens = sorted(mine, key=lambda token: mine[token])  # tokenizers give them in no order
+    wrong = next((token for token in tokens if other.get(token) != mine[token]), None)
     if wrong is not None:
         found = "is unknown" if wrong not in other else f"has id {other[wrong]}"
         _refuse(

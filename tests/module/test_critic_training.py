@@ -225,7 +225,7 @@ def test_a_critic_of_another_model_is_held_to_the_layout_of_the_rows() -> None:
     module.critic.check(Layout())
     forward = module.critic.base.forward
 
-    def deaf(attention_mask: Any = None, **given: Any) -> Any:
+    def deaf(attention_mask: Any = None, segments: Any = None, **given: Any) -> Any:
         return forward(**given)  # as a model that does not keep to its mask
 
     module.critic.base.forward = deaf
