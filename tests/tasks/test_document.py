@@ -55,4 +55,5 @@ def test_the_command_lines_are_accepted():
     for line in lines:
         given = dict(re.findall(r"--([\w-]+) (\S+)", line))
         bounds = {key: float(given[f"keep-{key}"]) for key in ("above", "below") if f"keep-{key}" in given}
-        Options(Path(given["output"]), int(given["samples"]), **bounds).check()
+        above, below = bounds.get("above"), bounds.get("below")
+        Options(Path(given["output"]), int(given["samples"]), above=above, below=below).check()
