@@ -113,8 +113,10 @@ def test_a_run_replays_and_its_first_ratio_is_1(monkeypatch):
     tiny.trainer().fit(module, Given(rollout()))
     assert chosen == [True, True]
     assert gaps[0] < 1e-5 < gaps[1]
-    routers = module.policy and module.policy._routers
-    assert routers and routers.given is None, "an engine that shares the model must choose freely"
+    assert module.policy is not None
+    routers = module.policy._routers
+    assert routers is not None
+    assert routers.given is None, "an engine that shares the model must choose freely"
 
 
 def test_one_update_has_nothing_to_replay():

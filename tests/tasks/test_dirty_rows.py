@@ -85,7 +85,11 @@ def test_an_empty_gold_is_named_by_file_and_line(tmp_path):
     lines[3]["answer"] = ""
     (tmp_path / "raw.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     source = JsonlPrompts(str(tmp_path / "raw.jsonl"))
-    settings: dict[str, Any] = {"form": PromptFormat(chat_template="none"), "tokenizer": Characters(), "rewards": [ExactMatch()]}
+    settings: dict[str, Any] = {
+        "form": PromptFormat(chat_template="none"),
+        "tokenizer": Characters(),
+        "rewards": [ExactMatch()],
+    }
     with pytest.raises(UserError, match="has no answer, and the reward 'exact_match'") as caught:
         prepare(source, "data.prompts", **settings)
     assert caught.value.where == f"{tmp_path / 'raw.jsonl'}:4"
