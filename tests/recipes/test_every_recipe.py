@@ -44,7 +44,7 @@ WITH = {
     # Without experts RSPO is GMPO, and with one update its router factor is 1.
     "rspo": "model: {policy: {tiny: {experts: 4}}, updates_per_rollout: 2}\n",
     # No token of an untrained model has a probability above one half, and Lopti's second pass would stay empty.
-    "lopti": "data: {sampling: {temperature: 0.1}}\n",
+    "lopti": "data: {sampling: {temperature: 0.2}}\n",
 }
 """What a method needs to be more than its simpler relative."""
 

@@ -176,7 +176,7 @@ def test_metrics_mlflow_cannot_take_are_kept_on_disk(root):
     logger.log_metrics({"clip/frac@high": 1.0, "nan": float("nan"), "inf": float("inf")}, step=0)
     logger.finalize("success")
     assert logger.unsent == 0
-    assert set(stored_run(logger)[1].data.metrics) == {"clip/frac_high", "nan", "inf"}
+    assert set(stored_run(logger)[1].data.metrics) == {"clip/frac_at_high", "nan", "inf"}
     assert set(read_metrics(folder(logger))[0]) == {"step", "wall_time", "clip/frac@high", "nan", "inf"}
 
 
