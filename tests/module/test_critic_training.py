@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,11 +34,11 @@ def start(module: Any) -> None:
 def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, **critic: Any) -> Any:
     """Train both and hold every weight of the one to the other's."""
     updates, size = 4, 1
-    shared = "shared" if settings.shared else "separate"
+    trunk: Any = "shared" if settings.shared else "separate"
     config = CriticConfig(
-        trunk=shared, detach=settings.detach, optimizer=OptimizerConfig(lr=CRITIC_RATE, eps=EPS), **critic
+        trunk=trunk, detach=settings.detach, optimizer=OptimizerConfig(lr=CRITIC_RATE, eps=EPS), **critic
     )
-    module = tiny.module(
+    module: Any = tiny.module(
         objective=objective,
         critic=config,
         optimizer=OptimizerConfig(lr=RATE, eps=EPS),
@@ -61,18 +62,22 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
             reference.update(batch, rows.tolist(), warmup)
     for found, expected in ((module.policy.model, reference.model), (critic_of(module), reference.head)):
         for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4, msg=_named(name))
     if not settings.shared:
         torch.testing.assert_close(vector(module.critic.base), vector(reference.trunk), atol=2e-5, rtol=1e-4)
     assert not torch.equal(before, tiny.weights(module))
     return watch
 
 
+def _named(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"
+
+
 def critic_of(module: Any) -> Any:
     return module.policy.value_head if module.critic is None else module.critic.head
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gae": ({"recipe": "ppo", "gae_lambda": 0.7, "gae_gamma": 0.9}, {"lam": 0.7, "gamma": 0.9}, {}),
     "value_clip": ({"recipe": "ppo", "value_clip": 0.01, "value_coef": 0.5},
                    {"value_clip": 0.01, "value_coef": 0.5}, {}),
@@ -97,11 +102,13 @@ def test_weights_are_those_of_the_loops(case: str) -> None:
 
 
 def shared(**changes: Any) -> CriticConfig:
-    return CriticConfig(**({"trunk": "shared", "optimizer": OptimizerConfig(lr=1e-2)} | changes))
+    settings: dict[str, Any] = {"trunk": "shared", "optimizer": OptimizerConfig(lr=1e-2)} | changes
+    return CriticConfig(**settings)
 
 
-def train(batches: Any, objective: str = "ppo", **changes: Any) -> tuple[Any, Watch]:
-    module, watch = tiny.module(objective=ObjectiveConfig(recipe=objective), **changes), Watch()
+def train(batches: Any, objective: Any = "ppo", **changes: Any) -> tuple[Any, Watch]:
+    module: Any = tiny.module(objective=ObjectiveConfig(recipe=objective), **changes)
+    watch = Watch()
     module.prepare_for(rollouts=len(batches), group_size=4, prompts_per_rollout=2, max_new_tokens=6)
     start(module)
     tiny.trainer(callbacks=[watch]).fit(module, Given(*batches))
@@ -116,7 +123,7 @@ def test_values_and_log_probabilities_of_a_shared_trunk_come_from_one_pass() -> 
             base = pl_module.policy.model.base_model
             self.handle = base.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
 
-    module = tiny.module(objective=ObjectiveConfig(recipe="ppo"), critic=shared(measure_every=0))
+    module: Any = tiny.module(objective=ObjectiveConfig(recipe="ppo"), critic=shared(measure_every=0))
     module.prepare_for(rollouts=1, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
     tiny.trainer(callbacks=[Count()]).fit(module, Given(rollout()))
     assert passes.count(True) == 1, "the loss needs one pass for both"
@@ -125,7 +132,7 @@ def test_values_and_log_probabilities_of_a_shared_trunk_come_from_one_pass() -> 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_shared_trunk_values_the_state_before_each_token(share: bool) -> None:
     batch = rollout(lengths=[3, 0, 5, 2, 4, 4, 1, 6])
-    module = tiny.module(
+    module: Any = tiny.module(
         objective=ObjectiveConfig(recipe="ppo"),
         critic=shared(),
         policy=PolicyConfig(tiny=tiny.TINY, share_prompts=share),
@@ -144,10 +151,10 @@ def test_a_shared_trunk_values_the_state_before_each_token(share: bool) -> None:
 
 def test_the_value_loss_reaches_a_shared_trunk_unless_it_is_detached() -> None:
     batch = rollout(rewards=[1.0] * 8)
-    none = {"whiten": False, "gae_lambda": 1.0}
+    none: dict[str, Any] = {"whiten": False, "gae_lambda": 1.0}
     moved = {}
     for name, config in (("joined", shared()), ("detached", shared(detach=True))):
-        module = tiny.module(objective=ObjectiveConfig(recipe="ppo", **none), critic=config)
+        module: Any = tiny.module(objective=ObjectiveConfig(recipe="ppo", **none), critic=config)
         start(module)
         rows = torch.arange(8)
         module.policy(module._inputs(batch, rows), values="head" if config.detach else "trunk").values.sum().backward()
@@ -161,10 +168,10 @@ def test_neither_engines_nor_exports_see_the_value_head(tmp_path: Any) -> None:
     from lit_grpo.callbacks import RolloutCheckpoint
     from lit_grpo.export import export
 
-    module = tiny.module(objective=ObjectiveConfig(recipe="ppo"), critic=shared())
+    module: Any = tiny.module(objective=ObjectiveConfig(recipe="ppo"), critic=shared())
     checkpoint = RolloutCheckpoint(dirpath=str(tmp_path))
     tiny.trainer(callbacks=[checkpoint], enable_checkpointing=True).fit(module, datamodule=tiny.data(rollouts=1))
-    plain = tiny.module()
+    plain: Any = tiny.module()
     plain.configure_model()
     assert [name for name, _ in module.named_weights()] == [name for name, _ in plain.named_weights()]
     export(tmp_path / "last.ckpt", tmp_path / "model")
@@ -185,7 +192,7 @@ def test_adapters_and_a_value_head_are_all_that_learns() -> None:
     policy = PolicyConfig(tiny=tiny.TINY, lora=LoraConfig(rank=2, alpha=4.0))
     same = [rollout(seed=0) for _ in range(3)]
     module, watch = train(same, policy=policy, critic=shared(warmup_rollouts=1, measure_every=1))
-    fresh = tiny.module(policy=policy)
+    fresh: Any = tiny.module(policy=policy)
     fresh.configure_model()
     for (name, new), (_, old) in zip(
         module.policy.model.named_parameters(), fresh.policy.model.named_parameters(), strict=True
@@ -201,7 +208,7 @@ def test_a_refreshed_reference_has_no_value_head() -> None:
     from lit_grpo.policy import ReferenceConfig
 
     objective = ObjectiveConfig(recipe="ppo", kl_coef=0.1, kl_in="loss")
-    module = tiny.module(objective=objective, critic=shared(), reference=ReferenceConfig(refresh_every=1))
+    module: Any = tiny.module(objective=objective, critic=shared(), reference=ReferenceConfig(refresh_every=1))
     module.prepare_for(rollouts=2, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
     tiny.trainer().fit(module, Given(rollout(), rollout(seed=1)))
     assert module.reference.value_head is None

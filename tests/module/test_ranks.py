@@ -74,7 +74,7 @@ def train_critic(trunk: Any, batches: list[Any], **trainer: Any) -> dict[str, An
     from tests import tiny
     from tests.module.helpers import Given, Watch, vector
 
-    module = tiny.module(
+    module: Any = tiny.module(
         objective=ObjectiveConfig(recipe="ppo", gae_lambda=0.9),
         critic=CriticConfig(trunk=trunk, warmup_rollouts=1, measure_every=1),
         updates_per_rollout=2,
