@@ -62,6 +62,7 @@ def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -
                 where=f"{where}.actions.{key}",
                 remedy=f"choose one of {', '.join(possible)}{more}",
             )
+        # A plain string until here, now known to be one of the names.
         actions[key] = action  # type: ignore[assignment]
     return actions
 

@@ -122,6 +122,7 @@ class HealthMonitor(pl.Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ring.open(trainer)
         for changes in self._changed:
+            # Any module may have it; Lightning declares only what every module has.
             pl_module.change_objective(dict(changes))  # type: ignore[operator]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -107,6 +107,7 @@ class RatioMonitor(Monitor):
 
     def _change(self, step: int) -> Iterable[Finding]:
         for key, bound in (("ratio/gap", self.gap), ("kl/old_k3", self.kl)):
+            # mypy gives a lambda with a default no type.
             if self.history.holds(key, self.patience, lambda value, bound=bound: value > bound):  # type: ignore[misc]
                 value = self.history.last(key) or 0.0
                 yield self.finding(
@@ -114,6 +115,7 @@ class RatioMonitor(Monitor):
                     "warning",
                     f"the policy moves far on one rollout: {key} {value:.2g}",
                     (key, self.patience, value, bound),
+                    # mypy gives a lambda with a default no type.
                     onset=self.history.began(key, lambda value, bound=bound: value > bound, step),  # type: ignore[misc]
                     remedies=REMEDIES,
                 )

@@ -46,6 +46,7 @@ class Remedy:
     def change_objective(self, pl_module: LightningModule) -> None:
         """The part of it that optimizers and schedules do not remember in a checkpoint."""
         if self.objective:
+            # Any module may have it; Lightning declares only what every module has.
             pl_module.change_objective(dict(self.objective))  # type: ignore[operator]
 
 

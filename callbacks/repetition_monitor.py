@@ -43,6 +43,7 @@ class RepetitionMonitor(Monitor):
         if not over:
             return
         lasts = any(
+            # mypy gives a lambda with a default no type.
             self.history.holds(key, self.patience, lambda value, bound=self.bounds[key]: value > bound)  # type: ignore[misc]
             for key in over
         )

@@ -84,11 +84,13 @@ class AfterAll(Callback):
 
     def attach(self, trainer: Trainer) -> None:
         """Become the last callback."""
+        # Every Trainer has them, but Lightning does not declare them.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self not in callbacks:
             callbacks.append(self)
 
     def detach(self, trainer: Trainer) -> None:
+        # Every Trainer has them, but Lightning does not declare them.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
@@ -150,6 +152,7 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
 
 def _restore_callbacks(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
     states = checkpoint.get("callbacks", {})
+    # Every Trainer has them, but Lightning does not declare them.
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, Checkpoint) or getattr(callback, "survives_rollback", False):

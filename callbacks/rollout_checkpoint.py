@@ -160,7 +160,7 @@ class RolloutCheckpoint(Checkpoint):
         try:
             if self._is_whole(trainer):
                 self.save(trainer)
-        except Exception as error:
+        except Exception as error:  # what ends the run is said, not what its last save met
             log.warning("The run could not be saved on the way out: %s", error)
 
     def _is_whole(self, trainer: Trainer) -> bool:

@@ -164,6 +164,7 @@ class _Groups:
     def close(self) -> None:
         """Cancel what is under way."""
         for generation in self._open:
+            # An iterator by its type, a generator in fact.
             generation.close()  # type: ignore[attr-defined]
         for _, future in self._scores:
             future.cancel()

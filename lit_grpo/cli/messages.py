@@ -103,7 +103,7 @@ def similar_class(class_path: str) -> str:
         module = importlib.import_module(module_name)
     except ImportError as error:
         return _similar_module(module_name, name, error)
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything
         return f"importing {module_name} fails: {type(error).__name__}: {error}"
     names = _class_names(module)
     if near := nearest(name, names):
