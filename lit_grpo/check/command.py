@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from lit_grpo.cli.arguments import CommandParser
 from lit_grpo.cli.layers import config_files, read_layers
 from lit_grpo.cli.training import _quiet
 from lit_grpo.errors import StopRun, UserError
+from lit_grpo.quiet import at_level
 
 EXAMPLES = """\
 Everything else is as for `lit-grpo fit`: several --config, and any key as --data.group_size 16.
@@ -51,7 +50,7 @@ def run(command: str, argv: list[str]) -> int:
     from lit_grpo.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
-    with _only_warnings("lightning.pytorch.utilities.rank_zero"):
+    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
         cli = CheckCLI(preflight, rest, layers)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
@@ -70,18 +69,6 @@ def run(command: str, argv: list[str]) -> int:
         write_json(results, Path(args.json), about)
         print(f"results: {args.json}")
     return FAILED if any(r.status == "fail" for r in results) else DONE
-
-
-@contextmanager
-def _only_warnings(name: str) -> Iterator[None]:
-    """Keep a logger's notes out of the table; the logger is the process's, so it is left as it was found."""
-    log = logging.getLogger(name)
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def broken(at: str, error: Exception) -> Any:

@@ -11,7 +11,6 @@ graphs still point to. Three things can go silently wrong in it, and each is pre
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_grpo.engines.base import NamedWeights
+from lit_grpo.quiet import at_level
+
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns at every reload of layers that hold no weights (rotary embeddings); what matters is checked here."""
 
 
 def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) -> None:
@@ -40,7 +43,7 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
 
     ties = tied_parameters(model)
     streamed: set[str] = set()
-    with _quiet_reload(), set_current_vllm_config(vllm_config), torch.no_grad():
+    with at_level(_RELOAD, logging.ERROR), set_current_vllm_config(vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         try:
             expected = {name for name, _ in model.named_parameters()} - ties.keys()
@@ -114,15 +117,3 @@ def _repack(module: nn.Module) -> None:
     """Pack a tied head again: its weight was filled through the embedding, which leaves the head's own copy behind."""
     if hasattr(module, "cpu_linear"):
         module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-
-
-@contextlib.contextmanager
-def _quiet_reload() -> Iterator[None]:
-    """vLLM warns at every reload of layers that hold no weights (rotary embeddings); what matters is checked above."""
-    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
