@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train PPO and VAPO on the quickstart task, with a critic of its own and with a value head on the policy's trunk.
 
-    python scripts/critic_curves.py --seeds 0 1                        # runs, then a table and a picture
+    python scripts/critic_curves.py --jobs 12                          # runs, then a table and a picture
     python scripts/critic_curves.py --only ppo/shared --rollouts 20    # a look
     python scripts/critic_curves.py --jobs 0                           # only draw what is in the file
 
@@ -13,20 +13,20 @@ as soon as it has ended, and what is there with the same settings is not run aga
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts import side_by_side  # noqa: E402
+
 RUNS = ("ppo/separate", "ppo/shared", "vapo/separate", "vapo/shared")
 KEYS = (
     "reward",
@@ -47,24 +47,29 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     changes = {key: value for key, value in {"rollouts": args.rollouts}.items() if value is not None}
     wanted = [(name, seed) for seed in args.seeds for name in args.only]
-    done = read(args.out, changes)
-    todo = [job for job in wanted if job not in done]
+    done = by_job([r for r in side_by_side.read(args.out) if r["settings"] == settings(r["name"], changes)])
+    todo = [(name, seed, changes) for name, seed in wanted if (name, seed) not in done]
     if args.jobs and todo:
-        done |= run_all(todo, changes, args.jobs, args.out)
-    found = {job: done[job] for job in wanted if job in done}
+        done |= by_job(side_by_side.run_all(run, todo, args.jobs, args.out, line))
+    failed = [record for record in done.values() if record["status"] != "done"]
+    for record in failed:
+        print(f"missing: {line(record)}", file=sys.stderr)
+    found = {job: done[job] for job in wanted if job in done and done[job] not in failed}
     if not found:
         print(f"nothing to show: {args.out} holds no such run", file=sys.stderr)
         return 1
     print(table(found))
     draw(found, args.picture)
     print(f"\n{args.picture}", file=sys.stderr)
-    return 0
+    return 1 if failed else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; 0: none")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="runs side by side; 0: none"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=list(RUNS), choices=RUNS, metavar="RUN")
     parser.add_argument("--rollouts", type=int, help="instead of those of the configuration")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/critic_curves.jsonl")
@@ -74,112 +79,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def settings(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a run: the quickstart's, with the recipe's laid over it."""
-    import yaml
-
     recipe, _, trunk = name.partition("/")
-    paths = (ROOT / "configs/quickstart.yaml", ROOT / f"configs/quickstart/{recipe}.yaml")
-    config: dict[str, Any] = {}
-    for path in paths:
-        config = merge(config, yaml.safe_load(path.read_text(encoding="utf-8")))
-    return merge(config, {"model": {"critic": {"trunk": trunk}}, "data": changes})
+    config = side_by_side.load(ROOT / "configs/quickstart.yaml", ROOT / f"configs/quickstart/{recipe}.yaml")
+    return side_by_side.merge(config, {"model": {"critic": {"trunk": trunk}}, "data": changes})
 
 
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``."""
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        out[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return out
-
-
-def read(path: Path, changes: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Runs of the same settings that are in the file."""
-    if not path.is_file():
-        return {}
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    same = [r for r in records if r["name"] in RUNS and r["settings"] == settings(r["name"], changes)]
-    return {(record["name"], record["seed"]): record for record in same}
-
-
-def run_all(
-    todo: Sequence[tuple[str, int]], changes: dict[str, Any], jobs: int, out: Path
-) -> dict[tuple[str, int], dict[str, Any]]:
-    """Train, ``jobs`` runs at a time."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found = {}
-    workers = ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, (os.getpid(),))
-    with workers as pool, out.open("a", encoding="utf-8") as file:
-        futures = [pool.submit(run, name, seed, changes) for name, seed in todo]
-        for future in as_completed(futures):
-            record = future.result()
-            found[record["name"], record["seed"]] = record
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            print(
-                f"{record['name']} seed {record['seed']}: {final(record, 'reward'):.3f}, {record['cpu_s']:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-    return found
-
-
-def _end_with_parent(parent: int) -> None:
-    """A worker whose parent was killed would otherwise go on for ever."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def by_job(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(record["name"], record["seed"]): record for record in records}
 
 
 def run(name: str, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
     """One run, in a worker process: the curve of each key, None where a rollout has no such value."""
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    sys.path.insert(0, str(ROOT))
-    import lightning.pytorch as pl
-    import torch
-
-    from lit_grpo import LitGRPO, RolloutDataModule
-    from lit_grpo.engines import EngineConfig
-    from lit_grpo.rewards import ExactMatch
-    from lit_grpo.tasks import AdditionPrompts
-    from lit_grpo.types import Sampling
-
-    torch.set_num_threads(1)
-    pl.seed_everything(seed, verbose=False)
     config = settings(name, changes)
-    given = config["data"]
-    parts = {"prompts": AdditionPrompts(**given["prompts"]["init_args"]), "rewards": [ExactMatch()]}
-    parts |= {"sampling": Sampling(**given["sampling"]), "engine": EngineConfig(**given["engine"])}
-    data = RolloutDataModule(**(given | parts))
-    curves: dict[str, list[float | None]] = {key: [] for key in KEYS}
+    named = {"name": name, "seed": seed, "settings": config}
+    return named | side_by_side.attempt(lambda: side_by_side.fit(config, seed, KEYS)[2])
 
-    class Keep(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            for key, values in curves.items():
-                value = pl_module.step_metrics.get(key)
-                values.append(None if value is None else round(float(value), 5))
 
-    started = time.process_time()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Keep()],
-    )
-    trainer.fit(LitGRPO(**config["model"]), datamodule=data)
-    seconds = round(time.process_time() - started, 1)
-    return {"name": name, "seed": seed, "settings": config, "cpu_s": seconds, "curves": curves}
+def line(record: dict[str, Any]) -> str:
+    """For the screen."""
+    what = f"{final(record, 'reward'):.3f}" if record["status"] == "done" else record["reason"]
+    return f"{record['name']} seed {record['seed']}: {what}, {record['seconds']:.0f} s"
 
 
 # ------------------------------------------------------------------------------------------------------- results

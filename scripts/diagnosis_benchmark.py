@@ -23,18 +23,15 @@ import json
 import os
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
-from multiprocessing import get_context
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+from scripts import side_by_side  # noqa: E402
 
 if TYPE_CHECKING:
     from scripts.diagnosis.cases import Job
@@ -91,29 +88,11 @@ def run_all(jobs: Sequence[Job], args: argparse.Namespace) -> list[dict[str, Any
     """Run them side by side, in the order of ``jobs`` afterwards; each is written down when it ends."""
     make_models({job.name for job in jobs}, args.models)
     settings = {"rollouts": args.rollouts, "code": fingerprint()}
-    done = read(args.out, settings)
-    todo = [job for job in jobs if job not in done]
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"  # before the workers start
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    arguments = (args.models, args.rollouts, args.record)
-    with ExitStack() as stack:
-        file = stack.enter_context(args.out.open("a", encoding="utf-8"))
-        records: Iterator[dict[str, Any]]
-        if args.jobs > 1 and todo:
-            workers = min(args.jobs, len(todo))
-            pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker, (os.getpid(),))
-            stack.enter_context(pool)
-            futures = [pool.submit(run, job, *arguments) for job in todo]
-            records = (future.result() for future in as_completed(futures))
-        else:  # in this process: nothing has to be started
-            records = (run(job, *arguments) for job in todo)
-        for number, record in enumerate(records, 1):
-            done[job_of(record)] = record
-            file.write(json.dumps({"settings": settings, **record}) + "\n")
-            file.flush()
-            print(f"{time.monotonic() - started:5.0f} s {number:3d}/{len(todo)} {line(record)}", file=sys.stderr)
+    done = {job_of(record): record for record in side_by_side.read(args.out) if record.pop("settings") == settings}
+    todo = [(job, args.models, args.rollouts, args.record) for job in jobs if job not in done]
+    for record in side_by_side.run_all(run, todo, args.jobs, args.out, line, {"settings": settings}):
+        del record["settings"]
+        done[job_of(record)] = record
     return [done[job] for job in jobs]
 
 
@@ -136,19 +115,6 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def read(path: Path, settings: dict[str, Any]) -> dict[Job, dict[str, Any]]:
-    """Runs that ended with these settings; a line that was cut and runs that failed are left out."""
-    found = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if record.pop("settings") == settings and record["status"] != "error":
-            found[job_of(record)] = record
-    return found
-
-
 def job_of(record: dict[str, Any]) -> Job:
     from scripts.diagnosis.cases import Job
 
@@ -159,20 +125,6 @@ def line(record: dict[str, Any]) -> str:
     """For the screen."""
     what = record["reason"] if record["status"] == "error" else record.get("diagnosis", record.get("rollbacks"))
     return f"{record['part']} {record['name']} {record['seed']}: {what}, {record['cpu_seconds']:.0f} s"
-
-
-def _begin_worker(parent: int) -> None:
-    """Be quiet, and end with the parent: a worker whose parent was killed would otherwise wait for ever."""
-    from scripts.diagnosis.training import quiet
-
-    quiet()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # ------------------------------------------------------------------------------------------------------- one run

@@ -19,21 +19,20 @@ not means (reinforce, rloo, imle, dcpo, ...) make the same coefficient weigh les
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import sys
-import threading
-import time
-import traceback
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts import side_by_side  # noqa: E402
+
 BASE, RECIPES = ROOT / "configs/quickstart.yaml", ROOT / "configs/recipes"
 LAST = 10
 """Rollouts that a final value is the mean of."""
@@ -56,10 +55,11 @@ def main(argv: list[str] | None = None) -> int:
         "entropy_coef": args.entropy_coef,
     }
     wanted = [(recipe, seed) for seed in args.seeds for recipe in args.only]  # a whole seed first
-    done = read(args.out, settings)
-    todo = [job for job in wanted if job not in done]
+    found = [record for record in side_by_side.read(args.out) if record["settings"] == settings]
+    done = by_job(found)
+    todo = [(recipe, seed, settings) for recipe, seed in wanted if (recipe, seed) not in done]
     if args.jobs and todo:
-        done |= run_all(todo, settings, args.jobs, args.out)
+        done |= by_job(side_by_side.run_all(run, todo, args.jobs, args.out, line))
     print(table({job: done[job] for job in wanted if job in done}, settings))
     missing = [job for job in wanted if done.get(job, {}).get("status", "error") == "error"]
     for recipe, seed in missing:
@@ -83,59 +83,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def read(path: Path, settings: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Runs that ended with these settings; a line cut by a crash and runs that failed are left out."""
-    found = {}
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["settings"] == settings and record["status"] != "error":
-            found[record["recipe"], record["seed"]] = record
-    return found
+def by_job(records: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return {(record["recipe"], record["seed"]): record for record in records}
 
 
-def run_all(
-    todo: list[tuple[str, int]], settings: dict[str, Any], jobs: int, out: Path
-) -> dict[tuple[str, int], dict[str, Any]]:
-    """Run them side by side; each is written when it ends."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"  # before the workers start
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    started = time.monotonic()
-    with (
-        ProcessPoolExecutor(min(jobs, len(todo)), get_context("spawn"), _end_with_parent, (os.getpid(),)) as pool,
-        out.open("a", encoding="utf-8") as file,
-    ):
-        if file.tell() and not out.read_text(encoding="utf-8").endswith("\n"):
-            file.write("\n")  # a line cut by a crash
-        futures = {pool.submit(run, recipe, seed, settings): (recipe, seed) for recipe, seed in todo}
-        for future in as_completed(futures):
-            recipe, seed = futures[future]
-            record = found[recipe, seed] = future.result()
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            what = f"final {record['final']:.3f}" if "final" in record else record["reason"]
-            print(
-                f"{time.monotonic() - started:6.0f} s  {len(found):3d}/{len(todo)}  {recipe} seed {seed}: "
-                f"{record['status']}, {what}, {record['seconds']:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-    return found
-
-
-def _end_with_parent(parent: int) -> None:
-    """A worker whose parent was killed would otherwise wait for ever."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def line(record: dict[str, Any]) -> str:
+    """For the screen."""
+    what = f"final {record['final']:.3f}" if "final" in record else record["reason"]
+    return f"{record['recipe']} seed {record['seed']}: {record['status']}, {what}, {record['seconds']:.0f} s"
 
 
 # ------------------------------------------------------------------------------------------------------- one run
@@ -143,115 +98,48 @@ def _end_with_parent(parent: int) -> None:
 
 def run(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Train one recipe, in a worker process."""
-    started = time.process_time()  # of its one thread: does not depend on what else the machine does
-    record: dict[str, Any] = {"recipe": recipe, "seed": seed, "settings": settings}
-    try:
-        record |= train(recipe, seed, settings)
-    except Exception as error:  # one recipe that fails must not end the others
-        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        record |= {"status": "error", "reason": reason, "trace": traceback.format_exc()}
-    return record | {"seconds": round(time.process_time() - started, 1)}
+    named = {"recipe": recipe, "seed": seed, "settings": settings}
+    return named | side_by_side.attempt(lambda: train(recipe, seed, settings))
 
 
 def train(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Curves and final values of one run."""
-    sys.path.insert(0, str(ROOT))
-    _quiet()
     import lightning.pytorch as pl
-    import torch
 
-    from lit_grpo.errors import StopRun
-
-    torch.set_num_threads(1)
-    pl.seed_everything(seed, verbose=False)
-    module, data = build(recipe, settings)
-    curves: dict[str, list[float]] = {key: [] for key in ("reward", "entropy", "length", "grad_norm")}
-
-    class Keep(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            metrics = pl_module.step_metrics
-            for key, values in curves.items():
-                # Of a rollout of mixed groups alone the mean says nothing; a step that is left out has no norm.
-                value = metrics.get("sampling/reward", metrics["reward"]) if key == "reward" else metrics.get(key)
-                if value is not None:
-                    values.append(round(float(value), 5))
-
-    out: dict[str, Any] = {"status": "done", "reason": ""}
-    plain: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-    }
-    plain |= {"enable_model_summary": False, "num_sanity_val_steps": 0}
-    try:
-        pl.Trainer(max_epochs=1, limit_val_batches=0, callbacks=[Keep()], **plain).fit(module, datamodule=data)
-    except StopRun as stop:
-        out |= {"status": "stopped", "reason": str(stop)}
-    (scores,) = pl.Trainer(**plain).validate(module, datamodule=data, verbose=False)
-    out |= {"name": module.objective.name, "greedy": scores["val/reward"], "done_rollouts": len(curves["reward"])}
-    out |= {key: _mean(values[-LAST:]) for key, values in curves.items() if key != "reward"}
-    rewards = curves["reward"]
+    curves = ("reward", "sampling/reward", "entropy", "length", "grad_norm")
+    module, data, out = side_by_side.fit(config_of(recipe, settings), seed, curves)
+    kept = out.pop("curves")
+    # Of a rollout of mixed groups alone the mean says nothing; a step that is left out has no norm.
+    rewards = [own if all_ is None else all_ for own, all_ in zip(kept["reward"], kept["sampling/reward"], strict=True)]
+    (scores,) = pl.Trainer(**side_by_side.PLAIN).validate(module, datamodule=data, verbose=False)
+    out |= {"name": module.objective.name, "greedy": scores["val/reward"], "done_rollouts": len(rewards)}
+    for key in ("entropy", "length", "grad_norm"):
+        out[key] = _mean([value for value in kept[key] if value is not None][-LAST:])
     windows = [_mean(rewards[i : i + LAST]) for i in range(max(1, len(rewards) - LAST + 1))]
-    out |= {"final": windows[-1], "best": max(windows), "rewards": rewards, "entropies": curves["entropy"]}
+    out |= {"final": windows[-1], "best": max(windows), "rewards": rewards}
+    out["entropies"] = [value for value in kept["entropy"] if value is not None]
     return out | {"collapsed": collapsed(out)}
 
 
-def build(recipe: str, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """The module and data of the quickstart with the recipe's file on top."""
-    import yaml
-
-    from lit_grpo import LitGRPO, RolloutDataModule
-    from lit_grpo.engines import EngineConfig
-    from lit_grpo.rewards import ExactMatch
-    from lit_grpo.tasks import AdditionPrompts
-    from lit_grpo.types import Sampling
-
-    base = yaml.safe_load(BASE.read_text(encoding="utf-8"))
-    config = merge(base, yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")))
-    model = config["model"]
+def config_of(recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The quickstart's configuration with the recipe's file on top, evaluated on the training problems."""
+    config = side_by_side.load(BASE, RECIPES / f"{recipe}.yaml")
     if settings["entropy_coef"] != "own":
-        model["objective"]["entropy_coef"] = float(settings["entropy_coef"])
-    prompts = AdditionPrompts(**config["data"]["prompts"]["init_args"])
-    data = RolloutDataModule(
-        prompts=prompts,
-        val_prompts=prompts,
-        rewards=[ExactMatch()],
-        group_size=settings["group_size"],
-        prompts_per_rollout=settings["prompts"],
-        rollouts=settings["rollouts"],
-        sampling=Sampling(**config["data"]["sampling"]),
-        engine=EngineConfig(**config["data"]["engine"]),
-    )
-    return LitGRPO(**model), data
-
-
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``."""
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        out[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return out
+        config["model"]["objective"]["entropy_coef"] = float(settings["entropy_coef"])
+    shape = {"group_size": settings["group_size"], "prompts_per_rollout": settings["prompts"]}
+    config["data"] |= shape | {"rollouts": settings["rollouts"], "val_prompts": config["data"]["prompts"]}
+    return config
 
 
 def collapsed(values: dict[str, Any]) -> bool:
     """See ``DEFINITIONS``."""
     fell = values["best"] > 0.1 and values["final"] < 0.5 * values["best"]
     stuck = values["entropy"] < 0.01 and values["final"] < 0.5
-    return fell or stuck or "not finite" in values["reason"]
+    return fell or stuck or "not finite" in values.get("reason", "")
 
 
 def _mean(values: list[float]) -> float:
     return statistics.fmean(values) if values else float("nan")
-
-
-def _quiet() -> None:
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
 
 
 # ------------------------------------------------------------------------------------------------------- table
