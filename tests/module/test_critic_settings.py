@@ -107,7 +107,7 @@ def test_the_quickstart_configurations_run_from_the_command_line(
 
     root = Path(__file__).parents[2] / "configs"
     monkeypatch.chdir(tmp_path)
-    small = "model: {critic: {warmup_rollouts: 1}}\ndata: {rollouts: 2, prompts_per_rollout: 2, group_size: 2}\n"
+    small = "model: {critic: {warmup_rollouts: 1}, minibatch_prompts: 1}\ndata: {rollouts: 2, prompts_per_rollout: 2, group_size: 2}\n"
     small += "trainer: {logger: false, enable_checkpointing: false, callbacks: [], enable_progress_bar: false}\n"
     (tmp_path / "small.yaml").write_text(small)
     files = [root / "quickstart.yaml", root / f"quickstart/{recipe}.yaml", tmp_path / "small.yaml"]
@@ -115,4 +115,5 @@ def test_the_quickstart_configurations_run_from_the_command_line(
     assert main(["fit", *arguments, "--model.critic.trunk", trunk]) == 0
     # What a person may well get wrong ends in one screen, before anything is sampled.
     assert main(["fit", *arguments, "--model.critic.warmup_rollouts", "2"]) == 2
-    assert main(["fit", *arguments, "--model.objective.recipe", "grpo", "--model.objective.length_alpha", "null"]) == 2
+    own = ["--model.objective.length_alpha", "null", "--model.objective.whiten", "null"]
+    assert main(["fit", *arguments, "--model.objective.recipe", "grpo", *own]) == 2
