@@ -127,9 +127,6 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
         The checkpoint.
     """
     module: Any = pl_module
-    for part in module.modules():
-        if hasattr(part, "reshard"):  # FSDP2 leaves the root gathered after a pass without gradient
-            part.reshard()
     checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only=True)
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint

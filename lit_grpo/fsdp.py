@@ -11,7 +11,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lit_grpo.errors import UserError
-from lit_grpo.policy import sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,14 +56,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         elif self.lightning_module is not None:  # offloaded shards stay where they are, all else was made on the device
             self.lightning_module._device = self.root_device
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        sharding.reshard(self.lightning_module)
-        return super().lightning_module_state_dict()
-
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill model and optimizers in place from a folder of shards, of any number of ranks, or from one file."""
         path = Path(self.broadcast(checkpoint_path))
-        sharding.reshard(self.lightning_module)
         if path.is_dir():
             return super().load_checkpoint(path, weights_only)
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)

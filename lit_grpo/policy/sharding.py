@@ -106,9 +106,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def reshard(*models: nn.Module | None) -> None:
     """Put every gathered weight back into shards. Does nothing to models that are not sharded.
 
-    A forward pass without a backward pass leaves the root's weights gathered. Weights that change then (optimizer step,
-    loading, rollback) would not reach the gathered copy, and what asks for shards (saving, syncing) would find whole
-    tensors.
+    A forward pass without a backward pass leaves the root's weights gathered. Weights that change then (an optimizer
+    step) would not reach the gathered copy, and what walks over parameters (syncing) would find whole tensors.
+    ``state_dict`` and ``load_state_dict``, and so saving, loading and rollback, reshard by themselves: FSDP2
+    hooks them.
     """
     for model in models:
         if model is not None:
