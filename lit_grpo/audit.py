@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_grpo.metrics import Reduce, StepMetrics
 from lit_grpo.objectives.tensors import masked
+from lit_grpo.policy.low_bit import whole
 from lit_grpo.types import Experience, Rollout
 
 LONG_ENOUGH = 8
@@ -174,6 +175,8 @@ def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) 
         w, m, v = (
             _sampled(tensors) for tensors in (known, *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq")))
         )
+        seen = (v > 0) | (m == 0)  # quantized to 0, a second moment says nothing of the step
+        w, m, v = w[seen], m[seen], v[seen]
         delta = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * w
         moved += float(group["lr"]) ** 2 * float(delta.square().sum())
         weights += float(w.square().sum())
@@ -185,7 +188,7 @@ def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) 
 def _sampled(tensors: Sequence[Tensor]) -> Tensor:
     parts = []
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = whole(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
         flat = local.detach().flatten()
         parts.append(flat[:: max(1, len(flat) // SAMPLED)].float())
     return torch.cat(parts)

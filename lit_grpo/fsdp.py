@@ -11,6 +11,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lit_grpo.errors import UserError
+from lit_grpo.policy import low_bit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,8 +99,8 @@ def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Likewise for an optimizer's ``state_dict``, whose parameters are numbered in the order of its groups."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parts = {
-        number: {name: _like(value, parameters[number]) for name, value in values.items()}
-        for number, values in state["state"].items()
+        number: {name: _like(low_bit.whole(value), parameters[number]) for name, value in values.items()}
+        for number, values in low_bit.quantized(state)["state"].items()
     }
     optimizer.load_state_dict({"state": parts, "param_groups": state["param_groups"]})
 

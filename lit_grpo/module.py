@@ -445,7 +445,7 @@ class LitGRPO(pl.LightningModule):
             "time/update": seconds,
         }
         for model in trained_models(self):
-            values[f"{model.prefix}lr"] = model.optimizer.param_groups[0]["lr"]
+            values[f"{model.prefix}lr"] = float(model.optimizer.param_groups[0]["lr"])
         if self.critic_config is not None:
             values["critic/steps"] = float(self.critic_steps)
         if self.objective_state.get("initial_entropy") is not None:
@@ -487,10 +487,10 @@ class LitGRPO(pl.LightningModule):
         return self._policy.named_weights()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[run_state.KEY] = run_state.get_state(self)
+        run_state.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._restored_rng = run_state.set_state(self, checkpoint[run_state.KEY])
+        self._restored_rng = run_state.load(self, checkpoint)
 
     def on_train_start(self) -> None:
         # Not earlier: making the loaders' iterators draws random numbers.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo import rng
+from lit_grpo.policy import low_bit
 
 if TYPE_CHECKING:
     from lit_grpo.module import LitGRPO
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
 KEY = "lit_grpo"
 """Of a checkpoint."""
 _COUNTERS = ("policy_version", "optimizer_steps", "critic_steps", "skipped_steps", "empty_steps", "skipped_in_a_row")
+
+
+def save(module: LitGRPO, checkpoint: dict[str, Any]) -> None:
+    """Put everything into a checkpoint that Lightning has begun. All ranks must call it."""
+    checkpoint[KEY] = get_state(module)
+    if not module.sharded and "optimizer_states" in checkpoint:  # shards are written by a format of their own
+        checkpoint["optimizer_states"] = [low_bit.plain(state) for state in checkpoint["optimizer_states"]]
+
+
+def load(module: LitGRPO, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Take everything back, before the optimizers are loaded; what is returned see :func:`set_state`."""
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [low_bit.quantized(state) for state in checkpoint["optimizer_states"]]
+    return set_state(module, checkpoint[KEY])
 
 
 def get_state(module: LitGRPO) -> dict[str, Any]:

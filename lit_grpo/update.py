@@ -15,6 +15,7 @@ from lit_grpo.audit import add_direction, update_size
 from lit_grpo.errors import StopRun
 from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep, Passes
+from lit_grpo.policy.low_bit import rounding_seed
 from lit_grpo.policy.optimizer import clip_gradients
 from lit_grpo.policy.sharding import dtype_of
 from lit_grpo.types import Rollout
@@ -145,8 +146,11 @@ class Updater:
             return
         module.skipped_in_a_row = 0
         reduce = module.reduce_sum if module.sharded else None
+        taken = module.optimizer_steps, module.critic_steps
         for model in models:
-            model.optimizer.step()
+            rank = module.global_rank if module.sharded else 0
+            with rounding_seed(model.optimizer, rng.derive_seed("round", rng.run_seed(), model.prefix, *taken, rank)):
+                model.optimizer.step()
             if (size := update_size(model.optimizer, reduce)) is not None:
                 metrics.add(f"{model.prefix}update_size", size)
             model.scheduler.step()

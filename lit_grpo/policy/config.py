@@ -89,7 +89,8 @@ class OptimizerConfig:
 
     Attributes:
         type: import path of a ``torch.optim.Optimizer``: ``torch.optim.AdamW``, ``bitsandbytes.optim.AdamW8bit`` (8-bit
-            states, a quarter of the memory; CUDA, extra ``quantized``), one of your own.
+            states, a quarter of the memory; CUDA, extra ``quantized``), ``torchao.optim.AdamW8bit`` (likewise, and in
+            shards; with ``args: {bf16_stochastic_round: true}`` for weights in bfloat16), one of your own.
         args: its further arguments.
         lr: peak learning rate.
         betas: decay rates of the two moments.

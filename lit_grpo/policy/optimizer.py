@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,12 @@ from torch import Tensor, nn
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.policy.config import OptimizerConfig
+from lit_grpo.policy.low_bit import PACKAGE, check_compiler, prepare, rounds_stochastically
+
+ROUNDS_TO_NEAREST = ("torch.", "bitsandbytes.", "torchao.")
+"""Packages whose optimizers round to the nearest number unless they are told to do otherwise."""
+_SAMPLED = 4096
+"""Elements of each weight that are looked at for :func:`lost_share`."""
 
 
 def make_optimizer(
@@ -40,6 +47,8 @@ def make_optimizer(
         optimizer = kind([group for group in groups if group["params"]], **_arguments(config, kind))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{config.type} refuses its arguments: {error}", where=f"{where}.args") from error
+    _warn_of_lost_updates(optimizer, config)
+    prepare(optimizer)
     if config.scheduler is None:
         factor = partial(lr_factor, config, total_steps=total_steps)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -63,6 +72,7 @@ def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> 
     kind = _imported(config.type, f"{where}.type")
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(f"{config.type} is no torch.optim.Optimizer", where=f"{where}.type")
+    check_compiler(kind.__module__.partition(".")[0], f"{where}.type")
     taken = _taken(kind)
     usual = OptimizerConfig()
     for name in ("betas", "eps", "weight_decay"):
@@ -114,17 +124,55 @@ def _imported(path: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
+        known = module.partition(".")[0] in ("bitsandbytes", PACKAGE)
         raise UserError(
             f"{path} cannot be imported: {error}",
             where=where,
-            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if package == "bitsandbytes" else None,
+            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if known else None,
         ) from error
     except AttributeError as error:
         near = nearest(name, dir(importlib.import_module(module)))
         raise UserError(
             f"{module} has no {name}", where=where, remedy=f"did you mean {module}.{near}?" if near else None
         ) from error
+
+
+@torch.no_grad()
+def lost_share(weights: Iterable[Tensor], step: float) -> float:
+    """Share of the weights that stay what they are when a number of size ``step`` is added and rounded to the nearest.
+
+    bfloat16 has 8 significant bits: a weight w is moved by no less than about |w| / 512. Measured on up to 4096
+    elements of each weight, or of this rank's shard of it; the two signs of the step count half each.
+    """
+    stay = total = 0.0
+    for weight in weights:
+        flat = cast(Any, weight).to_local().flatten() if hasattr(weight, "to_local") else weight.flatten()
+        part = flat[:: max(1, len(flat) // _SAMPLED)]
+        for sign in (step, -step):
+            stay += 0.5 * float(((part.double() + sign).to(part.dtype) == part).double().mean()) * len(flat)
+        total += len(flat)
+    return stay / total if total else 0.0
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """An Adam step moves a weight by about the learning rate, which bfloat16 rarely resolves."""
+    coarse = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    if not coarse or "betas" not in optimizer.param_groups[0] or rounds_stochastically(optimizer):
+        return
+    if not type(optimizer).__module__.startswith(ROUNDS_TO_NEAREST):
+        return
+    share = lost_share(coarse, config.lr)
+    if share < 0.1:
+        return
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+    rank_zero_warn(
+        f"The weights are trained in bfloat16 and {config.type} rounds every step to the nearest: a step of the "
+        f"learning rate {config.lr:g} leaves {share:.0%} of the weights exactly what they are. Remedies: "
+        "`trainer.strategy: fsdp` with `model.policy.dtype: float32`, which computes in bfloat16 on CUDA, on one card "
+        "too; or `model.optimizer.type: torchao.optim.AdamW8bit` with `args: {bf16_stochastic_round: true}`, which "
+        "keeps the update on average (extra `quantized`)."
+    )
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:

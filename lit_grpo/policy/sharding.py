@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import ShardingConfig
+from lit_grpo.policy.low_bit import rounding_seed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,11 +129,13 @@ def begin_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        rate = group["lr"]
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for weight in group["params"]:
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    with rounding_seed(optimizer, 0):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
