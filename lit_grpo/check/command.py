@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_grpo.cli import DONE, FAILED
 from lit_grpo.cli.arguments import CommandParser
+from lit_grpo.cli.early import check_early
 from lit_grpo.cli.layers import config_files, read_layers
 from lit_grpo.cli.training import _quiet
 from lit_grpo.errors import StopRun, UserError
@@ -39,19 +40,20 @@ def run(command: str, argv: list[str]) -> int:
     if args.gold_format is not None and "{answer}" not in args.gold_format:
         raise UserError("--gold-format has no {answer}", where="command line", remedy=r"as in '\boxed{{answer}}'")
     rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_layers(rest, "fit")  # before anything heavy is imported
+    layers = read_layers(rest, "fit")
+    check_early("fit", rest, layers)  # before anything heavy is imported
     if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
-    from lit_grpo.check.cli import CheckCLI
     from lit_grpo.check.preflight import Preflight
     from lit_grpo.check.prompts import rendered
     from lit_grpo.check.result import Result, show, write_json
+    from lit_grpo.cli.building import BuildingCLI
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
     with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
-        cli = CheckCLI(preflight, rest, layers)
+        cli = BuildingCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):

@@ -39,7 +39,7 @@ class Explainer:
         if found := re.search(r"does not accept option '([^']+)'", message):
             return self._unknown_key(found[1])
         if found := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
-            return self._unknown_option(found[1].split())
+            return self.unknown_option(found[1].split())
         if found := re.search(r"arguments are required: (.*)", message):
             return self._missing([key.removeprefix(f"{self.command}.") for key in found[1].split(", ")])
         if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
@@ -68,28 +68,28 @@ class Explainer:
 
     def place(self, key: str) -> str:
         """Where a key was given: the command line, else the last file that has it or its nearest parent."""
-        if (option := self._option(lambda name: name == key)) is not None:
-            return option
+        if (option := self.option(lambda name: name == key)) is not None:
+            return _shown(option)
         if (found := find(self.layers, key)) is not None:
             return str(found[0].place(found[1]))
         name = "__".join(["LIT_GRPO_" + self.command.upper(), *(part.upper() for part in key.split("."))])
         if name in os.environ:
             return f"environment variable {name}"
-        if (option := self._option(lambda name: name.startswith(f"{key}."))) is not None:
-            return option
+        if (option := self.option(lambda name: name.startswith(f"{key}."))) is not None:
+            return _shown(option)
         parts = key.split(".")
         for count in range(len(parts) - 1, 0, -1):
             if (found := find(self.layers, ".".join(parts[:count]))) is not None:
                 return str(found[0].place(found[1]))
         return self.sources()
 
-    def _option(self, matches: Callable[[str], bool]) -> str | None:
-        """``command line, --key value`` of the last option whose key satisfies ``matches``."""
+    def option(self, matches: Callable[[str], bool]) -> tuple[str, str] | None:
+        """(``--key``, value) of the last option whose key satisfies ``matches``."""
         for i in range(len(self.argv) - 1, -1, -1):
             option, equals, value = self.argv[i].partition("=")
             if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):
                 value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
-                return f"command line, {option} {value}".rstrip()
+                return option, value
         return None
 
     def sources(self) -> str:
@@ -110,8 +110,8 @@ class Explainer:
         return UserError(error.what, where=shown, remedy=error.remedy)
 
     def _place_of_argument(self, class_name: str, argument: str) -> str | None:
-        if (option := self._option(lambda name: name.endswith(f".{argument}"))) is not None:
-            return option
+        if (option := self.option(lambda name: name.endswith(f".{argument}"))) is not None:
+            return _shown(option)
         for layer in reversed(self.layers):
             for node in mappings_of_class(layer.root, class_name) if layer.root is not None else ():
                 pair = child(node, argument)
@@ -140,7 +140,8 @@ class Explainer:
         whole = ".".join([f"{prefix}{near}", *parts[depth:]])
         return f"did you mean `{whole if whole in self._known else prefix + near}`?"
 
-    def _unknown_option(self, words: list[str]) -> UserError:
+    def unknown_option(self, words: list[str]) -> UserError:
+        """Of words on the command line that no option takes."""
         options = [word for word in words if word.startswith("--")]
         if not options:
             return UserError(
@@ -167,14 +168,24 @@ class Explainer:
             return self._bad_class(key, *found)
         return self._bad_type(key, details, self.place(key))
 
+    def bad_choice(self, name: str, given: str | None, choices: list[str], where: str) -> UserError:
+        """A word that is none of the choices."""
+        remedy = f"{messages.did_you_mean(given or '', choices)}Choose one of {', '.join(choices)}"
+        return UserError(_cannot_be(name, given), where=where, remedy=remedy)
+
+    def bad_argument(self, key: str, class_path: str, name: str, known: list[str], where: str) -> UserError:
+        """An argument that a class below ``key`` does not have."""
+        near = nearest(name, known)
+        listed = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+        what = f"{class_path} has no argument `{name}` (under `{key}`)"
+        return UserError(what, where=where, remedy=f"did you mean `{near}`?" if near else listed)
+
     def _bad_type(self, name: str, details: str, where: str) -> UserError:
         """A value of the wrong type, or none of the choices."""
         given = messages.given_value(details)
-        what = f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
+        what = _cannot_be(name, given)
         if names := messages.choices(details):
-            return UserError(
-                what, where=where, remedy=f"{messages.did_you_mean(given or '', names)}Choose one of {', '.join(names)}"
-            )
+            return self.bad_choice(name, given, names, where)
         if kinds := messages.wanted_kinds(details):
             return UserError(what, where=where, remedy=f"give {' or '.join(kinds)}")
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
@@ -182,14 +193,8 @@ class Explainer:
     def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
         """Something is wrong with a ``class_path`` or its ``init_args``."""
         if option := re.search(r"Option '([^']+)' is not accepted", problem):
-            names = messages.arguments_of(class_path)
-            near = nearest(option[1], names)
-            listed = f"it takes {', '.join(names)}" if names else "it takes no arguments"
-            return UserError(
-                f"{class_path} has no argument `{option[1]}` (under `{key}`)",
-                where=self._place_of_class(key, class_path, option[1]),
-                remedy=f"did you mean `{near}`?" if near else listed,
-            )
+            names, where = messages.arguments_of(class_path), self._place_of_class(key, class_path, option[1])
+            return self.bad_argument(key, class_path, option[1], names, where)
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
             name = f"{class_path.rpartition('.')[2]}.{inner[1]}"
             return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))
@@ -206,10 +211,10 @@ class Explainer:
 
     def _place_of_class(self, key: str, class_path: str, argument: str | None = None) -> str:
         """Where a class, or one of its arguments, stands below ``key``."""
-        if argument is not None and (option := self._option(lambda name: name == f"{key}.{argument}")) is not None:
-            return option
+        if argument is not None and (option := self.option(lambda name: name == f"{key}.{argument}")) is not None:
+            return _shown(option)
         found = find(self.layers, key)
-        if found is None or self._option(lambda name: name == key) is not None:
+        if found is None or self.option(lambda name: name == key) is not None:
             return self.place(key)
         layer, _, value = found
         for node in mappings_of_class(value, class_path):
@@ -219,6 +224,14 @@ class Explainer:
         pair = child(value, argument) if argument is not None else None
         named: Node | None = pair[0] if pair else _scalar(value, class_path)
         return str(layer.place(named)) if named is not None else self.place(key)
+
+
+def _cannot_be(name: str, given: str | None) -> str:
+    return f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
+
+
+def _shown(option: tuple[str, str]) -> str:
+    return f"command line, {option[0]} {option[1]}".rstrip()
 
 
 def _scalar(node: Node, text: str) -> Node | None:

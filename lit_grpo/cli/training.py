@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from lit_grpo.cli import INTERRUPTED, STOPPED
+from lit_grpo.cli.early import check_early
 from lit_grpo.cli.layers import read_layers
 
 _CHATTER = (
@@ -23,7 +24,8 @@ _CHATTER = (
 
 def run(command: str, argv: list[str]) -> int:
     """Parse, build and run; the exit code if no exception says more."""
-    layers = read_layers(argv, command)  # before anything heavy is imported
+    layers = read_layers(argv, command)
+    check_early(command, argv, layers)  # before anything heavy is imported
     if str(Path.cwd()) not in sys.path:  # rewards and callbacks of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()

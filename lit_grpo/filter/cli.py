@@ -7,12 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.cli import LightningCLI
 
 from lit_grpo import rng
+from lit_grpo.cli.building import BuildingCLI
 from lit_grpo.cli.layers import Layer
-from lit_grpo.cli.lightning import TrainingCLI
-from lit_grpo.cli.strategy import resolve_strategy
 from lit_grpo.data import RolloutDataModule
 from lit_grpo.difficulty import judge_of, pass_rate
 from lit_grpo.engines import check_engine
@@ -20,7 +18,6 @@ from lit_grpo.errors import UserError
 from lit_grpo.filter.journal import Journal, Rate, all_rates_paths, rates_path, weights_identity
 from lit_grpo.filter.options import Options
 from lit_grpo.filter.progress import Progress
-from lit_grpo.module import LitGRPO
 from lit_grpo.producer import RolloutProducer
 from lit_grpo.refill import split
 from lit_grpo.types import Prompt, Rollout, Sampling
@@ -157,40 +154,22 @@ class RateWriter(Callback):
         trainer.strategy.barrier("filter")
 
 
-class FilterCLI(TrainingCLI):
-    """Parses as ``fit`` does and builds the same model, data, strategy and precision; runs nothing by itself.
+def run_filter(options: Options, argv: Sequence[str], layers: Sequence[Layer]) -> tuple[Trainer, FilterData]:
+    """Sample what has no pass rate yet, with the model, data and strategy of ``lit-grpo fit``.
 
     Args:
         options: of the filter.
         argv: what ``fit`` would get.
         layers: the configuration files, already read.
     """
-
-    def __init__(self, options: Options, argv: Sequence[str], layers: Sequence[Layer]) -> None:
-        self._options = options
-        super().__init__("fit", argv, layers, LitGRPO, FilterData)
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        return
-
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        self.save_config_callback = None
-        config |= {
-            "logger": False, "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False,
-            "strategy": resolve_strategy(config["strategy"]),
-        }  # fmt: skip
-        return LightningCLI._instantiate_trainer(self, config, [])
-
-    def run(self) -> FilterData:
-        """Sample what has no pass rate yet."""
-        data = self.datamodule
-        assert isinstance(data, FilterData)
-        given = self.config["fit"]
-        self._options.ckpt_path = given.get("ckpt_path")
-        data.options = self._options
-        data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in given["data"]["rewards"]]
-        self.trainer.callbacks.append(RateWriter(data))  # type: ignore[attr-defined]
-        self.trainer.predict(
-            self.model, datamodule=data, return_predictions=False, ckpt_path=self._options.ckpt_path, weights_only=True
-        )
-        return data
+    cli = BuildingCLI(argv, layers, datamodule_class=FilterData)
+    data, given = cli.datamodule, cli.config["fit"]
+    assert isinstance(data, FilterData)
+    options.ckpt_path = given.get("ckpt_path")
+    data.options = options
+    data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in given["data"]["rewards"]]
+    cli.trainer.callbacks.append(RateWriter(data))  # type: ignore[attr-defined]
+    cli.trainer.predict(
+        cli.model, datamodule=data, return_predictions=False, ckpt_path=options.ckpt_path, weights_only=True
+    )
+    return cli.trainer, data

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.cli import DONE, FAILED
 from lit_grpo.cli.arguments import CommandParser
+from lit_grpo.cli.early import check_early
 from lit_grpo.cli.layers import read_layers
 from lit_grpo.cli.training import _quiet
 from lit_grpo.errors import UserError
@@ -63,15 +64,15 @@ def run(command: str, argv: list[str]) -> int:
             remedy="give another file",
         )
     rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_layers(rest, "fit")  # before anything heavy is imported
+    layers = read_layers(rest, "fit")
+    check_early("fit", rest, layers)  # before anything heavy is imported
     if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()
-    from lit_grpo.filter.cli import FilterCLI
+    from lit_grpo.filter.cli import run_filter
 
-    cli = FilterCLI(options, rest, layers)
-    data = cli.run()
-    if not cli.trainer.is_global_zero:
+    trainer, data = run_filter(options, rest, layers)
+    if not trainer.is_global_zero:
         return DONE
     settings = data.journal.settings
     rates = {r.id: r for path in all_rates_paths(options.output) for r in Journal(path, settings).read()}

@@ -114,7 +114,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(folder, capsys):
         (["--output", "x.jsonl", "--keep-above", "1.5"], "--keep-above is 1.5"),
         (["--output", "x.jsonl", "--keep-above", "0.6", "--keep-below", "0.4"], "no pass rate is above 0.6 and below"),
         (["--output", "x.jsonl", "--keep-above", "1"], "no pass rate is above 1"),
-        (["--output", "x.csv"], "is no .jsonl"),
+        (["--output", "x.csv"], "remedy: --output x.jsonl"),
         (["--output", "mine.jsonl"], "is no output of an earlier"),
         (["--keep-below", "0.5"], "--output"),
         (["--output", "x.jsonl", "--keep-bellow", "0.5"], "keep-bellow"),

@@ -107,7 +107,8 @@ def test_the_quickstart_configurations_run_from_the_command_line(
 
     root = Path(__file__).parents[2] / "configs"
     monkeypatch.chdir(tmp_path)
-    small = "model: {critic: {warmup_rollouts: 1}, minibatch_prompts: 1}\ndata: {rollouts: 2, prompts_per_rollout: 2, group_size: 2}\n"
+    small = "model: {critic: {warmup_rollouts: 1}, minibatch_prompts: 1}\n"
+    small += "data: {rollouts: 2, prompts_per_rollout: 2, group_size: 2}\n"
     small += "trainer: {logger: false, enable_checkpointing: false, callbacks: [], enable_progress_bar: false}\n"
     (tmp_path / "small.yaml").write_text(small)
     files = [root / "quickstart.yaml", root / f"quickstart/{recipe}.yaml", tmp_path / "small.yaml"]
