@@ -16,7 +16,7 @@ from lit_grpo.module import LitGRPO
 
 
 class BuildingCLI(TrainingCLI):
-    """Parses as ``fit`` does and builds the same model, data, strategy and precision, but a Trainer that writes nothing.
+    """Parses as ``fit`` does and builds the same model, data, strategy and precision; its Trainer writes nothing.
 
     Runs nothing by itself.
 
