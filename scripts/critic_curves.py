@@ -145,7 +145,10 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
 
 
 def draw(found: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
-    """One column a run: reward; explained variance before the update; values of correct and incorrect answers."""
+    """One column a run: reward; explained variance before the update; values of correct and incorrect answers.
+
+    Thick: mean of the last ``LAST`` rollouts, a line style for each seed. Thin: each rollout.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -158,14 +161,17 @@ def draw(found: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
         for (other, seed), record in found.items():
             if other != name:
                 continue
-            style = {"linewidth": 1.0, "linestyle": ("-", "--", ":")[seed % 3]}
-            curve = {key: [math.nan if v is None else v for v in values] for key, values in record["curves"].items()}
-            steps = range(1, len(curve["reward"]) + 1)
-            axes[0, column].plot(steps, curve["reward"], color=colours["reward"], **style)
-            explained = [max(value, -1.0) for value in curve["value/explained_variance"]]
-            axes[1, column].plot(steps, explained, color=colours["explained"], **style)
-            for kind in ("correct", "incorrect"):
-                axes[2, column].plot(steps, curve[f"value/{kind}"], color=colours[kind], label=kind, **style)
+            curves = record["curves"]
+            rows = [(0, "reward", "reward", None), (1, "value/explained_variance", "explained", None)]
+            rows += [(2, f"value/{kind}", kind, kind) for kind in ("correct", "incorrect")]
+            for row, key, colour, label in rows:
+                low = -1.0 if row == 1 else -math.inf
+                raw = [math.nan if value is None else max(value, low) for value in curves[key]]
+                steps = range(1, len(raw) + 1)
+                mean = [max(around(record, key, place), low) for place in steps]
+                style = {"color": colours[colour], "linewidth": 1.2, "linestyle": ("-", "--", ":")[seed % 3]}
+                axes[row, column].plot(steps, raw, color=colours[colour], linewidth=0.6, alpha=0.2)
+                axes[row, column].plot(steps, mean, label=label, **style)
         axes[0, column].set_title(name)
         axes[1, column].axhline(0.0, color="0.7", linewidth=0.6)
         axes[2, column].axhspan(0.0, 1.0, color="0.93", zorder=0)
@@ -173,7 +179,7 @@ def draw(found: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
     for row, label in enumerate(("reward", "explained variance (from -1)", "mean value")):
         axes[row, 0].set_ylabel(label)
     handles, labels = axes[2, 0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
+    unique = dict(zip(labels[::-1], handles[::-1], strict=True))  # of the first seed
     axes[2, 0].legend(unique.values(), unique.keys(), fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
