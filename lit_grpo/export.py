@@ -84,7 +84,10 @@ def export(
     weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
     if not weights:
         raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
-    if policy.lora is not None:
+    if policy.quantization is not None:
+        weights = _over_quantized(policy, content["state_dict"])
+        policy = replace(policy, lora=None, quantization=None)
+    elif policy.lora is not None:
         from lit_grpo.policy.lora import merged
 
         weights = dict(merged(weights, policy.lora.alpha / policy.lora.rank))
@@ -166,6 +169,17 @@ def _policy_config(content: dict[str, Any], path: Path, base: str | os.PathLike[
             remedy="give one that lit-grpo fit wrote",
         ) from error
     return replace(policy, path=str(base), tiny=None) if base is not None else policy
+
+
+def _over_quantized(policy: PolicyConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint holds adapters; the weights under them come from the model's folder, in 4 bits as in training."""
+    from lit_grpo.policy.load import load_model
+    from lit_grpo.policy.policy import Policy
+
+    own = Policy(load_model(policy))
+    kept = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
+    own.load_state_dict({k: v for k, v in kept.items() if not k.startswith("value_head.")})
+    return {name: tensor.cpu().clone() for name, tensor in own.named_weights()}
 
 
 def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, path: Path) -> PreTrainedModel:

@@ -134,6 +134,12 @@ def data_mesh(module: LitGRPO) -> DeviceMesh | None:
             remedy=f"FSDP2Strategy() of lit_grpo.fsdp, or ModelParallelStrategy(data_parallel_size="
             f"{trainer.world_size}, tensor_parallel_size=1)",
         )
+    if module.policy_config.quantization is not None:
+        raise UserError(
+            "weights in 4 bits are not split into shards",
+            where="model.policy.quantization",
+            remedy="use `strategy: auto` or `ddp`, or leave quantization out",
+        )
     if not strategy._save_distributed_checkpoint:
         raise UserError(
             "save_distributed_checkpoint=False would mix up the optimizer's parameter groups",

@@ -473,5 +473,6 @@ def make_vllm_server(
         gpu_memory_utilization=config.gpu_memory_utilization,
         seed=seed,
         engine_args=config.args,
-        weight_bytes=sum(parameter.numel() * 4 for parameter in policy.model.parameters()),
+        # A quantized weight has the shape of what it stands for elsewhere.
+        weight_bytes=sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in policy.model.parameters()),
     )

@@ -53,6 +53,20 @@ class LoraConfig:
 
 
 @dataclass
+class QuantizationConfig:
+    """The base weights under low-rank adapters in 4 bits (QLoRA, 2305.14314). Needs ``lora`` and the extra
+    ``quantized``. Layers compute in ``policy.dtype``.
+
+    Attributes:
+        type: ``nf4``, quantiles of a normal distribution, or ``fp4``.
+        double: quantize the scales of the blocks too: 4.13 bits a weight instead of 4.5.
+    """
+
+    type: Literal["nf4", "fp4"] = "nf4"
+    double: bool = True
+
+
+@dataclass
 class PolicyConfig:
     """The model that is trained. Give ``path`` or ``tiny``.
 
@@ -68,6 +82,7 @@ class PolicyConfig:
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB.
         lora: train low-rank adapters instead of the weights; a separate critic then has some of its own.
+        quantization: hold the weights under the adapters in 4 bits.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
     """
 
@@ -80,6 +95,7 @@ class PolicyConfig:
     pack: bool = True
     logits_chunk: int | None = None
     lora: LoraConfig | None = None
+    quantization: QuantizationConfig | None = None
     model_args: dict[str, Any] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
 from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.policy import hidden_states, switch_off_dropout
+from lit_grpo.policy.quantization import keep_base_out_of_checkpoints
 
 KEY = "model.critic"
 
@@ -60,6 +61,7 @@ class Critic(nn.Module):
         self.config = config
         self.head = make_head(base, config)
         switch_off_dropout(base)
+        keep_base_out_of_checkpoints(self)
 
     def forward(self, batch: PolicyInput) -> Tensor:
         """Value of the state before each completion token, [n, T] float32, 0 where there is no token.
@@ -113,7 +115,8 @@ def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
     """What a separate critic's trunk is made from: the policy's settings with its own model."""
     if config.path is None and config.tiny is None:
         return policy
-    return replace(policy, path=config.path, tiny=config.tiny, model_args={})
+    quantization = None if config.tiny is not None else policy.quantization
+    return replace(policy, path=config.path, tiny=config.tiny, quantization=quantization, model_args={})
 
 
 def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:

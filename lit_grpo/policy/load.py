@@ -11,6 +11,7 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.policy import attention
 from lit_grpo.policy.config import PolicyConfig, TinyModel
 from lit_grpo.policy.lora import add_adapters, check_lora
+from lit_grpo.policy.quantization import after_loading, check_quantization, loading_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +44,7 @@ def check_policy(config: PolicyConfig) -> None:
         _check_varlen(config)
     if config.lora is not None:
         check_lora(config.lora)
+    check_quantization(config)
     if config.tiny is not None:
         _check_tiny(config.tiny)
     elif config.path is not None and _is_folder_name(config.path):
@@ -161,8 +163,14 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     else:
         with _named_errors(config):
             model = AutoModelForCausalLM.from_pretrained(
-                _location(config), dtype=dtype, attn_implementation=form, **config.model_args
+                _location(config),
+                dtype=dtype,
+                attn_implementation=form,
+                **loading_arguments(config.quantization, dtype),
+                **config.model_args,
             )
+        if config.quantization is not None:
+            after_loading(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing is off in evaluation mode, and nothing else differs: dropout is off for good

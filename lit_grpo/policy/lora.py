@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import LoraConfig
+from lit_grpo.policy.quantization import dequantized, is_quantized, plain_layers
 
 KEY = "model.policy.lora"
 _BASE = ".base_layer."
@@ -47,7 +48,7 @@ def check_lora(config: LoraConfig) -> None:
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Put adapters into ``model``, in place, and freeze everything else. Draws no global random numbers.
+    """Put adapters into ``model``, in place, in float32, and freeze everything else. Draws no global random numbers.
 
     Raises:
         UserError: the named layers do not exist, or are not linear, or are the output head.
@@ -72,6 +73,9 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             where=f"{KEY}.target_modules",
             remedy="all-linear, or ends of layer names like [q_proj, v_proj]",
         ) from error
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # in bfloat16 most of an update would be rounded away
+            parameter.data = parameter.data.float()
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A") and (name.endswith("lm_head") or not isinstance(layer.base_layer, nn.Linear)):
             raise UserError(
@@ -95,7 +99,8 @@ def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str
     """The weights of the model that the adapters make, under the names of a model without adapters, one at a time.
 
     Args:
-        parameters: names and tensors of a model with adapters; sharded ones are gathered when their turn comes.
+        parameters: names and tensors of a model with adapters; sharded ones are gathered when their turn comes, and
+            quantized ones turned into those that they stand for.
         scale: alpha / rank.
     """
     for name, parameter in parameters.items():
@@ -113,7 +118,9 @@ def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str
 
 
 def full(parameter: Tensor) -> Tensor:
-    """The whole of a parameter that may be sharded, without gradient."""
+    """The whole of a parameter that may be sharded or quantized, without gradient."""
+    if is_quantized(parameter):
+        return dequantized(parameter)
     tensor = parameter.detach()
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
@@ -127,6 +134,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
         if hasattr(layer, "lora_A"):
             parent, _, child = name.rpartition(".")
             setattr(plain.get_submodule(parent), child, layer.base_layer)
+    plain_layers(plain)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(weights[name])

@@ -16,6 +16,7 @@ from lit_grpo.policy import lora
 from lit_grpo.policy.attention import NAMES
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.head import token_stats
+from lit_grpo.policy.quantization import keep_base_out_of_checkpoints
 from lit_grpo.policy.routing import Routers
 from lit_grpo.policy.sharding import dtype_of, is_sharded, reshard
 
@@ -66,6 +67,7 @@ class Policy(nn.Module):
         self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
         switch_off_dropout(model)
         self._routers: Routers | None = None
+        keep_base_out_of_checkpoints(self)
 
     @property
     def sharded(self) -> bool:

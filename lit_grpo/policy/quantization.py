@@ -1,0 +1,146 @@
+"""Base weights in 4 bits under low-rank adapters (QLoRA, 2305.14314), by bitsandbytes.
+
+The linear layers of the blocks are quantized while they are loaded; embedding, norms and output head stay. A layer
+computes with the weights that its 4 bits stand for, in ``policy.dtype``; engines and exported folders get those
+weights, adapters merged in, as a model that was never quantized.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_grpo.errors import UserError
+from lit_grpo.policy.config import PolicyConfig, QuantizationConfig
+
+KEY = "model.policy.quantization"
+FINGERPRINT = "quantized_base"
+"""Key of a checkpoint: mean absolute value of each quantized weight, in the order of the model."""
+_NEEDED = ("bitsandbytes", "accelerate", "peft")
+
+
+def check_quantization(config: PolicyConfig) -> None:
+    """Quick, imports nothing.
+
+    Raises:
+        UserError: there are no adapters, the model is made on the spot, or a package is missing.
+    """
+    if config.quantization is None:
+        return
+    if config.lora is None:
+        raise UserError("weights of 4 bits cannot be trained, only adapters beside them", where=KEY,
+                        remedy="add model.policy.lora, or leave quantization out")  # fmt: skip
+    if config.tiny is not None:
+        raise UserError("a tiny model is made on the spot, and only weights that are loaded are quantized", where=KEY,
+                        remedy="give model.policy.path, or leave quantization out")  # fmt: skip
+    if "quantization_config" in config.model_args:
+        raise UserError("both quantization and model_args.quantization_config are set", where=KEY,
+                        remedy="leave model_args.quantization_config out")  # fmt: skip
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise UserError(
+            f"quantized weights need {' and '.join(missing)}, not installed here",
+            where=KEY,
+            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt",
+        )
+
+
+def loading_arguments(config: QuantizationConfig | None, dtype: torch.dtype) -> dict[str, Any]:
+    """For ``from_pretrained``; nothing without quantization."""
+    if config is None:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=config.type,
+            bnb_4bit_use_double_quant=config.double,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=torch.uint8,
+        )
+    }
+
+
+def after_loading(model: Any) -> None:
+    """What is made from this model's configuration (an engine's, an exported folder's) is not quantized.
+
+    Raises:
+        UserError: no layer was quantized: the model has no linear layers that bitsandbytes knows.
+    """
+    layers = [layer for layer in model.modules() if is_quantized(getattr(layer, "weight", None))]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no linear layers that can be quantized", where=KEY,
+                        remedy="leave quantization out")  # fmt: skip
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for layer in layers:
+        # Off: on some CPUs a pass without gradient would repack the weights for another kernel, with other rounding.
+        layer.support_avx512bf16_for_cpu = False
+
+
+def is_quantized(parameter: Any) -> bool:
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def dequantized(parameter: Any) -> Tensor:
+    """The weights that the 4 bits stand for, [out, in], in the number format of the layer's computation."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, parameter.quant_state)
+
+
+def plain_layers(model: nn.Module) -> None:
+    """Put layers without values in the place of quantized ones."""
+    for name, layer in list(model.named_modules()):
+        weight: Any = getattr(layer, "weight", None)
+        if isinstance(layer, nn.Linear) and is_quantized(weight):
+            rows, columns = weight.quant_state.shape
+            new = nn.Linear(columns, rows, layer.bias is not None, weight.device, weight.quant_state.dtype)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new.requires_grad_(False))
+
+
+def keep_base_out_of_checkpoints(owner: nn.Module) -> None:
+    """A checkpoint of ``owner`` holds no quantized weights, but says which they were, and goes on with those.
+
+    They never change and come from the model's folder. Rounded to 4 bits on another kind of device some may differ, so
+    that a fingerprint is compared and not the bits.
+    """
+    names = [name for name, parameter in owner.named_parameters() if is_quantized(parameter)]
+    if not names:
+        return
+
+    @cache
+    def fingerprint() -> Tensor:
+        own = dict(owner.named_parameters())
+        return torch.stack([dequantized(own[name]).abs().double().mean().cpu() for name in names])
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in names:
+            for key in [key for key in state if key == prefix + name or key.startswith(f"{prefix}{name}.")]:
+                del state[key]
+        state[prefix + FINGERPRINT] = fingerprint()
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        found = state.pop(prefix + FINGERPRINT, None)
+        if found is None or found.shape != (len(names),):
+            _other_base("the checkpoint was written over weights that were not quantized like these")
+        own = fingerprint()
+        gap = float(((found.cpu().double() - own).abs() / own.clamp_min(1e-12)).max())
+        if not gap < 1e-3:
+            _other_base(f"the checkpoint's adapters were trained over other base weights: they differ by {gap:.2g}")
+
+    def loaded(module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [k for k in incompatible.missing_keys if not k.endswith(tuple(names))]
+
+    owner.register_state_dict_post_hook(saved)
+    owner.register_load_state_dict_pre_hook(loading)
+    owner.register_load_state_dict_post_hook(loaded)
+
+
+def _other_base(what: str) -> None:
+    raise UserError(what, where="ckpt_path", remedy="go on with the model folder and settings that the run began with")
