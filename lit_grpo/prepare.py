@@ -94,7 +94,7 @@ def prepare(
         UserError: bad rows, a row without the answer that a reward needs, or nothing left.
     """
     rows: Sequence[Row] = source.rows()
-    _check_answers(rows, rewards, name)
+    _check_answers(rows, rewards, name, source.name)
     dropped: list[Dropped] = []
     if clean is not None:
         rows, dropped = _cleaned(rows, clean, held_out)
@@ -170,14 +170,15 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def _check_answers(rows: Sequence[Row], rewards: Sequence[Reward], name: str) -> None:
-    needing = next((reward.name for reward in rewards if reward.needs_answer), None)
-    if needing is None:
-        return
+def _check_answers(rows: Sequence[Row], rewards: Sequence[Reward], name: str, source: str) -> None:
+    sources = {row.source or source for row in rows}
+    judging = {one: [reward.for_source(one) for reward in rewards] for one in sources}
+    needing = {one: next((r.name for r in found if r.needs_answer), None) for one, found in judging.items()}
     for row in rows:
-        if row.answer is None or not str(row.answer).strip():
+        needs = needing[row.source or source]
+        if needs is not None and (row.answer is None or not str(row.answer).strip()):
             raise UserError(
-                f"row {row.id!r} has no answer, and the reward {needing!r} compares with it",
+                f"row {row.id!r} has no answer, and the reward {needs!r} compares with it",
                 where=row.where or name,
                 remedy="fill in the answer, name the right answer_column, or remove the row",
             )

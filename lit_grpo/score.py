@@ -159,14 +159,19 @@ def read_items(source: str, rewards: Sequence[Reward]) -> list[tuple[RewardInput
         records = JsonlPrompts(source).records()
     else:
         raise UserError(f"there is no file {source}", where="--input", remedy="name a JSON Lines file, or - for a pipe")
-    needing = next((reward.name for reward in rewards if reward.needs_answer), None)
-    counting = next((reward.name for reward in rewards if reward.needs_tokens), None)
-    return [(_item(row, where, needing, counting), row.get("id")) for row, where in records]
+    return [(_item(row, where, rewards), row.get("id")) for row, where in records]
 
 
-def _item(row: Mapping[str, Any], where: str, needing: str | None, counting: str | None) -> RewardInput:
+def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> RewardInput:
     from lit_grpo.types import Completion, Prompt, RewardInput
 
+    source = str(row.get("source") or "")
+    try:
+        judging = [reward.for_source(source) for reward in rewards]
+    except UserError as error:
+        raise UserError(error.what, where=f"{where}, field `source`", remedy=error.remedy) from error
+    needing = next((reward.name for reward in judging if reward.needs_answer), None)
+    counting = next((reward.name for reward in judging if reward.needs_tokens), None)
     text = row.get("prediction")
     if not isinstance(text, str):
         what = "has no field `prediction`" if text is None else f"has a `prediction` that is {_kind(text)}, not text"
@@ -203,6 +208,7 @@ def _item(row: Mapping[str, Any], where: str, needing: str | None, counting: str
         question=question if isinstance(question, str) else "",
         token_ids=(),
         answer=None if answer is None else str(answer),
+        source=source,
         extra=dict(row),
     )
     return RewardInput(prompt, completion, text)

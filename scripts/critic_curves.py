@@ -162,15 +162,15 @@ def draw(found: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
             if other != name:
                 continue
             curves = record["curves"]
-            rows = [(0, "reward", "reward", None), (1, "value/explained_variance", "explained", None)]
-            rows += [(2, f"value/{kind}", kind, kind) for kind in ("correct", "incorrect")]
-            for row, key, colour, label in rows:
+            rows = [(0, "reward", "reward"), (1, "value/explained_variance", "explained")]
+            rows += [(2, f"value/{kind}", kind) for kind in ("correct", "incorrect")]
+            for row, key, label in rows:
                 low = -1.0 if row == 1 else -math.inf
                 raw = [math.nan if value is None else max(value, low) for value in curves[key]]
                 steps = range(1, len(raw) + 1)
                 mean = [max(around(record, key, place), low) for place in steps]
-                style = {"color": colours[colour], "linewidth": 1.2, "linestyle": ("-", "--", ":")[seed % 3]}
-                axes[row, column].plot(steps, raw, color=colours[colour], linewidth=0.6, alpha=0.2)
+                style = {"color": colours[label], "linewidth": 1.2, "linestyle": ("-", "--", ":")[seed % 3]}
+                axes[row, column].plot(steps, raw, color=colours[label], linewidth=0.6, alpha=0.2)
                 axes[row, column].plot(steps, mean, label=label, **style)
         axes[0, column].set_title(name)
         axes[1, column].axhline(0.0, color="0.7", linewidth=0.6)

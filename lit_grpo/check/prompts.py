@@ -128,7 +128,11 @@ def _without(ids: Sequence[int], ends: Sequence[int]) -> list[int]:
 def verifier(prompts: Sequence[Prompt], rewards: Sequence[Reward], tokenizer: Any, form: str | None) -> list[Result]:
     """Every reward that knows the gold must take it, and must not take that of another prompt."""
     chosen = [p for p in prompts if p.answer][:GOLDS]
-    return [_test_verifier(r, chosen, tokenizer, form) for r in rewards if r.needs_answer and chosen]
+    judged: dict[Reward, list[Prompt]] = {}
+    for reward in rewards:
+        for prompt in chosen:
+            judged.setdefault(reward.for_source(prompt.source), []).append(prompt)
+    return [_test_verifier(r, mine, tokenizer, form) for r, mine in judged.items() if r.needs_answer]
 
 
 def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, form: str | None) -> Result:

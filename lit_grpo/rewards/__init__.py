@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_grpo.rewards.addition import AdditionReward
     from lit_grpo.rewards.base import Reward, judging_reward, total_range
+    from lit_grpo.rewards.by_source import RewardBySource, SourceReward
     from lit_grpo.rewards.choice import ChoiceReward
     from lit_grpo.rewards.code import CodeReward
     from lit_grpo.rewards.countdown import CountdownReward
@@ -42,7 +43,9 @@ _HOME = {
     "RepetitionPenalty": "repetition",
     "ReasoningGymReward": "reasoning_gym",
     "Reward": "base",
+    "RewardBySource": "by_source",
     "RewardError": "scoring",
+    "SourceReward": "by_source",
     "check_rewards": "scoring",
     "judging_reward": "base",
     "score_all": "scoring",
@@ -68,7 +71,9 @@ __all__ = [
     "ReasoningGymReward",
     "RepetitionPenalty",
     "Reward",
+    "RewardBySource",
     "RewardError",
+    "SourceReward",
     "check_rewards",
     "judging_reward",
     "score_all",

@@ -29,6 +29,9 @@ class Reward:
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
+    inner: Sequence[Reward] = ()
+    """Rewards that it is made of."""
+
     range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest value it can give, before its weight."""
 
@@ -39,6 +42,14 @@ class Reward:
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
         """One score for each input, in order. May be called from several threads at once."""
         raise NotImplementedError(f"{type(self).__name__} must implement score()")
+
+    def for_source(self, source: str) -> Reward:
+        """The reward that judges completions of a source's prompts: itself, unless it has another for each.
+
+        Raises:
+            UserError: none does.
+        """
+        return self
 
     def correct(self, value: float) -> bool:
         """Whether a value of this reward says that the answer is right; False for one that does not judge that."""
