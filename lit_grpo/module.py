@@ -25,7 +25,7 @@ from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.trust_regions import Rspo
-from lit_grpo.passes import OptimizerStep, Passes
+from lit_grpo.passes import Passes
 from lit_grpo.plain import typed
 from lit_grpo.policy import sharding as shards
 from lit_grpo.policy.batching import Layout, PolicyInput
@@ -338,26 +338,26 @@ class LitGRPO(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- one rollout
 
     def training_step(self, batch: Rollout, batch_idx: int) -> None:
-        started = time.perf_counter()
-        staleness = self._check_staleness(batch)
+        started, staleness = time.perf_counter(), self._check_staleness(batch)
         metrics = StepMetrics()
         add_rollout_metrics(metrics, batch)
         experience = make_experience(batch, self.device)
-        needed = self.objective.requires(self.updates_per_rollout)
-        passes = self._passes
-        passes.fill(batch, experience, needed if self._policy.routes else needed - {"router_logscores_old"})
+        needed, passes = self.objective.requires(self.updates_per_rollout), self._passes
+        updater = Updater(self, passes)
         warmup = self.policy_version < self._warmup_rollouts
         objective = monte_carlo(self.objective) if warmup else self.objective
+        if early := self.objective.requires(1):  # already advantages and plans are made from what a pass finds
+            passes.fill(batch, experience, needed)
         advantages = objective.advantages(experience, self.objective_state, self.reduce_or_none)
         self._merge_states()
         self.last_experience, self.last_advantages = experience, advantages
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
+        steps = updater.steps(batch, objective, experience, advantages, warmup)
+        if not early:
+            updater.prepare(batch, steps, needed)
         self.last_logprobs, self.last_entropy = experience.old_logprobs, experience.entropy
-        updater = Updater(self, passes)
-        for update, rows in enumerate(self._minibatches(batch)):
-            for pass_index in range(objective.passes):
-                step = OptimizerStep(objective, experience, advantages, rows, pass_index, warmup)
-                updater.step(batch, step, metrics, first_pass=update == 0 and pass_index == 0)
+        for number, step in enumerate(steps):
+            updater.step(batch, step, metrics, first_pass=number == 0)
         self._policy.free_routers()
         run_critic.measure_after(self, self._passes, batch, objective, experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.

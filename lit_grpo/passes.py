@@ -37,6 +37,8 @@ class OptimizerStep(NamedTuple):
     pass_index: int
     warmup: bool
     """Only the critic learns: the policy, and a trunk that it shares with the critic, stay untouched."""
+    update: int = 0
+    """Its place among the optimizer steps of the rollout, passes of one step not counted."""
 
 
 @dataclass
@@ -93,8 +95,14 @@ class Passes:
         """Give back what passes without gradient left gathered."""
         reshard(self.policy, self.reference, self.critic)
 
-    def fill(self, batch: Rollout, experience: Experience, needed: frozenset[str]) -> None:
+    def fill(self, batch: Rollout, experience: Experience, needed: frozenset[str], rows: Tensor | None = None) -> None:
         """Put the fields named in ``needed`` (see ``Objective.requires``) into ``experience``.
+
+        Args:
+            batch: the rollout.
+            experience: its tensors.
+            needed: names of fields; the router's are left out where the model has none.
+            rows: the only completions that will be looked at; of the others the fields hold NaN. None: all.
 
         Raises:
             ValueError: a field that no pass can compute.
@@ -103,23 +111,26 @@ class Passes:
         if unknown := needed - computable:
             raise ValueError(f"no pass computes {', '.join(sorted(unknown))}")
         everything = torch.arange(len(batch.completions))
+        if not self.policy.routes:
+            needed = needed - {"router_logscores_old"}
         found: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         if self.replay:
             lengths = torch.tensor([len(p.token_ids) for p in batch.prompts])
             groups = experience.group_ids.cpu()
             self.routing = RoutingTable(lengths[groups], groups, experience.width)
         if self.replay or needed & (OF_POLICY | {"ref_logprobs", "values"}):
-            for _, rows in self.aligned(list(self.micro_batches(batch, everything))):
-                inputs = self._one_token() if rows is None else self.inputs(batch, rows)
-                for name, values in self._without_gradient(inputs, rows, batch.temperature, needed).items():
-                    if rows is not None:
-                        found[name].append((rows, values))
+            for _, part in self.aligned(list(self.micro_batches(batch, everything if rows is None else rows))):
+                inputs = self._one_token() if part is None else self.inputs(batch, part)
+                for name, values in self._without_gradient(inputs, part, batch.temperature, needed).items():
+                    if part is not None:
+                        found[name].append((part, values))
         if "score_sqnorm" in needed:
             norms = [self.score_sqnorm(batch, row) for row in everything.split(1)]
             experience.score_sqnorm = torch.stack(norms)
         for name, parts in found.items():
             assert name in {f.name for f in fields(experience)}
-            setattr(experience, name, gather_rows(parts, len(batch.completions)))
+            missing = float("nan") if parts[0][1].is_floating_point() else 0
+            setattr(experience, name, gather_rows(parts, len(batch.completions), missing))
         self.rest()
 
     @torch.no_grad()

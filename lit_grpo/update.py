@@ -18,13 +18,14 @@ from lit_grpo.passes import OptimizerStep, Passes
 from lit_grpo.policy.low_bit import rounding_seed
 from lit_grpo.policy.optimizer import clip_gradients
 from lit_grpo.policy.sharding import dtype_of
-from lit_grpo.types import Rollout
+from lit_grpo.types import Experience, Rollout
 
 _BUCKET = 16 * 1024**2
 """Numbers exchanged at once."""
 
 if TYPE_CHECKING:
     from lit_grpo.module import LitGRPO
+    from lit_grpo.objectives.objective import Objective, StepPlan
 
 
 class Trained(NamedTuple):
@@ -57,6 +58,41 @@ class Updater:
     def __init__(self, module: LitGRPO, passes: Passes) -> None:
         self.module, self.passes = module, passes
 
+    def steps(
+        self, batch: Rollout, objective: Objective, experience: Experience, advantages: torch.Tensor, warmup: bool
+    ) -> list[OptimizerStep]:
+        """All optimizer steps of a rollout, in order; the arguments are those of :class:`OptimizerStep`."""
+        return [
+            OptimizerStep(objective, experience, advantages, rows, pass_index, warmup, update)
+            for update, rows in enumerate(self.module._minibatches(batch))
+            for pass_index in range(objective.passes)
+        ]
+
+    def prepare(self, batch: Rollout, steps: list[OptimizerStep], needed: frozenset[str]) -> None:
+        """Fill the fields ``needed`` of those completions alone that some step will look at.
+
+        Only where neither advantages nor plans are made from these fields: what a step multiplies by zero is then
+        known before the pass.
+        """
+        if not needed and not self.passes.replay:
+            return
+        chosen: set[int] = set()
+        for step in steps:
+            active = self._plan(step).active.cpu()
+            probed, _ = self._probe(batch, step, step.rows[~active])
+            chosen.update(step.rows[active].tolist(), probed.tolist())
+        rows = torch.tensor(sorted(chosen), dtype=torch.long)
+        self.passes.fill(batch, steps[0].experience, needed, rows)
+
+    def _plan(self, step: OptimizerStep) -> StepPlan:
+        return step.objective.plan(
+            step.experience.select(step.rows),
+            step.advantages[step.rows],
+            self.module.objective_state,
+            reduce=self.module.reduce_or_none,
+            pass_index=step.pass_index,
+        )
+
     def step(self, batch: Rollout, step: OptimizerStep, metrics: StepMetrics, *, first_pass: bool) -> None:
         """One optimizer step. Weights, optimizers and schedulers stay untouched if it is empty, vetoed or not finite.
 
@@ -70,13 +106,7 @@ class Updater:
             StopRun: a guard found engine and learner to disagree, or too many steps in a row were skipped.
         """
         module, rows = self.module, step.rows
-        plan = step.objective.plan(
-            step.experience.select(rows),
-            step.advantages[rows],
-            module.objective_state,
-            reduce=module.reduce_or_none,
-            pass_index=step.pass_index,
-        )
+        plan = self._plan(step)
         models = trained_models(module)
         for model in models:
             model.optimizer.zero_grad()
@@ -160,7 +190,7 @@ class Updater:
     def _probe(self, batch: Rollout, step: OptimizerStep, inactive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which completions without gradient go through the models, and how many each stands for in the metrics."""
         module = self.module
-        seed = rng.derive_seed("probe", rng.run_seed(), batch.index, module.optimizer_steps, step.pass_index)
+        seed = rng.derive_seed("probe", rng.run_seed(), batch.index, step.update, step.pass_index)
         return shape.probe(batch, inactive, module.probe_completions, seed)
 
     def _keep(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], count: int) -> None:

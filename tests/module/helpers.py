@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def vector(model: Any) -> torch.Tensor:
 def rollout(**changes: Any) -> Rollout:
     settings: dict[str, Any] = {"rewards": REWARDS, "lengths": LENGTHS, "group_size": 4}
     return tiny.rollout(**(settings | changes))
+
+
+def part(whole: Rollout, rank: int) -> Rollout:
+    """One of the two groups of a rollout, as the only one of its rank."""
+    rows = slice(4 * rank, 4 * rank + 4)
+    return replace(
+        whole,
+        prompts=[whole.prompts[rank]],
+        completions=[replace(c, request=0) for c in whole.completions[rows]],
+        texts=whole.texts[rows],
+        rewards={name: values[rows] for name, values in whole.rewards.items()},
+        reward=whole.reward[rows],
+    )
 
 
 def fit(count: int = 2, *, batches: Any = None, callbacks: Any = (), **changes: Any) -> tuple[Any, Watch]:

@@ -10,6 +10,7 @@ import torch
 from lit_grpo import experience as shape
 from lit_grpo import rng
 from lit_grpo.errors import UserError
+from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy.policy import Policy
 from tests import tiny
 from tests.module.helpers import fit, rollout
@@ -19,7 +20,9 @@ LENGTHS = [3, 1, 5, 2, 4, 0, 1, 6, 6, 2, 3, 5]
 """One group with a gradient, two without."""
 
 
-def run(monkeypatch: Any, probe: int | None, rewards: Any = REWARDS) -> tuple[Any, dict[str, float], list[int]]:
+def run(
+    monkeypatch: Any, probe: int | None, rewards: Any = REWARDS, **changes: Any
+) -> tuple[Any, dict[str, float], list[int]]:
     """The module after one rollout, its metrics, and the completions of each of the policy's passes."""
     passes: list[int] = []
     forward = Policy.forward
@@ -32,7 +35,7 @@ def run(monkeypatch: Any, probe: int | None, rewards: Any = REWARDS) -> tuple[An
         patch.setattr(Policy, "check", lambda *_, **__: None)
         patch.setattr(Policy, "forward", counted)
         batch = rollout(rewards=rewards, lengths=LENGTHS, group_size=4)
-        module, watch = fit(batches=[batch], probe_completions=probe, micro_batch_size=None)
+        module, watch = fit(batches=[batch], probe_completions=probe, micro_batch_size=None, **changes)
     return module, watch.metrics[0], passes
 
 
@@ -61,6 +64,33 @@ def test_entropy_is_that_of_the_learning_and_the_sampled_weighted_by_their_token
     assert seen == sorted([0, 1, 2, 3, *rows.tolist()])
     assert module.last_logprobs.isfinite().all(1).nonzero()[:, 0].tolist() == seen
     torch.testing.assert_close(module.last_entropy[seen], of_token[seen])
+
+
+def test_the_pass_before_several_updates_leaves_them_out_too(monkeypatch):
+    everything, full, passes = run(monkeypatch, None, updates_per_rollout=2)
+    assert passes == [11, 4, 7, 4, 7]
+    module, metrics, passes = run(monkeypatch, 2, updates_per_rollout=2)
+    assert passes[1::2] == [4, 4]
+    assert passes[2] == passes[4] == 2
+    assert 4 + 2 <= passes[0] <= 4 + 2 + 2, "who learns, and the sample of either update"
+    torch.testing.assert_close(tiny.weights(module), tiny.weights(everything), atol=1e-5, rtol=0)
+    assert metrics["loss"] == pytest.approx(full["loss"], abs=1e-5)
+    asked = module.last_logprobs.isfinite().all(1)
+    assert asked.sum() == passes[0]
+    torch.testing.assert_close(module.last_logprobs[asked], everything.last_logprobs[asked])
+    assert module.last_logprobs[~asked].isnan().all()
+    assert all(value == value for value in metrics.values()), "no NaN of a completion that was not asked"
+    module, _, passes = run(monkeypatch, 0, rewards=[1.0] * 12, updates_per_rollout=2)
+    assert passes == []
+    assert module.last_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "objective", [{"recipe": "grpo", "top_entropy": 0.5}, {"recipe": "grpo", "kl_coef": 0.1}, {"recipe": "lopti"}]
+)
+def test_what_advantages_or_masks_are_made_from_is_asked_of_all(monkeypatch, objective):
+    _, _, passes = run(monkeypatch, 0, updates_per_rollout=2, objective=ObjectiveConfig(**objective))
+    assert passes[0] == 12
 
 
 def test_the_sample_has_no_bias():

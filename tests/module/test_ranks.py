@@ -44,27 +44,11 @@ def worker(rank: int, port: int, folder: str) -> None:
 def critic_worker(rank: int, port: int, folder: str) -> None:
     """Train on this rank's group of each rollout."""
     join(rank, port)
+    from tests.module.helpers import part, rollout
+
     for trunk in ("separate", "shared"):
-        found = train_critic(trunk, [part(k, rank) for k in range(2)], devices=2, strategy="ddp")
+        found = train_critic(trunk, [part(rollout(seed=k), rank) for k in range(2)], devices=2, strategy="ddp")
         torch.save(found, f"{folder}/{trunk}{rank}.pt")
-
-
-def part(seed: int, rank: int) -> Any:
-    """One of the two groups of a rollout."""
-    from dataclasses import replace
-
-    from tests.module.helpers import rollout
-
-    whole = rollout(seed=seed)
-    rows = slice(4 * rank, 4 * rank + 4)
-    return replace(
-        whole,
-        prompts=[whole.prompts[rank]],
-        completions=[replace(c, request=0) for c in whole.completions[rows]],
-        texts=whole.texts[rows],
-        rewards={name: values[rows] for name, values in whole.rewards.items()},
-        reward=whole.reward[rows],
-    )
 
 
 def train_critic(trunk: Any, batches: list[Any], **trainer: Any) -> dict[str, Any]:

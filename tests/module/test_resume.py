@@ -23,7 +23,8 @@ SCRIPT = """
     import json, os, signal, sys
     import lightning.pytorch as pl, torch
     from lit_grpo.callbacks import RolloutCheckpoint
-    from lit_grpo.policy import OptimizerConfig
+    from lit_grpo.objectives import ObjectiveConfig
+    from lit_grpo.policy import CriticConfig, OptimizerConfig
     from tests import tiny
 
     folder, kill_after, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
@@ -46,13 +47,15 @@ SCRIPT = """
                 os.kill(os.getpid(), signal.SIGKILL)
 
     module = tiny.module(updates_per_rollout=2, minibatch_prompts=2,
+                         objective=ObjectiveConfig(recipe="ppo", kl_coef=0.1),
+                         critic=CriticConfig(trunk="shared", warmup_rollouts=3),
                          optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=3))
     checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=f"{folder}/checkpoints")
     trainer = tiny.trainer(callbacks=[Log(), Kill(), checkpoint], enable_checkpointing=True)
     last = f"{folder}/checkpoints/last.ckpt" if resume else None
     trainer.fit(module, datamodule=tiny.data(rollouts=7), ckpt_path=last)
-    state = trainer.optimizers[0].state_dict()["state"]
-    torch.save({"weights": tiny.weights(module), "optimizer": state}, f"{folder}/end.pt")
+    states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+    torch.save({"weights": module.state_dict(), "optimizers": states}, f"{folder}/end.pt")
 """
 
 
@@ -83,10 +86,18 @@ def test_killed_and_resumed_equals_unbroken_to_the_bit(tmp_path, kill_after):
     assert run(broken, resume=True) == 0
     assert lines(broken) == lines(straight)  # metrics, tokens, prompts, weights and the global generator
     a, b = (torch.load(folder / "end.pt") for folder in (straight, broken))
-    assert torch.equal(a["weights"], b["weights"])
-    assert a["optimizer"].keys() == b["optimizer"].keys()
-    for key, state in a["optimizer"].items():
-        assert all(torch.equal(value, b["optimizer"][key][name]) for name, value in state.items())
+    assert "policy.value_head.weight" in a["weights"]
+    same(a["weights"], b["weights"])
+    assert len(a["optimizers"]) == 2, "of the policy and of its value head"
+    for one, other in zip(a["optimizers"], b["optimizers"], strict=True):
+        assert one.keys() == other.keys() != set()
+        for key, state in one.items():
+            same(state, other[key])
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def test_the_first_rollout_after_resume_is_not_sampled_from_the_base_weights(tmp_path):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lit_grpo.objectives import ObjectiveConfig
-from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceConfig, ShardingConfig
+from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceConfig, ShardingConfig, TinyModel
 from tests import tiny
-from tests.module.sharded import Unequal, enter, fit, on_two_ranks
+from tests.module.sharded import Unequal, enter, fit, head, on_two_ranks
 
+MOE = TinyModel(width=16, layers=2, heads=2, experts=4, experts_per_token=2)
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 # name -> (settings of the module, settings of the data)
@@ -37,6 +38,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rollouts": 3},
     ),
+    # The same on the policy's trunk: while it learns alone, the trunk has no backward pass.
+    "shared trunk": (
+        {
+            "objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1),
+            "critic": CriticConfig(trunk="shared", warmup_rollouts=1, measure_every=1),
+            "updates_per_rollout": 2,
+        },
+        {"rollouts": 3},
+    ),
 }
 # One process fills a rollout up in another way than several do, so these two are compared with each other.
 DYNAMIC = "dynamic sampling"
@@ -45,6 +55,7 @@ RUNS[DYNAMIC] = ({"objective": ObjectiveConfig(recipe="dapo")}, {"rollouts": 2})
 SHARDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two passes": ({"objective": ObjectiveConfig(recipe="lopti")}, {"rollouts": 2}),
     "adapters": ({"policy": PolicyConfig(tiny=tiny.TINY, lora=LORA)}, {"rollouts": 2}),
+    "experts": ({"policy": PolicyConfig(tiny=MOE), "routing_replay": "old", "updates_per_rollout": 2}, {"rollouts": 2}),
     "offload": ({"sharding": ShardingConfig(cpu_offload=True, reshard_after_forward=False)}, {"rollouts": 2}),
 }
 
@@ -73,6 +84,7 @@ def seen(module: Any, recorder: Unequal) -> dict[str, Any]:
         "micro_batches": recorder.micro_batches,
         "lengths": recorder.lengths,
         "weights": tiny.weights(module),
+        "head": None if module.critic_config is None else head(module),
     }
 
 
@@ -81,7 +93,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return on_two_ranks(job, tmp_path_factory.mktemp("ranks"))
 
 
-KEYS = ("loss", "grad_norm", "critic/grad_norm", "reward", "length", "entropy", "kl/ref_k3", "update_size")
+KEYS = (
+    *("loss", "grad_norm", "critic/grad_norm", "reward", "length", "entropy", "kl/ref_k3", "update_size"),
+    *("value/explained_variance", "value/error_sq_after", "ratio/gap"),
+)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -98,7 +113,10 @@ def test_two_ranks_take_the_steps_of_one_process(ranks: Any, strategy: str, name
         for found in (first["metrics"][step], second["metrics"][step]):
             agree(found, expected)
     torch.testing.assert_close(first["weights"], tiny.weights(module), atol=1e-4, rtol=0)
-    if name in ("frozen reference", "critic"):  # the others' first loss is 0 by construction
+    if first["head"] is not None:
+        torch.testing.assert_close(first["head"], head(module), atol=1e-4, rtol=1e-4)
+        assert first["head"].abs().max() > 0
+    if name in ("frozen reference", "critic", "shared trunk"):  # the others' first loss is 0 by construction
         assert sum(abs(metrics["loss"]) for metrics in single.metrics) > 1e-3
 
 

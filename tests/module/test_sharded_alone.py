@@ -112,7 +112,7 @@ def test_weights_that_change_while_gathered_reach_checkpoints_engines_and_what_i
 
 def test_master_weights_move_in_float32_where_bfloat16_would_stand_still() -> None:
     """Steps of 1e-6 on weights above 0.01, where neighbouring bfloat16 numbers are 6e-5 apart or more."""
-    settings = {"optimizer": OptimizerConfig(lr=1e-6, weight_decay=0.0), "updates_per_rollout": 2}
+    settings: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-6, weight_decay=0.0), "updates_per_rollout": 2}
     started = tiny.module()
     started.configure_model()
     start = tiny.weights(started)
