@@ -135,6 +135,11 @@ class RolloutDataModule(pl.LightningDataModule):
             raise RuntimeError("RolloutDataModule works inside a Trainer: trainer.fit(module, datamodule=data)")
         return self.trainer.lightning_module
 
+    @property
+    def _wants_experts(self) -> bool:
+        """Whether completions are to say which experts their tokens went through."""
+        return self._trainer.state.fn == "fit" and getattr(self._module, "routing_replay", "none") == "sampler"
+
     def setup(self, stage: str) -> None:
         trainer, module = self._trainer, self._module
         if not hasattr(module, "named_weights"):
@@ -144,7 +149,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 remedy="use lit_grpo.LitGRPO or a subclass",
             )
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
-            check_engine(self.engine_config)
+            check_engine(self.engine_config, self._wants_experts)
             for reward in self.rewards:  # workers load their libraries while the model and the engine load
                 reward.start()
         if stage == "fit":
@@ -334,6 +339,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 max_model_len=longest + self._most_new_tokens,
                 seed=rng.run_seed(),
                 beside_learner=self._ahead > 0,
+                experts=self._wants_experts,
             )
             self._producer = RolloutProducer(
                 engine,

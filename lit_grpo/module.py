@@ -63,7 +63,8 @@ class LitGRPO(pl.LightningModule):
             but for this many of each optimizer step, chosen by chance, so that metrics over all completions stay
             without bias; None: all of them do.
         routing_replay: ``old``: in every update tokens go through the experts that the policy before the first update
-            chose for them (mixture-of-experts models, several updates per rollout).
+            chose for them (mixture-of-experts models, several updates per rollout); ``sampler``: in all passes of the
+            policy through those that the engine chose while sampling.
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups), over all ranks; None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
@@ -84,7 +85,7 @@ class LitGRPO(pl.LightningModule):
         micro_batch_tokens: int | None = 4096,
         micro_batch_size: int | None = None,
         probe_completions: int | None = 8,
-        routing_replay: Literal["none", "old"] = "none",
+        routing_replay: Literal["none", "old", "sampler"] = "none",
         updates_per_rollout: int = 1,
         minibatch_prompts: int | None = None,
         max_grad_norm: float | None = 1.0,
@@ -99,12 +100,11 @@ class LitGRPO(pl.LightningModule):
         self.objective_config = typed(ObjectiveConfig, objective)
         self.optimizer_config = typed(OptimizerConfig, optimizer)
         self.reference_config = typed(ReferenceConfig, reference)
-        refresh_every = self.reference_config.refresh_every
         for name, value in (
             ("micro_batch_tokens", micro_batch_tokens),
             ("micro_batch_size", micro_batch_size),
             ("updates_per_rollout", updates_per_rollout),
-            ("reference.refresh_every", refresh_every),
+            ("reference.refresh_every", self.reference_config.refresh_every),
         ):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}, must be at least 1", where=f"model.{name}")
@@ -124,8 +124,7 @@ class LitGRPO(pl.LightningModule):
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
         self.probe_completions, self.routing_replay = probe_completions, routing_replay
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
-        self.updates_per_rollout = updates_per_rollout
-        self.minibatch_prompts = minibatch_prompts
+        self.updates_per_rollout, self.minibatch_prompts = updates_per_rollout, minibatch_prompts
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
@@ -332,7 +331,8 @@ class LitGRPO(pl.LightningModule):
         replay = self.routing_replay == "old" and self.updates_per_rollout * self.objective.passes > 1
         most = partial(shards.largest_counts, device=self.device) if self.sharded else None
         return Passes(
-            self._policy, reference, self.critic, self.micro_batches, self._inputs, replay, None, most, self.device
+            *(self._policy, reference, self.critic, self.micro_batches, self._inputs, replay, None, most, self.device),
+            sampled=self.routing_replay == "sampler",
         )
 
     # ---------------------------------------------------------------------------------------------- one rollout

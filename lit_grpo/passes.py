@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lit_grpo.errors import UserError
 from lit_grpo.experience import gather_rows
 from lit_grpo.metrics import StepMetrics
 from lit_grpo.objectives.objective import Objective, StepPlan
@@ -61,6 +62,8 @@ class Passes:
 
     device: torch.device | str = "cpu"
     """On which the models compute."""
+    sampled: bool = False
+    """The experts that the engine chose are used in every pass of the policy, instead."""
 
     def aligned(self, *parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
         """(which list, micro-batch) in order, each list filled up with None to its length on other ranks."""
@@ -114,10 +117,12 @@ class Passes:
         if not self.policy.routes:
             needed = needed - {"router_logscores_old"}
         found: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        if self.replay:
+        if self.replay or self.sampled:
             lengths = torch.tensor([len(p.token_ids) for p in batch.prompts])
             groups = experience.group_ids.cpu()
             self.routing = RoutingTable(lengths[groups], groups, experience.width)
+            if self.sampled:
+                self.routing.put_sampled(groups.tolist(), _experts(batch))
         if self.replay or needed & (OF_POLICY | {"ref_logprobs", "values"}):
             for _, part in self.aligned(list(self.micro_batches(batch, everything if rows is None else rows))):
                 inputs = self._one_token() if part is None else self.inputs(batch, part)
@@ -133,6 +138,10 @@ class Passes:
             setattr(experience, name, gather_rows(parts, len(batch.completions), missing))
         self.rest()
 
+    def _told(self, inputs: PolicyInput, rows: Tensor | None) -> Tensor | None:
+        """The experts that a pass over completions ``rows`` is to use; None: those that the routers choose."""
+        return None if self.routing is None or rows is None else self.routing.get(inputs, rows)
+
     @torch.no_grad()
     def _without_gradient(
         self, inputs: PolicyInput, rows: Tensor | None, temperature: float, needed: frozenset[str]
@@ -146,10 +155,10 @@ class Passes:
                 "detached" if "entropy" in needed else "none",
                 squares="sum_squared_probs" in needed,
                 experts="active" if "router_logscores_old" in needed else None,
-                routing="seen" if self.replay else None,
+                routing="seen" if self.replay else self._told(inputs, rows),
                 values="head" if "values" in needed and self.critic is None else "none",
             )
-            if self.routing is not None and rows is not None:
+            if self.replay and self.routing is not None and rows is not None:
                 assert stats.routing is not None
                 self.routing.put(inputs, rows, stats.routing)
             out["old_logprobs"] = stats.logprobs if "old_logprobs" in needed else None
@@ -190,7 +199,7 @@ class Passes:
         if step.experience.router_experts_old is not None:
             experts = step.experience.router_experts_old[rows.to(plan.lengths.device)]
         entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
-        routing = None if self.routing is None else self.routing.get(inputs, rows)
+        routing = self._told(inputs, rows)
         stats: TokenStats = self.policy(
             inputs,
             batch.temperature,
@@ -255,7 +264,8 @@ class Passes:
             raise RuntimeError("sharded weights have no gradient of a single completion")
         weights = [p for p in self.policy.parameters() if p.requires_grad]
         with torch.enable_grad():
-            stats = self.policy(self.inputs(batch, row), batch.temperature, "none")
+            inputs = self.inputs(batch, row)
+            stats = self.policy(inputs, batch.temperature, "none", routing=self._told(inputs, row))
             gradients = torch.autograd.grad(stats.logprobs.sum(), weights, allow_unused=True)
         squares = [g.double().square().sum() for g in gradients if g is not None]
         return torch.stack(squares).sum().float()
@@ -275,3 +285,19 @@ class Passes:
             parts.append((rows, token_mean(stats.entropy, mask.to(stats.entropy.device))))
         self.rest()
         return gather_rows(parts, len(batch.completions))
+
+
+def _experts(batch: Rollout) -> list[Tensor]:
+    """Of every completion.
+
+    Raises:
+        UserError: an engine that gives none.
+    """
+    found = [c.experts for c in batch.completions if c.experts is not None]
+    if len(found) < len(batch.completions):
+        raise UserError(
+            "the completions do not say which experts their tokens went through",
+            where="model.routing_replay",
+            remedy="set routing_replay: old, or sample with the transformers engine",
+        )
+    return found

@@ -75,6 +75,9 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     """Number of rollouts the sampling weights had been trained on."""
+    experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """Which experts each token went through, prompt first, [prompt + generated - 1, layers, K] int16: the last one went
+    through none. None where they are not asked for (``routing_replay: sampler``)."""
 
     @property
     def truncated(self) -> bool:

@@ -7,14 +7,25 @@ from typing import Any
 
 from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine
 from lit_grpo.engines.config import EngineConfig, ServerConfig
+from lit_grpo.errors import UserError
 
 
-def check_engine(config: EngineConfig) -> None:
+def check_engine(config: EngineConfig, experts: bool = False) -> None:
     """What can be known before a model is loaded. Quick, imports nothing.
+
+    Args:
+        config: of the engine.
+        experts: completions are to say which experts their tokens went through.
 
     Raises:
         UserError: the engine needs vLLM, which is not installed, or a setting contradicts another.
     """
+    if experts and config.name != "transformers":
+        raise UserError(
+            f"the engine {config.name} does not hand over the experts that it chose while sampling",
+            where="model.routing_replay",
+            remedy="set model.routing_replay: old, or data.engine.name: transformers",
+        )
     if config.name == "vllm":
         from lit_grpo.engines.vllm_start import check_installed
 
@@ -35,6 +46,7 @@ def make_engine(
     max_model_len: int,
     seed: int,
     beside_learner: bool = False,
+    experts: bool = False,
 ) -> RolloutEngine:
     """The engine that ``config`` names, for the policy that is trained.
 
@@ -47,6 +59,7 @@ def make_engine(
         max_model_len: longest prompt plus completion of the run; ``config.max_model_len`` goes first.
         seed: of the run.
         beside_learner: it samples in a thread while the learner changes its weights.
+        experts: completions say which experts their tokens went through (mixture-of-experts models).
     """
     if config.name == "transformers":
         from lit_grpo.engines.transformers import TransformersEngine
@@ -54,7 +67,9 @@ def make_engine(
         # A sharded model does not sample: each token would gather every weight, on all ranks alike.
         own = beside_learner or policy.sharded
         model = policy.without_adapters() if own else policy.model
-        return TransformersEngine(model, end_token_ids, config.batch_size, own_weights=own)
+        engine = TransformersEngine(model, end_token_ids, config.batch_size, own_weights=own)
+        engine.routers = policy.listen(engine.model) if experts else None
+        return engine
     if config.name == "vllm_server":
         from lit_grpo.engines.vllm_server import make_vllm_server
 

@@ -25,6 +25,8 @@ class _Row:
     seed: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    """[tokens, layers, K] each: of the prompt, then of each token that was fed."""
 
 
 class TransformersEngine:
@@ -39,6 +41,9 @@ class TransformersEngine:
         batch_size: completions sampled at once.
         own_weights: sample from a copy of the model, brought up to date by ``sync`` alone: for sampling in a thread
             while the learner changes its weights. Costs the model's memory once more.
+
+    ``routers``, where it is set to a :class:`lit_grpo.policy.routing.Routers` of the engine's model, records which
+    experts every token goes through.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class TransformersEngine:
         self.shares_prompts: bool | None = None
         """Whether samples of a prompt share its key-value cache; found out at the first generation."""
         self._version = -1
+        self.routers: Any = None
 
     @property
     def policy_version(self) -> int:
@@ -77,7 +83,10 @@ class TransformersEngine:
             raise EngineError(f"no weights came for {', '.join(sorted(own)[:3])}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Stop listening to routers; nothing else is held."""
+        if self.routers is not None:
+            self.routers.remove()
+            self.routers = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """See :class:`lit_grpo.engines.base.RolloutEngine`."""
@@ -125,6 +134,9 @@ class TransformersEngine:
                 ids, uniforms, positions = ids[alive], uniforms[alive], positions[alive]
             positions = positions + 1
             logits = cache.step(ids, positions)
+            if self.routers is not None:
+                for row, experts in zip(rows, self.routers.seen().cpu().split(1), strict=True):
+                    row.experts.append(experts)
 
     def _prefill(self, rows: list[_Row], device: torch.device, *, share: bool) -> tuple[Tensor, _Cache, Tensor]:
         """Run each different prompt once: logits [R, V] of every sample, what it goes on from, its position [R].
@@ -157,6 +169,10 @@ class TransformersEngine:
         )
         place = {request: i for i, request in enumerate(prompts)}
         group = [place[row.request] for row in rows]
+        if self.routers is not None:
+            seen_experts = self.routers.seen().cpu().unflatten(0, ids.shape)
+            for row, i in zip(rows, group, strict=True):
+                row.experts.append(seen_experts[i, longest - len(row.prompt) :])
         index = torch.tensor(group, device=device)
         mask = seen if padded else None
         made: _Cache
@@ -201,7 +217,9 @@ class TransformersEngine:
         return True
 
     def _completion(self, row: _Row, reason: Any) -> Completion:
-        return Completion(row.request, row.sample, tuple(row.ids), tuple(row.logprobs), reason, self._version)
+        experts = torch.cat(row.experts) if row.experts else None
+        ids, logprobs = tuple(row.ids), tuple(row.logprobs)
+        return Completion(row.request, row.sample, ids, logprobs, reason, self._version, experts)
 
 
 class _Cache(Protocol):

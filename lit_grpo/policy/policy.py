@@ -202,6 +202,10 @@ class Policy(nn.Module):
             return self._whole_model()
         return lora.without_adapters(self.model) if lora.has_adapters(self.model) else self.model
 
+    def listen(self, model: nn.Module) -> Routers:
+        """The routers of an engine's model, which may be a copy of the policy's, for the engine to listen to."""
+        return Routers(model)
+
     def free_routers(self) -> None:
         """Let the routers choose again, also where others run the model."""
         if self._routers is not None:

@@ -1,13 +1,16 @@
-"""Routing replay: the experts that the old policy chose are used again in the update (mixture-of-experts models).
+"""Routing replay: the experts that the old policy, or the engine while sampling, chose are used again in the update
+(mixture-of-experts models).
 
 After an update a router may send a token to other experts than those that its probability under the old policy came
 from, and the ratio of the two then compares different networks. With replay the old choice stays; the gates of the
 chosen experts are computed anew from the router's logits, so that gradients flow to the router. GSPO (2507.18071,
-section 5.3) names it as what GRPO needs for such models.
+section 5.3) names it as what GRPO needs for such models. Replaying the engine's choice (rollout routing replay,
+2510.11370) also takes away what engine and learner differ by where two experts are nearly equally good.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,10 +41,12 @@ class Routers:
                 where="model.routing_replay",
                 remedy="set routing_replay: none",
             )
-        self._handles = [r.register_forward_hook(self._hook(layer)) for layer, r in enumerate(routers)]
+        self._handles = [r.register_forward_hook(self._hook(layer, r)) for layer, r in enumerate(routers)]
 
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, layer: int, own: nn.Module) -> Any:
         def hook(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            if router is not own:  # a copy of the model has the same hooks, and samples beside the learner
+                return output
             logits, gates, experts = output
             if self.given is not None:
                 experts = self.given[:, layer].to(experts)
@@ -89,6 +94,23 @@ class RoutingTable:
         of_completion = (int(self.groups.max()) + 1) * longest + who * self.width + after
         return real, torch.where(after < 0, of_prompt, of_completion)
 
+    def put_sampled(self, prompts: Sequence[int], experts: Sequence[Tensor]) -> None:
+        """Keep what an engine chose; of a prompt that it went through more than once, what it chose first.
+
+        Args:
+            prompts: number of each completion's prompt, N.
+            experts: of each completion, [prompt + generated - 1, layers, K].
+        """
+        longest, layers, k = int(self.prompt_lengths.max()), *experts[0].shape[1:]
+        after = (int(self.groups.max()) + 1) * longest
+        # The last token of a completion went through no expert, and predicts nothing: it may go anywhere.
+        table = torch.arange(k, dtype=torch.int16).expand(after + len(self.groups) * self.width, layers, k).clone()
+        for i in reversed(range(len(experts))):
+            length = int(self.prompt_lengths[i])
+            table[prompts[i] * longest :][:length] = experts[i][:length]
+            table[after + i * self.width :][: len(experts[i]) - length] = experts[i][length:]
+        self._experts = table
+
     def put(self, inputs: PolicyInput, rows: Tensor, experts: Tensor) -> None:
         """Keep what a pass over completions ``rows`` saw, [tokens, layers, K]."""
         if self._experts is None:
@@ -101,6 +123,7 @@ class RoutingTable:
         """What a pass over completions ``rows`` is to use, [tokens, layers, K] int64; padding goes anywhere."""
         assert self._experts is not None
         here, there = self._places(inputs, rows)
+        self._experts = self._experts.to(there.device)
         layers, k = self._experts.shape[1:]
         out = torch.arange(k, device=here.device).expand(inputs.tokens, layers, k).clone()
         out[here] = self._experts[there].long()

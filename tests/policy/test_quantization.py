@@ -61,7 +61,8 @@ def trained(settings: PolicyConfig) -> Policy:
 
 
 def plain(settings: PolicyConfig) -> Any:
-    return load_model(replace(settings, lora=None, quantization=None)).to(DEVICE)
+    model: Any = load_model(replace(settings, lora=None, quantization=None))
+    return model.to(DEVICE)
 
 
 def logprobs(model: Any) -> torch.Tensor:
