@@ -45,6 +45,10 @@ class TokenStats:
     """Value head's value of the state before each token, float32."""
 
 
+# FSDP2 of an older torch looks for a pass's tensors in pytrees alone: a value head that learns alone would stand still.
+torch.export.register_dataclass(TokenStats)
+
+
 class Policy(nn.Module):
     """A causal language model from transformers, seen as a policy.
 

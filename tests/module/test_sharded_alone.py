@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils._pytree import tree_leaves
 
 from lit_grpo.fsdp import FSDP2Strategy
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig, PolicyConfig, ShardingConfig
 from lit_grpo.policy.batching import pad_rows
+from lit_grpo.policy.policy import TokenStats
 from lit_grpo.policy.sharding import dtype_of
 from lit_grpo.sharded_checkpoint import read_sharded
 from tests import tiny
@@ -62,6 +64,12 @@ def test_one_device_in_shards_takes_the_steps_of_one_without(name: str) -> None:
             assert a[key] == pytest.approx(b[key], abs=1e-5, nan_ok=True), key
     torch.testing.assert_close(tiny.weights(module), tiny.weights(plain), atol=1e-5, rtol=0)
     assert expected.metrics[-1]["grad_norm"] > 1e-3
+
+
+def test_every_tensor_of_a_pass_is_found_by_fsdp2_of_any_version() -> None:
+    values = torch.zeros(1, requires_grad=True)
+    found = tree_leaves(TokenStats(torch.ones(1), None, values=values))
+    assert any(leaf is values for leaf in found)
 
 
 class Disturbed(tiny.Recorder):
