@@ -74,7 +74,7 @@ class Updater:
         Only where neither advantages nor plans are made from these fields: what a step multiplies by zero is then
         known before the pass.
         """
-        if not needed and not self.passes.replay:
+        if not (needed or self.passes.replay or self.passes.sampled):
             return
         chosen: set[int] = set()
         for step in steps:

@@ -15,6 +15,7 @@ from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep
 from lit_grpo.policy import PolicyConfig
 from lit_grpo.types import Request, Sampling
+from lit_grpo.update import Updater
 from tests import tiny
 from tests.module.helpers import rollout
 from tests.module.test_routing_replay import LAYOUTS, MOE, replaying, turn_round
@@ -108,8 +109,14 @@ def test_the_sampled_experts_stay_when_the_routers_change(layout: Any) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_run_replays_what_was_sampled(ahead: int) -> None:
-    found = []
+def test_a_run_replays_what_was_sampled(ahead: int, monkeypatch: Any) -> None:
+    found, told, step = [], [], Updater.step
+
+    def spy(self: Any, *args: Any, **rest: Any) -> None:
+        told.append(self.passes.routing is not None)
+        step(self, *args, **rest)
+
+    monkeypatch.setattr(Updater, "step", spy)
     for replay in ("none", "sampler"):
         recorder = tiny.Recorder()
         made: Any = tiny.module(policy=PolicyConfig(tiny=MOE), routing_replay=replay, max_staleness=ahead)
@@ -117,6 +124,7 @@ def test_a_run_replays_what_was_sampled(ahead: int) -> None:
         found.append((recorder.ids, [m["grad_norm"] for m in recorder.metrics]))
         routers = made.policy._routers
         assert routers is None or routers.given is None, "an engine that shares the model must choose freely"
+    assert told == [False] * 3 + [True] * 3, "also where nothing else is needed before the update"
     assert found[0][0][0] == found[1][0][0]
     assert found[0][1][0] == pytest.approx(found[1][1][0], rel=1e-4), "equal weights"
 
