@@ -25,6 +25,7 @@ from tests import tiny
 for package in ("bitsandbytes", "accelerate", "peft"):
     pytest.importorskip(package, reason="extra `quantized` is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WHERE: dict[str, Any] = {"accelerator": "auto", "devices": 1}
 SHAPE = TinyModel(width=64, layers=2, heads=2)
 
 
@@ -127,7 +128,7 @@ def test_adapters_are_trained_against_the_quantized_base_as_reference(path: str)
     made.configure_model()
     assert made.policy is not None
     before = {name: p.detach().cpu().clone() for name, p in made.policy.named_parameters()}
-    tiny.trainer(callbacks=[recorder]).fit(made, datamodule=tiny.data())
+    tiny.trainer(callbacks=[recorder], **WHERE).fit(made, datamodule=tiny.data())
     for name, p in made.policy.named_parameters():
         assert torch.equal(before[name], p.detach().cpu()) == (".lora_" not in name), name
     kl = [metrics["kl/ref_k3"] for metrics in recorder.metrics]
@@ -146,7 +147,7 @@ def test_a_cut_run_goes_on_over_the_same_base_and_is_exported_whole(path: str, t
             critic=CriticConfig(warmup_rollouts=1),
         )
         saver = RolloutCheckpoint(dirpath=str(tmp_path / "c"))
-        trainer = tiny.trainer(callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path)
+        trainer = tiny.trainer(callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path, **WHERE)
         trainer.fit(made, datamodule=tiny.data(rollouts=rollouts), ckpt_path=resume)
         return made, saver.last_path
 
