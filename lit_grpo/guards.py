@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lit_grpo.errors import StopRun
 from lit_grpo.metrics import Reduce
+from lit_grpo.objectives.tensors import masked
+from lit_grpo.policy.attention import to_device
 from lit_grpo.types import Experience, Rollout
 
 RATIO_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -61,25 +63,25 @@ class FirstUpdate:
     def __init__(self, batch: Rollout, experience: Experience, version: int) -> None:
         self.batch, self.experience = batch, experience
         self.fresh = torch.tensor([c.policy_version == version for c in batch.completions])
-        self.sums = torch.zeros(4, dtype=torch.float64)
+        self.sums = torch.zeros(4, dtype=torch.float64, device=experience.lengths.device)
         """Gap to the engine and its tokens, gap to the old log-probabilities and its tokens."""
 
     @torch.no_grad()
     def add(self, rows: Tensor, logprobs: Tensor) -> None:
         """Compare the learner's log-probabilities, [n, T], of completions ``rows``, [n]."""
         experience = self.experience
-        index = rows.to(logprobs.device)
+        index = to_device(rows, logprobs.device)
         mask = experience.mask[index]
         sampled, old = experience.sampler_logprobs, experience.old_logprobs
         if sampled is not None:
-            known = mask & sampled[index].isfinite() & self.fresh[rows].to(mask.device)[:, None]
+            known = mask & sampled[index].isfinite() & to_device(self.fresh[rows], mask.device)[:, None]
             gap = (logprobs.detach().float() - sampled[index]).abs()
-            self.sums[0] += gap[known].double().sum().cpu()
-            self.sums[1] += known.sum().cpu()
+            self.sums[0] += masked(gap, known).double().sum()
+            self.sums[1] += known.sum()
         if old is not None:
             gap = ((logprobs.detach() - old[index]).exp() - 1).abs()
-            self.sums[2] += gap[mask].double().sum().cpu()
-            self.sums[3] += mask.sum().cpu()
+            self.sums[2] += masked(gap, mask).double().sum()
+            self.sums[3] += mask.sum()
 
     def check(self, config: GuardConfig, reduce: Reduce | None, dtype: torch.dtype = torch.float32) -> None:
         """Compare with the bounds, alike on every rank.
@@ -87,7 +89,7 @@ class FirstUpdate:
         Raises:
             StopRun: a gap is over its bound; the message names likely causes in order.
         """
-        sums = self.sums if reduce is None else reduce(self.sums)
+        sums = self.sums if reduce is None else reduce(self.sums)  # the first thing here that waits for a GPU
         engine, engine_tokens, ratio, ratio_tokens = sums.tolist()
         if config.max_engine_gap is not None and engine_tokens:
             mean = engine / engine_tokens

@@ -16,7 +16,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class StepMetrics:
-    """Gathers :class:`Sum` s and maxima over one rollout and reduces them over ranks in two collectives."""
+    """Gathers :class:`Sum` s and maxima over one rollout and reduces them over ranks in two collectives.
+
+    Figures stay where they come from, on a GPU that is still computing them: only :meth:`compute` waits for them.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Sum] = {}
@@ -26,12 +29,11 @@ class StepMetrics:
         """Add to the sum under ``key``."""
         total, count = torch.as_tensor(total).detach().double(), torch.as_tensor(count).detach().double()
         old = self.sums.get(key)
-        new = Sum(total.cpu(), count.cpu())
-        self.sums[key] = new if old is None else Sum(old.total + new.total, old.weight + new.weight)
+        self.sums[key] = Sum(total, count) if old is None else Sum(old.total + total, old.weight + count)
 
     def maximum(self, key: str, value: Tensor | float) -> None:
         """Keep the largest value seen under ``key``; NaN wins."""
-        value = torch.as_tensor(value).detach().double().cpu()
+        value = torch.as_tensor(value).detach().double()
         self.maxima[key] = torch.maximum(self.maxima[key], value) if key in self.maxima else value
 
     def update(self, sums: dict[str, Sum], maxima: dict[str, Tensor] | None = None) -> None:
@@ -57,16 +59,23 @@ class StepMetrics:
         With more than one rank every rank must hold the same keys, see :meth:`agree`.
         """
         keys, peaks = sorted(self.sums), sorted(self.maxima)
-        sums = torch.tensor(
-            [[float(self.sums[k].total), float(self.sums[k].weight)] for k in keys], dtype=torch.float64
-        )
-        tops = torch.tensor([float(self.maxima[k]) for k in peaks], dtype=torch.float64)
+        figures = _on_cpu([x for k in keys for x in self.sums[k]] + [self.maxima[k] for k in peaks])
+        sums, tops = figures[: 2 * len(keys)].view(-1, 2), figures[2 * len(keys) :]
         if reduce_sum is not None and keys:
             sums = reduce_sum(sums)
         if reduce_max is not None and peaks:
             tops = reduce_max(tops)
         out = {k: float(t / c) for k, (t, c) in zip(keys, sums, strict=True) if c > 0}
         return out | {k: float(v) for k, v in zip(peaks, tops, strict=True)}
+
+
+def _on_cpu(figures: list[Tensor]) -> Tensor:
+    """Numbers from any devices, [n]; waits once for each."""
+    out = torch.zeros(len(figures), dtype=torch.float64)
+    for device in {x.device for x in figures}:
+        places = [i for i, x in enumerate(figures) if x.device == device]
+        out[places] = torch.stack([figures[i] for i in places]).cpu()
+    return out
 
 
 def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:

@@ -31,7 +31,7 @@ from lit_grpo.policy import sharding as shards
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, ShardingConfig
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head
-from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer
+from lit_grpo.policy.load import check_compute, check_policy, check_replay, load_model, load_tokenizer
 from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
 from lit_grpo.policy.policy import Policy
 from lit_grpo.run_critic import UNKNOWN, Range
@@ -47,8 +47,8 @@ SHOWN_IN_PROGRESS_BAR = ("reward", "entropy", "length")
 class LitGRPO(pl.LightningModule):
     """Trains a language-model policy on rollouts. One Lightning batch is one rollout, whole groups, all its updates.
 
-    Optimization is manual: gradient clipping and accumulation are arguments here, not of the Trainer. Bound a run by
-    its number of rollouts (``RolloutDataModule(rollouts=...)``), not by ``max_steps``.
+    Gradient clipping and accumulation are arguments here, not of the Trainer; a run is bounded by its rollouts
+    (``RolloutDataModule(rollouts=...)``), not by ``max_steps``.
 
     Args:
         policy: the model that is trained.
@@ -170,10 +170,9 @@ class LitGRPO(pl.LightningModule):
         self.last_advantages: Tensor | None = None
         """[N, T]."""
         self.last_logprobs: Tensor | None = None
-        """Learner's, before the first update, [N, T]; NaN where it was not asked (completions without gradient that are
-        no probe), None where the first optimizer step is one of a part of the completions."""
-        self.last_entropy: Tensor | None = None
-        """Likewise."""
+        """Learner's, before the first update, [N, T]; NaN where it was not asked (without gradient and no probe), None
+        where the first optimizer step is one of a part of the completions."""
+        self.last_entropy: Tensor | None = None  # likewise
         self.optimizer_steps = 0
         """Of the policy."""
         self.critic_steps = 0
@@ -261,6 +260,7 @@ class LitGRPO(pl.LightningModule):
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
         mesh = data_mesh(self)
+        check_compute(self.policy_config, shards.compute_dtype(self.sharding_config, mesh))
         self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
         self.policy = self._make(lambda: self._new_policy(config))
         if config is not None and self._policy.value_head is None:
@@ -305,11 +305,11 @@ class LitGRPO(pl.LightningModule):
 
     @property
     def sharded(self) -> bool:
-        """Whether the models are in shards: then all ranks must make the same passes in the same order."""
+        """Whether the models are in shards: all ranks must then make the same passes in the same order."""
         return shards.is_sharded(self._policy)
 
     def reshard(self) -> None:
-        """Put gathered weights back into shards, see :func:`lit_grpo.policy.sharding.reshard`."""
+        """See :func:`lit_grpo.policy.sharding.reshard`."""
         shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
 
     @property

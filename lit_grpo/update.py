@@ -15,6 +15,7 @@ from lit_grpo.audit import add_direction, update_size
 from lit_grpo.errors import StopRun
 from lit_grpo.metrics import StepMetrics
 from lit_grpo.passes import OptimizerStep, Passes
+from lit_grpo.policy.attention import to_device
 from lit_grpo.policy.low_bit import rounding_seed
 from lit_grpo.policy.optimizer import clip_gradients
 from lit_grpo.policy.sharding import dtype_of
@@ -110,7 +111,7 @@ class Updater:
         models = trained_models(module)
         for model in models:
             model.optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=module.device)  # nothing in the loop waits for a GPU
         guard = guards.FirstUpdate(batch, step.experience, module.policy_version) if first_pass else None
         seen_first: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         active = plan.active.cpu()
@@ -128,13 +129,13 @@ class Updater:
                 continue
             shares = None if learns else weights[shape.positions(probed, chosen)]
             with torch.set_grad_enabled(learns):
-                part = plan.select(shape.positions(rows, chosen).to(module.device))
+                part = plan.select(to_device(shape.positions(rows, chosen), module.device))
                 out, stats = self.passes.loss(batch, step, chosen, part, metrics, shares)
             out.metrics.pop("filter/dropped", None)  # known of all, see below
             if learns:
                 with self._own_gradients():
                     module.manual_backward(out.loss * module.trainer.world_size)
-                loss += out.loss.detach().double().cpu()
+                loss += out.loss.detach().double()
             metrics.update(out.metrics, out.maxima)
             add_direction(metrics, out.token_weights)
             if guard is not None:
@@ -143,7 +144,8 @@ class Updater:
                 assert stats.entropy is not None
                 tokens = torch.tensor([len(batch.completions[i].token_ids) for i in chosen.tolist()])
                 each = torch.ones(len(chosen), dtype=torch.float64) if shares is None else shares
-                metrics.add("entropy", (stats.entropy.detach().sum(1).cpu() * each).sum(), (tokens * each).sum())
+                entropies = stats.entropy.detach().sum(1) * to_device(each, module.device)
+                metrics.add("entropy", entropies.sum(), (tokens * each).sum())
         metrics.add("filter/dropped", (~plan.kept).sum(), len(rows))
         self.passes.rest()  # before any weight changes
         if guard is not None:

@@ -85,23 +85,25 @@ def parse() -> argparse.Namespace:
     add("--group-size", type=int, default=8)
     add("--max-new-tokens", type=int, default=64)
     add("--natural-length", action="store_true", help="completions end where the model ends them")
+    add("--learner-only", action="store_true", help="every step is on the given completions; nothing is sampled")
     add("--rewards", choices=["half", "answer"], default="half")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--engine", choices=["transformers", "vllm"], default="transformers")
     add("--engine-args", type=json.loads, default={}, help="ours: further fields of EngineConfig, as JSON")
+    add("--ours", type=json.loads, default={}, help='ours: further settings, as JSON: {"policy": {...}, "model": ...}')
     add("--micro-batch", type=int, default=8, help="completions at once (ours: without token budget)")
     add("--steps", type=int, default=2, help="measured steps of each contestant (in each round beside a peer)")
     add("--rounds", type=int, default=2, help="A-B: how often, beside a peer")
     add("--threads", type=int, default=1)
     add("--devices", type=int, default=1, help="GPUs or CPU ranks of each contestant")
-    add("--strategy", default="auto", help="of our Trainer")
+    add("--strategy", help="of our Trainer; default: fsdp for bfloat16 (float32 weights, as the peer's), else auto")
     add("--lr", type=float, default=1e-6)
     add("--savings", action="store_true", help="also each saving switched off in turn")
     add("--peer", choices=["trl"])
     add("--peer-python", help="of an environment with TRL; default: one is made in .venv-trl")
     add("--peer-micro-batch", type=int, help="the peer's own, if another one is its best")
     add("--peer-args", type=json.loads, default={}, help="further fields of its GRPOConfig, as JSON")
-    add("--restart", action="store_true", help="start contestants anew in every round (on CUDA always)")
+    add("--restart", action="store_true", help="start contestants anew in every round: both may not fit on a card")
     add("--peak-tflops", type=float, help="of the card, for the model FLOP utilisation")
     add("--json", help="write every step here")
     args = parser.parse_args()
@@ -134,6 +136,7 @@ def make_work(args: argparse.Namespace, folder: Path) -> Work:
         lr=args.lr,
         replay=given_samples(model, [row["prompt"] for row in rows[args.prompts :]], args),
         devices=args.devices,
+        learner_only=args.learner_only,
     )
 
 
@@ -252,10 +255,18 @@ def applies(settings: dict[str, Any]) -> bool:
 
 
 def ours(args: argparse.Namespace, work: Work, folder: Path, title: str, settings: dict[str, Any]) -> Contestant:
-    settings = {"strategy": args.strategy, "engine": args.engine_args} | settings
-    if "micro_batch_tokens" in settings.get("model", {}):
+    strategy = args.strategy or ("fsdp" if args.dtype == "bfloat16" else "auto")
+    settings = merged({"strategy": strategy, "engine": args.engine_args}, merged(args.ours, settings))
+    if settings.get("model", {}).get("micro_batch_tokens", 0) is None:
         settings["model"] = settings["model"] | {"micro_batch_size": args.micro_batch}
     return Contestant(sys.executable, "ours.py", replaced(work, settings), folder, title)
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``, inner dictionaries too."""
+    both = below.keys() & above.keys()
+    inner = {k: below[k] | above[k] for k in both if isinstance(below[k], dict) and isinstance(above[k], dict)}
+    return below | above | inner
 
 
 def alone(
@@ -269,8 +280,6 @@ def alone(
 
 def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     """Ours and the peer in turn."""
-    import torch
-
     python = args.peer_python or peer_environment()
     theirs = replaced(work, args.peer_args)
     theirs.micro_batch = args.peer_micro_batch or work.micro_batch
@@ -280,10 +289,9 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
     }
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in starts}
     first: dict[str, dict[str, Any]] = {}
-    anew = args.restart or torch.cuda.is_available()
     with ExitStack() as stack:
         held: dict[str, Contestant] = (
-            {} if anew else {name: stack.enter_context(start()) for name, start in starts.items()}
+            {} if args.restart else {name: stack.enter_context(start()) for name, start in starts.items()}
         )
         for _ in range(args.rounds):
             for name, start in starts.items():
@@ -292,7 +300,7 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
                 steps[name] += contestant.steps(args.steps)
                 last = steps[name][-1]
                 print(f"  {name}: {last['wall']:.2f} s, {last['cpu']:.2f} CPU s, {said(last)}", flush=True)
-                if anew:
+                if args.restart:
                     contestant.close()
     compare(first, args.peer)
     for what in ("wall", "cpu"):
@@ -347,14 +355,15 @@ def print_table(rows: Iterable[tuple[str, list[dict[str, Any]]]], work: Work, ar
     cuda = torch.cuda.is_available()
     unit, place = ("wall", 0) if cuda else ("CPU", 1)
     peak = args.peak_tflops or (card_peak(torch.cuda.get_device_name()) if cuda else None)
-    head = ["", "samples/s", "tokens/s", "wall s", "CPU s", *PHASES, "rest", "peak GiB", "TFLOP/s"] + ["MFU"] * bool(
-        peak
-    )
+    head = ["", "samples/s", "tokens/s", "wall s", "CPU s", *PHASES, "rest", "peak GiB", "learner GiB", "TFLOP/s"] + [
+        "MFU"
+    ] * bool(peak)
     print(f"\nmedians; seconds a phase are {unit} seconds; TFLOP/s of forward and backward")
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for name, steps in rows:
         middle = {
-            key: statistics.median(s[key] for s in steps) for key in ("wall", "cpu", "samples", "tokens", "peak_gib")
+            key: statistics.median(s[key] for s in steps)
+            for key in ("wall", "cpu", "samples", "tokens", "peak_gib", "engine_gib")
         }
         phases = {p: statistics.median(s["phases"].get(p, [0.0, 0.0])[place] for s in steps) for p in PHASES}
         rest = middle["wall" if cuda else "cpu"] - sum(phases.values())
@@ -369,6 +378,7 @@ def print_table(rows: Iterable[tuple[str, list[dict[str, Any]]]], work: Work, ar
             *(f"{phases[p]:.2f}" for p in PHASES),
             f"{rest:.2f}",
             f"{middle['peak_gib']:.2f}",
+            f"{middle['peak_gib'] - middle['engine_gib']:.2f}",
             f"{tflops:.3g}",
         ] + ([f"{tflops / peak:.1%}"] if peak else [])
         print("| " + " | ".join(cells) + " |", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -160,13 +161,14 @@ class TransformersEngine:
         ids, seen = ids.to(device), seen.to(device)
         positions = (seen.cumsum(1) - 1).clamp(min=0)
         cache: Any = DynamicCache(config=self.model.config)
-        out = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=seen if padded else None,
-            past_key_values=cache,
-            logits_to_keep=1,
-        )
+        with _eagerly(self.model):
+            out = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=seen if padded else None,
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
         place = {request: i for i, request in enumerate(prompts)}
         group = [place[row.request] for row in rows]
         if self.routers is not None:
@@ -238,7 +240,7 @@ class _SharedPrompts:
 
     def step(self, ids: Tensor, positions: Tensor) -> Tensor:
         self.groups.make_room()
-        with attention(self.model):
+        with attention(self.model), _eagerly(self.model):
             out = self.model(
                 input_ids=ids[:, None],
                 position_ids=positions[:, None],
@@ -263,17 +265,25 @@ class _Copies:
     def step(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)
-        out = self.model(
-            input_ids=ids[:, None],
-            position_ids=positions[:, None],
-            attention_mask=self.mask,
-            past_key_values=self.cache,
-        )
+        with _eagerly(self.model):
+            out = self.model(
+                input_ids=ids[:, None],
+                position_ids=positions[:, None],
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+            )
         return out.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
         self.mask = None if self.mask is None else self.mask[rows]
+
+
+def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Blocks that were compiled for the learner decode uncompiled: other shapes at every step, and other attention."""
+    if any(part._compiled_call_impl is not None for part in model.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def _uniforms(seed: int, count: int) -> Tensor:

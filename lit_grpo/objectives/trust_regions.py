@@ -90,7 +90,8 @@ def bounded(
     value = ratio * advantages
     for stopped, bound in ((above, high), (below, low), (far, dual)):
         # An infinite bound stops nothing, but inf * 0 in the unused branch would be NaN.
-        limit = torch.where(stopped, torch.as_tensor(bound, dtype=ratio.dtype, device=ratio.device), 0.0)
+        # A number is filled in on the device: copied there it would be waited for.
+        limit = torch.where(stopped, bound if isinstance(bound, Tensor) else ratio.new_full((), bound), 0.0)
         value = torch.where(stopped, limit * advantages, value)
     return Surrogate(value, below, above, far)
 

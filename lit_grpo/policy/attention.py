@@ -14,12 +14,14 @@ The keys of a completion are those of its prompt, gathered, and its own, so that
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from lit_grpo.errors import UserError
 
@@ -27,6 +29,12 @@ ALIKE = 0.75
 """A segment joins the others of a padded product if its length is at least this share of the longest one's."""
 NAMES = {"sdpa": "lit_grpo_sdpa", "varlen": "lit_grpo_varlen"}
 """``policy.attention`` -> the name under which transformers knows our form of it."""
+
+
+_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""Before torch 2.12 grouped queries went without saying."""
+_ROUND = 256
+"""Bounds on lengths are rounded up to multiples of it, so that compiled code sees few different ones."""
 
 
 class Segment(NamedTuple):
@@ -79,7 +87,7 @@ class Segments:
             own = slice(s.start, s.start + s.length)
             sees[own, own] = torch.ones(s.length, s.length, dtype=torch.bool).tril()
             sees[own, s.prompt_start : s.prompt_start + s.prompt_length] = True
-        return sees[None, None].to(self.device)
+        return to_device(sees[None, None], self.device)
 
     def products(self) -> tuple[list[_Product], Tensor]:
         """The padded products, and for each token of the row its place in their concatenated outputs, [S]."""
@@ -93,11 +101,12 @@ class Segments:
                 for s in bucket:
                     place[s.start : s.start + s.length] = torch.arange(offset, offset + s.length)
                     offset += wide
-            self._products, self._place = products, place.to(self.device)
+            self._products, self._place = products, to_device(place, self.device)
         return self._products, self._place
 
     def cumulative(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """For variable-length kernels: places of all keys, cumulated lengths of queries and keys (int32), longest two.
+        """For variable-length kernels: places of all keys, cumulated lengths of queries and keys (int32), two bounds
+        on the longest.
 
         A segment without tokens is left out. Queries stand in the row as they are.
         """
@@ -107,11 +116,11 @@ class Segments:
             queries = torch.tensor([0, *(s.length for s in some)]).cumsum(0)
             seen = torch.tensor([0, *(s.length + s.prompt_length for s in some)]).cumsum(0)
             self._lengths = (
-                torch.tensor(keys, device=self.device),
-                queries.to(self.device, torch.int32),
-                seen.to(self.device, torch.int32),
-                max(s.length for s in some),
-                self.longest,
+                to_device(torch.tensor(keys), self.device),
+                to_device(queries.to(torch.int32), self.device),
+                to_device(seen.to(torch.int32), self.device),
+                -(-max(s.length for s in some) // _ROUND) * _ROUND,
+                -(-self.longest // _ROUND) * _ROUND,
             )
         return self._lengths
 
@@ -149,8 +158,15 @@ def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
     visible = None
     if any(s.prompt_length for s in bucket):
         last = torch.tensor([s.prompt_length for s in bucket])[:, None] + torch.arange(most_queries)  # [b, Q]
-        visible = (torch.arange(most_keys) <= last[:, :, None])[:, None].to(device)
-    return _Product(queries.to(device), keys.to(device), visible)
+        visible = to_device((torch.arange(most_keys) <= last[:, :, None])[:, None], device)
+    return _Product(to_device(queries, device), to_device(keys, device), visible)
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy from main memory without waiting: a plain copy to a GPU waits until the GPU has done all it was given."""
+    if torch.device(device).type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def register() -> None:
@@ -177,8 +193,10 @@ def register() -> None:
 
         return attention
 
-    for name, packed in (("sdpa", padded_products), ("varlen", variable_length)):
-        AttentionInterface.register(NAMES[name], form(packed))
+    # The compiler cannot follow the padded products, of which every micro-batch has others.
+    forms = {"sdpa": torch.compiler.disable(form(padded_products)), "varlen": form(variable_length)}
+    for name, attention in forms.items():
+        AttentionInterface.register(NAMES[name], attention)
         AttentionMaskInterface.register(NAMES[name], sdpa_mask)
 
 
@@ -206,10 +224,9 @@ def padded_products(query: Tensor, key: Tensor, value: Tensor, segments: Segment
 
 def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
     """The same by torch's flash attention; causal there means that last query and last key stand side by side."""
-    from torch.nn.attention.varlen import varlen_attn
-
     places, queries, keys, most_queries, most_keys = segments.cumulative()
-    out: Any = varlen_attn(
+    options = {"enable_gqa": True} if _ASKS_FOR_GQA and query.shape[1] != key.shape[1] else {}
+    out: Any = varlen.varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).index_select(0, places),
         value[0].transpose(0, 1).index_select(0, places),
@@ -219,6 +236,6 @@ def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segment
         most_keys,
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     return out[None]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_grpo.policy.attention import Segment, Segments
+from lit_grpo.policy.attention import Segment, Segments, to_device
 
 ROW_TOKENS = 1024
 """Where :func:`share_prompts` closes a row, whose attention costs its square."""
@@ -98,11 +98,11 @@ def pad_rows(
         target.extend(completion)
         row.extend([i] * len(completion))
         column.extend(range(len(completion)))
-    index = torch.tensor([source, target, row, column], dtype=torch.long).to(device)
+    index = to_device(torch.tensor([source, target, row, column], dtype=torch.long), device)
     places = torch.arange(longest, device=device).expand(len(prompts), longest)
     real = places < torch.tensor(sizes, device=device)[:, None]
     return PolicyInput(
-        input_ids=ids.to(device),
+        input_ids=to_device(ids, device),
         position_ids=places,
         source=index[0],
         target=index[1],
@@ -164,8 +164,8 @@ def share_prompts(
         positions.append(place + [0] * rest)
         segments.append(segment + [-1] * rest)
         owners.append(owner + [-1] * rest)
-    index = torch.tensor([source, target, row_of, column], dtype=torch.long).to(device)
-    tokens = torch.tensor([ids, positions, segments, owners], dtype=torch.long).to(device)  # [4, B, S]
+    index = to_device(torch.tensor([source, target, row_of, column], dtype=torch.long), device)
+    tokens = to_device(torch.tensor([ids, positions, segments, owners], dtype=torch.long), device)  # [4, B, S]
     part = tokens[2]
     sees = (part[:, :, None] == part[:, None, :]) | (part[:, None, :] == 0)
     causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
@@ -228,8 +228,8 @@ def pack_rows(
             index[1].extend(completion)
             index[2].extend([i] * count)
             index[3].extend(range(count))
-    source, target, row, column = torch.tensor(index, dtype=torch.long).to(device)
-    tokens = torch.tensor([ids, places, owners], dtype=torch.long).to(device)  # [3, S]
+    source, target, row, column = to_device(torch.tensor(index, dtype=torch.long), device)
+    tokens = to_device(torch.tensor([ids, places, owners], dtype=torch.long), device)  # [3, S]
     return PolicyInput(
         input_ids=tokens[:1],
         position_ids=tokens[1:2],

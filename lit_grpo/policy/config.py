@@ -81,6 +81,8 @@ class PolicyConfig:
         pack: put the completions of a micro-batch one behind the other in one row: the same numbers without padding.
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB.
+        compile: ``torch.compile`` the transformer blocks and what is done with the logits: the same numbers up to
+            rounding, fewer and larger kernels. Pays on CUDA; the first rollout waits for the compiler (about a minute).
         lora: train low-rank adapters instead of the weights; a separate critic then has some of its own.
         quantization: hold the weights under the adapters in 4 bits.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
@@ -94,6 +96,7 @@ class PolicyConfig:
     share_prompts: bool = True
     pack: bool = True
     logits_chunk: int | None = None
+    compile: bool = False
     lora: LoraConfig | None = None
     quantization: QuantizationConfig | None = None
     model_args: dict[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import torch
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.policy import attention
+from lit_grpo.policy.compiling import compile_blocks
 from lit_grpo.policy.config import PolicyConfig, TinyModel
 from lit_grpo.policy.lora import add_adapters, check_lora
 from lit_grpo.policy.quantization import after_loading, check_quantization, loading_arguments
@@ -55,12 +56,29 @@ def _check_varlen(config: PolicyConfig) -> None:
     where = f"{KEY}.attention"
     if not torch.cuda.is_available():
         raise UserError("varlen attention runs on CUDA GPUs alone", where=where, remedy="set attention: sdpa")
-    if config.dtype != "bfloat16":
-        raise UserError(f"varlen attention computes in bfloat16, not in {config.dtype}", where=where,
-                        remedy="set dtype: bfloat16, or attention: sdpa")  # fmt: skip
     if not config.pack:
         raise UserError("varlen attention is that of packed rows", where=where,
                         remedy="set pack: true, or attention: sdpa")  # fmt: skip
+
+
+def check_compute(config: PolicyConfig, dtype: torch.dtype | None = None) -> None:
+    """What depends on the number format of the passes.
+
+    Args:
+        config: of the policy.
+        dtype: that the passes compute in, where it is not that of the weights.
+
+    Raises:
+        UserError: an attention that does not work in it.
+    """
+    computes = str(dtype).removeprefix("torch.") if dtype is not None else config.dtype
+    if config.attention in ("varlen", "flash_attention_2") and computes != "bfloat16":
+        raise UserError(
+            f"{config.attention} attention computes in bfloat16, not in {computes}",
+            where=f"{KEY}.attention",
+            remedy="set trainer.strategy: fsdp, which computes in bfloat16 on CUDA, also on one card, and keeps "
+            "float32 weights; or dtype: bfloat16; or attention: sdpa",
+        )
 
 
 def check_replay(config: PolicyConfig) -> None:
@@ -176,6 +194,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         model.train()  # checkpointing is off in evaluation mode, and nothing else differs: dropout is off for good
     if config.lora is not None:
         add_adapters(model, config.lora)
+    if config.compile:
+        compile_blocks(model)
     return model
 
 

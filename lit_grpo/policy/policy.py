@@ -15,6 +15,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.policy import lora
 from lit_grpo.policy.attention import NAMES
 from lit_grpo.policy.batching import Layout, PolicyInput
+from lit_grpo.policy.compiling import eagerly, is_compiled
 from lit_grpo.policy.head import token_stats
 from lit_grpo.policy.quantization import keep_base_out_of_checkpoints
 from lit_grpo.policy.routing import Routers
@@ -69,6 +70,7 @@ class Policy(nn.Module):
         self.value_head: Any = value_head
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
+        self.compiled = is_compiled(model)
         switch_off_dropout(model)
         self._routers: Routers | None = None
         keep_base_out_of_checkpoints(self)
@@ -186,6 +188,7 @@ class Policy(nn.Module):
             entropy=entropy != "none",
             entropy_gradient=entropy == "grad",
             squares=squares,
+            compiled=self.compiled,
         )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -229,6 +232,11 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check(self, layout: Layout, *, replay: bool = False) -> None:
+        """As below, without waiting for a compiler."""
+        with eagerly():
+            self._check(layout, replay)
+
+    def _check(self, layout: Layout, replay: bool) -> None:
         """Hold the short cuts of this class to the model's own forward pass, on a few tokens.
 
         Args:
@@ -285,6 +293,8 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
     options: dict[str, Any] = {}
     if batch.segments is not None:
         implementation = base.config._attn_implementation
+        if implementation == NAMES["varlen"]:
+            batch.segments.cumulative()  # made here: compiled blocks only read it
         if implementation in NAMES.values():
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)  # keeps it from making one
             options["segments"] = batch.segments

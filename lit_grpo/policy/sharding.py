@@ -24,10 +24,12 @@ Model = TypeVar("Model", bound=nn.Module)
 KEY = "model.sharding"
 
 
-def compute_dtype(config: ShardingConfig, device: str) -> torch.dtype:
-    """What ``param_dtype`` means on a kind of device."""
+def compute_dtype(config: ShardingConfig, mesh: DeviceMesh | None) -> torch.dtype | None:
+    """What ``param_dtype`` means on the devices of a mesh; None without one: nothing is sharded."""
+    if mesh is None:
+        return None
     if config.param_dtype == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
+        return torch.bfloat16 if mesh.device_type == "cuda" else torch.float32
     return cast(torch.dtype, getattr(torch, config.param_dtype))
 
 
@@ -61,7 +63,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> None:
         register_fsdp_forward_method,
     )
 
-    dtype = compute_dtype(config, mesh.device_type)
+    dtype = compute_dtype(config, mesh)
     # Nothing has to be cast on the way in: ids go in, and the embedding's output already has the weights' format.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     pin = mesh.device_type == "cuda"

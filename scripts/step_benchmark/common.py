@@ -50,6 +50,8 @@ class Work:
     """Of the contestant alone."""
     seed: int = 0
     devices: int = 1
+    learner_only: bool = False
+    """Every step is on the given completions."""
 
     @classmethod
     def read(cls, path: str) -> Work:
@@ -73,15 +75,35 @@ class Clock:
 
     def __init__(self) -> None:
         self.phases: dict[str, list[float]] = {}
+        self.engine_gib = 0.0
+        """Taken on a GPU while the engine was made."""
         self.begin()
 
     def begin(self) -> None:
+        import torch
+
         self.phases = {}
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self.started = now()
 
     def read(self) -> dict[str, Any]:
         wall, cpu = (b - a for a, b in zip(self.started, now(), strict=True))
-        return {"wall": wall, "cpu": cpu, "phases": self.phases, "peak_gib": peak_gib()}
+        return {"wall": wall, "cpu": cpu, "phases": self.phases, "peak_gib": peak_gib(), "engine_gib": self.engine_gib}
+
+    def makes_engine(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """``inner``, and what it leaves on the GPU is the engine's."""
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            made = inner(*args, **kwargs)
+            if torch.cuda.is_available():
+                self.engine_gib += (torch.cuda.memory_allocated() - before) / 2**30
+            return made
+
+        return outer
 
     def add(self, phase: str, wall: float, cpu: float) -> None:
         spent = self.phases.setdefault(phase, [0.0, 0.0])

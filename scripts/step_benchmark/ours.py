@@ -18,6 +18,7 @@ from common import Clock, Talk, Work, by_gradient
 import lit_grpo.data
 from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.engines.config import EngineConfig
+from lit_grpo.fsdp import FSDP2Strategy
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.passes import Passes
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
@@ -63,7 +64,8 @@ class Steps(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Rollout, batch_idx: int
     ) -> None:
         module = as_ours(pl_module)
-        trainer.datamodule.producer.engine.generate = self._sampled  # type: ignore[attr-defined]
+        if not self.work.learner_only:
+            trainer.datamodule.producer.engine.generate = self._sampled  # type: ignore[attr-defined]
         spent = self.clock.read()
         self.talk.say(
             **spent,
@@ -90,10 +92,11 @@ def replayed(work: Work, tokenizer: Any, data: RolloutDataModule) -> Any:
     known = {prompt.token_ids: prompt.question for prompt in data._encoded["train"]}
 
     def generate(requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        version = data.producer.engine.policy_version
         for request in requests:
             group = work.replay[work.questions.index(known[request.token_ids])]
             for i, ids in enumerate(group[: len(request.seeds)]):
-                yield Completion(request.index, i, tuple(ids), tuple([float("nan")] * len(ids)), "stop", 0)
+                yield Completion(request.index, i, tuple(ids), tuple([float("nan")] * len(ids)), "stop", version)
 
     return generate
 
@@ -102,7 +105,10 @@ def main() -> None:
     work, talk, clock = Work.read(sys.argv[1]), Talk(), Clock()
     torch.set_num_threads(work.threads)
     settings = dict(work.settings)
-    policy = {"path": work.model, "dtype": work.dtype} | settings.get("policy", {})
+    # Weights are float32 on both sides; shards are computed with in bfloat16.
+    sharded = settings.get("strategy") == "fsdp" and torch.cuda.is_available()
+    policy = {"path": work.model, "dtype": "float32" if sharded else work.dtype} | settings.get("policy", {})
+    lit_grpo.data.make_engine = clock.makes_engine(lit_grpo.data.make_engine)  # type: ignore[attr-defined]
     Passes.loss = clock.timed(Passes.loss, by_gradient)  # type: ignore[method-assign]
     Passes.fill = clock.timed(Passes.fill, "other passes")  # type: ignore[method-assign]
     if work.exact_length:
@@ -131,7 +137,7 @@ def main() -> None:
         policy=PolicyConfig(**policy),
         # TRL's default loss: tokens of the whole step weigh alike, and 1e-4 is added to the standard deviation.
         objective=ObjectiveConfig(recipe="grpo", aggregation="token_mean", std_eps=1e-4),
-        optimizer=OptimizerConfig(lr=work.lr),
+        optimizer=OptimizerConfig(lr=work.lr, **settings.get("optimizer", {})),
         **settings.get("model", {}),
     )
     rows = [{"prompt": q, "answer": a} for q, a in zip(work.questions, work.answers, strict=True)]
@@ -148,7 +154,7 @@ def main() -> None:
         max_epochs=1,
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=work.devices,
-        strategy=settings.get("strategy", "auto"),
+        strategy=FSDP2Strategy() if settings.get("strategy") == "fsdp" else settings.get("strategy", "auto"),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

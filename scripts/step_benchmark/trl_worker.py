@@ -100,6 +100,10 @@ def main() -> None:
         return out
 
     steps = Steps(clock, talk)
+    if vllm:
+        from trl.generation import vllm_generation
+
+        vllm_generation.LLM = clock.makes_engine(vllm_generation.LLM)
     trainer = GRPOTrainer(
         model=work.model,
         args=GRPOConfig(**(settings | more | work.settings)),
@@ -119,7 +123,7 @@ def main() -> None:
 
     def given_first(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         """The first step's samples are given; afterwards TRL's own."""
-        if not steps.replayed:
+        if work.learner_only or not steps.replayed:
             steps.replayed = True
             count: Counter[int] = Counter()
             out = []

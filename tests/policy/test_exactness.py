@@ -65,9 +65,9 @@ def results(policy: Policy, batch: Any, entropy: Any = "grad", temperature: floa
     """Log-probabilities, entropies, and the gradient of an uneven sum of both."""
     policy.zero_grad()
     stats = policy(batch, temperature, entropy)
-    total = (stats.logprobs * torch.arange(1.0, WIDTH + 1)).sum()
+    total = (stats.logprobs * torch.arange(1.0, WIDTH + 1).to(stats.logprobs)).sum()
     if entropy == "grad":
-        total = total + (stats.entropy * torch.linspace(1.0, 2.0, WIDTH)).sum()
+        total = total + (stats.entropy * torch.linspace(1.0, 2.0, WIDTH).to(stats.entropy)).sum()
     total.backward()
     none = torch.zeros(0)
     gradient = torch.cat([none if p.grad is None else p.grad.flatten() for p in policy.parameters()])
