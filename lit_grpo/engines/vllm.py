@@ -16,7 +16,15 @@ import torch
 
 from lit_grpo.engines.base import EngineError, NamedWeights
 from lit_grpo.engines.vllm_requests import check_requests
-from lit_grpo.engines.vllm_start import KEY, check_installed, checked_path, forget_graph_pool, process_left_alone, start
+from lit_grpo.engines.vllm_start import (
+    KEY,
+    check_installed,
+    checked_path,
+    forget_graph_pool,
+    place_among_processes,
+    process_left_alone,
+    start,
+)
 from lit_grpo.engines.vllm_weights import reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
@@ -92,9 +100,11 @@ class VLLMEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
-        if tensor_parallel_size > 1:
+        # One of several processes: vLLM must take this one's device, and not make a process group of its own.
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if tensor_parallel_size > 1 or several:
             args["distributed_executor_backend"] = "external_launcher"
-        with process_left_alone(offline=path.is_dir()):
+        with process_left_alone(offline=path.is_dir()), place_among_processes():
             self._llm = start(args, engine_args)
         self._engine = self._llm.llm_engine
         config = self._engine.vllm_config

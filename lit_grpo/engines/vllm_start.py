@@ -124,6 +124,30 @@ def process_left_alone(offline: bool) -> Iterator[None]:
             del os.environ["HF_HUB_OFFLINE"]
 
 
+@contextlib.contextmanager
+def place_among_processes() -> Iterator[None]:
+    """Tell vLLM this process's rank and device as ``torchrun`` would, where another launcher has not.
+
+    Lightning's own launcher sets no ``RANK``, and a device may have another number here than among all of the machine.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield
+        return
+    rank = torch.distributed.get_rank()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else int(os.environ.get("LOCAL_RANK", rank))
+    told = {"RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(torch.distributed.get_world_size())}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def forget_graph_pool() -> None:
     """After an engine was closed: CUDA has freed the memory pool of its graphs, and vLLM would give it to the next."""
     from vllm.platforms import current_platform
