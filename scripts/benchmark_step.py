@@ -93,6 +93,7 @@ def parse() -> argparse.Namespace:
     add("--ours", type=json.loads, default={}, help='ours: further settings, as JSON: {"policy": {...}, "model": ...}')
     add("--micro-batch", type=int, default=8, help="completions at once (ours: without token budget)")
     add("--steps", type=int, default=2, help="measured steps of each contestant (in each round beside a peer)")
+    add("--warmup", type=int, help="further steps that are not counted; default: 1 with vllm, which compiles, else 0")
     add("--rounds", type=int, default=2, help="A-B: how often, beside a peer")
     add("--threads", type=int, default=1)
     add("--devices", type=int, default=1, help="GPUs or CPU ranks of each contestant")
@@ -107,6 +108,8 @@ def parse() -> argparse.Namespace:
     add("--peak-tflops", type=float, help="of the card, for the model FLOP utilisation")
     add("--json", help="write every step here")
     args = parser.parse_args()
+    if args.warmup is None:
+        args.warmup = int(args.engine == "vllm" and not args.learner_only)
     if args.group_size * args.prompts % ((args.peer_micro_batch or args.micro_batch) * args.devices):
         parser.error("prompts x group size must be a multiple of the micro-batch")
     return args
@@ -273,6 +276,7 @@ def alone(
     args: argparse.Namespace, work: Work, folder: Path, title: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
     with ours(args, work, folder, title, settings) as contestant:
+        contestant.steps(args.warmup)
         steps = contestant.steps(args.steps)
     print(f"{title}: on the given samples {said(contestant.first)}", flush=True)
     return steps
@@ -293,9 +297,13 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
         held: dict[str, Contestant] = (
             {} if args.restart else {name: stack.enter_context(start()) for name, start in starts.items()}
         )
+        for contestant in held.values():
+            contestant.steps(args.warmup)
         for _ in range(args.rounds):
             for name, start in starts.items():
                 contestant = held.get(name) or start()
+                if args.restart:
+                    contestant.steps(args.warmup)
                 first[name] = contestant.first
                 steps[name] += contestant.steps(args.steps)
                 last = steps[name][-1]
@@ -311,7 +319,7 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
 
 def compare(first: dict[str, dict[str, Any]], peer: str) -> None:
     a, b = first["ours"], first[peer]
-    loss, norm = a["loss"] - b["loss"], a["grad_norm"] / b["grad_norm"] - 1
+    loss, norm = a["loss"] - b["loss"], a["grad_norm"] / b["grad_norm"] - 1 if b["grad_norm"] else float("nan")
     print(
         f"on the same samples: ours {said(a)}; {peer} {said(b)}: loss {loss:+.1e}, gradient norm {norm:+.1e} relative"
     )

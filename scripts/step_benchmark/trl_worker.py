@@ -125,6 +125,7 @@ def main() -> None:
         """The first step's samples are given; afterwards TRL's own."""
         if work.learner_only or not steps.replayed:
             steps.replayed = True
+            trainer.vllm_importance_sampling_correction = False  # nothing sampled them
             count: Counter[int] = Counter()
             out = []
             for ids in prompt_ids:
@@ -133,6 +134,7 @@ def main() -> None:
                 count[k] += 1
             made: Any = (out, [[0.0] * len(ids) for ids in out] if vllm else None)
         else:
+            trainer.vllm_importance_sampling_correction = vllm
             made = generate(prompt_ids, *args, **kwargs)
         steps.seen["samples"] = len(prompt_ids) * work.devices
         steps.seen["tokens"] = sum(len(ids) for ids in made[0]) * work.devices
