@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy import low_bit
+from lit_grpo.policy.sharding import compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,6 +115,13 @@ def _like(value: Any, parameter: Any) -> Any:
     mesh = parameter.device_mesh
     piece = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
     return piece.to(parameter.to_local().device)
+
+
+def computing(module: LitGRPO, mesh: DeviceMesh | None) -> tuple[torch.dtype | None, str]:
+    """Number format of the passes, where it is not that of the weights, and the kind of device that makes them."""
+    trainer = module._trainer
+    device = "cpu" if trainer is None else trainer.strategy.root_device.type
+    return compute_dtype(module.sharding_config, mesh), device
 
 
 def data_mesh(module: LitGRPO) -> DeviceMesh | None:

@@ -19,7 +19,7 @@ from lit_grpo.audit import add_audit_metrics
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.experience import make_experience
-from lit_grpo.fsdp import data_mesh
+from lit_grpo.fsdp import computing, data_mesh
 from lit_grpo.guards import GuardConfig
 from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
@@ -31,7 +31,7 @@ from lit_grpo.policy import sharding as shards
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, ShardingConfig
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head
-from lit_grpo.policy.load import check_compute, check_policy, check_replay, load_model, load_tokenizer
+from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer, settle
 from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
 from lit_grpo.policy.policy import Policy
 from lit_grpo.run_critic import UNKNOWN, Range
@@ -260,7 +260,7 @@ class LitGRPO(pl.LightningModule):
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
         mesh = data_mesh(self)
-        check_compute(self.policy_config, shards.compute_dtype(self.sharding_config, mesh))
+        self.policy_config = settle(self.policy_config, *computing(self, mesh))
         self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
         self.policy = self._make(lambda: self._new_policy(config))
         if config is not None and self._policy.value_head is None:

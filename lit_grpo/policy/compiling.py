@@ -1,8 +1,8 @@
 """``torch.compile`` for the learner's passes: each transformer block, and what is done with the logits.
 
 Block by block (*regional* compilation) the compiler works once on a block, whose code all others run, and sharding,
-checkpointing and adapters work around the blocks as ever. Attention of packed rows stays outside: what it is made of
-changes with every micro-batch.
+checkpointing and adapters work around the blocks as ever. With ``varlen`` attention a block is one piece; the padded
+products of ``sdpa``, which are others in every micro-batch, stay outside and cut it in four.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from lit_grpo.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
+BACKEND = "inductor"
 VARIANTS = 64
 """Forms of one piece of code that are compiled before the compiler gives up: policy, critic and reference, with and
 without gradient, in several number formats."""
@@ -39,7 +40,7 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * VARIANTS)
     for block in found:
-        block.compile(dynamic=True)  # rows have another length in every micro-batch
+        block.compile(dynamic=True, backend=BACKEND)  # rows have another length in every micro-batch
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -49,7 +50,7 @@ def is_compiled(model: nn.Module) -> bool:
 @functools.cache
 def compiled(function: F) -> F:
     """The function compiled, once for all who ask; for inputs of any shape."""
-    return cast(F, torch.compile(function, dynamic=True))
+    return cast(F, torch.compile(function, dynamic=True, backend=BACKEND))
 
 
 def eagerly() -> AbstractContextManager[None]:

@@ -75,14 +75,16 @@ class PolicyConfig:
         tiny: make a tiny model instead.
         dtype: number format of weights and computation.
         attention: ``sdpa`` works everywhere; ``varlen``, torch's variable-length flash attention, on packed rows (CUDA,
-            bfloat16); ``flash_attention_2`` needs the package of that name, and no shared prompts; ``eager`` is slow.
+            computing in bfloat16); ``auto``: ``varlen`` where it works, else ``sdpa``; ``flash_attention_2`` needs the
+            package of that name, and no shared prompts; ``eager`` is slow.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
         share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens.
         pack: put the completions of a micro-batch one behind the other in one row: the same numbers without padding.
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB.
         compile: ``torch.compile`` the transformer blocks and what is done with the logits: the same numbers up to
-            rounding, fewer and larger kernels. Pays on CUDA; the first rollout waits for the compiler (about a minute).
+            rounding, fewer and larger kernels. The first rollout waits for the compiler (half a minute). None: with
+            ``varlen`` attention, models of ``path`` without experts.
         lora: train low-rank adapters instead of the weights; a separate critic then has some of its own.
         quantization: hold the weights under the adapters in 4 bits.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
@@ -91,12 +93,12 @@ class PolicyConfig:
     path: str | None = None
     tiny: TinyModel | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: Literal["sdpa", "varlen", "flash_attention_2", "eager"] = "sdpa"
+    attention: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
     gradient_checkpointing: bool = False
     share_prompts: bool = True
     pack: bool = True
     logits_chunk: int | None = None
-    compile: bool = False
+    compile: bool | None = None
     lora: LoraConfig | None = None
     quantization: QuantizationConfig | None = None
     model_args: dict[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,21 +56,25 @@ def check_policy(config: PolicyConfig) -> None:
 def _check_varlen(config: PolicyConfig) -> None:
     where = f"{KEY}.attention"
     if not torch.cuda.is_available():
-        raise UserError("varlen attention runs on CUDA GPUs alone", where=where, remedy="set attention: sdpa")
+        raise UserError("varlen attention runs on CUDA GPUs alone", where=where, remedy="set attention: auto")
     if not config.pack:
         raise UserError("varlen attention is that of packed rows", where=where,
                         remedy="set pack: true, or attention: sdpa")  # fmt: skip
 
 
-def check_compute(config: PolicyConfig, dtype: torch.dtype | None = None) -> None:
-    """What depends on the number format of the passes.
+def settle(config: PolicyConfig, dtype: torch.dtype | None = None, device: str = "cpu") -> PolicyConfig:
+    """Decide what is left open until it is known where and in which number format the passes compute.
 
     Args:
-        config: of the policy.
-        dtype: that the passes compute in, where it is not that of the weights.
+        config: of the policy; reads the model's configuration, no weights.
+        dtype: that the passes compute in; None: that of the weights.
+        device: kind of device.
+
+    Returns:
+        The same with ``attention`` and ``compile`` decided.
 
     Raises:
-        UserError: an attention that does not work in it.
+        UserError: an attention that does not work in the number format.
     """
     computes = str(dtype).removeprefix("torch.") if dtype is not None else config.dtype
     if config.attention in ("varlen", "flash_attention_2") and computes != "bfloat16":
@@ -77,8 +82,28 @@ def check_compute(config: PolicyConfig, dtype: torch.dtype | None = None) -> Non
             f"{config.attention} attention computes in bfloat16, not in {computes}",
             where=f"{KEY}.attention",
             remedy="set trainer.strategy: fsdp, which computes in bfloat16 on CUDA, also on one card, and keeps "
-            "float32 weights; or dtype: bfloat16; or attention: sdpa",
+            "float32 weights; or dtype: bfloat16; or attention: auto",
         )
+    chosen, compiles = config.attention, config.compile
+    if chosen == "auto":
+        flash = device == "cuda" and computes == "bfloat16" and config.pack and _flash_fits(config)
+        chosen = "varlen" if flash else "sdpa"
+    if compiles is None:
+        compiles = chosen == "varlen" and config.tiny is None and config.quantization is None and not _experts(config)
+    return replace(config, attention=chosen, compile=compiles)
+
+
+def _flash_fits(config: PolicyConfig) -> bool:
+    """Whether flash attention knows the model's heads, and the model attends to all tokens before."""
+    text = load_model_config(config).get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kinds = getattr(text, "layer_types", None)
+    full = set(kinds) == {"full_attention"} if kinds else not getattr(text, "sliding_window", None)
+    return size % 8 == 0 and size <= 256 and full
+
+
+def _experts(config: PolicyConfig) -> bool:
+    return bool(getattr(load_model_config(config).get_text_config(), "num_experts_per_tok", None))
 
 
 def check_replay(config: PolicyConfig) -> None:
@@ -87,7 +112,7 @@ def check_replay(config: PolicyConfig) -> None:
     Raises:
         UserError: the model has no experts, so there is nothing to replay.
     """
-    if not getattr(load_model_config(config).get_text_config(), "num_experts_per_tok", None):
+    if not _experts(config):
         raise UserError(
             "the model is dense: it has no experts whose choice could be replayed",
             where="model.routing_replay",
@@ -169,7 +194,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    form = attention.NAMES.get(config.attention, config.attention)
+    kind = "sdpa" if config.attention == "auto" else config.attention
+    form = attention.NAMES.get(kind, kind)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
         with torch.random.fork_rng(devices=[]):

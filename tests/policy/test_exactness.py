@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, pack_rows
+from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, compiling, pack_rows
 from lit_grpo.policy.attention import NAMES, register
 from lit_grpo.policy.batching import cut
 from lit_grpo.policy.head import token_stats
@@ -256,3 +256,44 @@ def test_the_head_computes_what_the_formulas_say(temperature):
     assert mine.grad is not None
     assert plain.grad is not None
     torch.testing.assert_close(mine.grad.double(), plain.grad.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_blocks_change_nothing(monkeypatch):
+    """Everything but the generation of code, which takes a minute on a CPU: tracing, and the graph that is run."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    prompts, completions = ids(FIXED)
+    for checkpointing in (False, True):
+        expected = made("qwen2")
+        policy = made("qwen2")
+        if checkpointing:
+            policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.model.train()
+        compiling.compile_blocks(policy.model)
+        assert compiling.is_compiled(policy.model)
+        for name in ("packed and shared", "padded"):
+            batch = LAYOUTS[name].build(prompts, completions, width=WIDTH)
+            same(results(policy, batch), results(expected, batch))
+        assert [n for n, _ in policy.named_parameters()] == [n for n, _ in expected.named_parameters()]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_what_is_compiled_of_the_head_agrees_with_the_plain_form(monkeypatch, temperature, entropy):
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    compiling.compiled.cache_clear()
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(7, 11)).requires_grad_()
+    logits.data[0, 3] = float("-inf")
+    target = torch.randint(4, 11, (7,))
+    found = []
+    for compiled in (False, True):
+        logits.grad = None
+        logprobs, entropies, squares = token_stats(
+            logits, target, temperature, entropy=True, entropy_gradient=entropy, squares=True, compiled=compiled
+        )
+        weights = torch.arange(1.0, 8.0)
+        (logprobs * weights).sum().add((entropies * weights).sum() if entropy else 0.0).backward()
+        found.append((logprobs, entropies, squares, logits.grad.clone()))
+    compiling.compiled.cache_clear()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
