@@ -14,6 +14,7 @@ The keys of a completion are those of its prompt, gathered, and its own, so that
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from lit_grpo.errors import UserError
 
@@ -31,8 +31,6 @@ NAMES = {"sdpa": "lit_grpo_sdpa", "varlen": "lit_grpo_varlen"}
 """``policy.attention`` -> the name under which transformers knows our form of it."""
 
 
-_ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Before torch 2.12 grouped queries went without saying."""
 _ROUND = 256
 """Bounds on lengths are rounded up to multiples of it, so that compiled code sees few different ones."""
 
@@ -78,6 +76,13 @@ class Segments:
     def longest(self) -> int:
         """Tokens that the last token of the longest segment sees, itself included."""
         return max((s.length + s.prompt_length for s in self.parts), default=0)
+
+    @functools.cached_property
+    def asks_for_gqa(self) -> bool:
+        """Whether torch's variable-length attention wants to be told of grouped queries, which older ones just do."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def mask(self) -> Tensor:
         """[1, 1, S, S] bool, True where a query (third axis) sees a key: for attentions that know masks alone."""
@@ -169,8 +174,12 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def register() -> None:
-    """Make transformers know both forms; a call without segments (sampling, padded rows) is its own sdpa."""
+def register(*, compiles: bool = False) -> None:
+    """Make transformers know both forms; a call without segments (sampling, padded rows) is its own sdpa.
+
+    Args:
+        compiles: layers that call them will be compiled.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
@@ -193,8 +202,9 @@ def register() -> None:
 
         return attention
 
-    # The compiler cannot follow the padded products, of which every micro-batch has others.
-    forms = {"sdpa": torch.compiler.disable(form(padded_products)), "varlen": form(variable_length)}
+    forms = {"sdpa": form(padded_products), "varlen": form(variable_length)}
+    if compiles:  # it cannot follow the padded products, of which every micro-batch has others
+        forms["sdpa"] = torch.compiler.disable(forms["sdpa"])
     for name, attention in forms.items():
         AttentionInterface.register(NAMES[name], attention)
         AttentionMaskInterface.register(NAMES[name], sdpa_mask)
@@ -224,9 +234,11 @@ def padded_products(query: Tensor, key: Tensor, value: Tensor, segments: Segment
 
 def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
     """The same by torch's flash attention; causal there means that last query and last key stand side by side."""
+    from torch.nn.attention.varlen import varlen_attn  # seconds, the first time
+
     places, queries, keys, most_queries, most_keys = segments.cumulative()
-    options = {"enable_gqa": True} if _ASKS_FOR_GQA and query.shape[1] != key.shape[1] else {}
-    out: Any = varlen.varlen_attn(
+    options = {"enable_gqa": True} if segments.asks_for_gqa and query.shape[1] != key.shape[1] else {}
+    out: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).index_select(0, places),
         value[0].transpose(0, 1).index_select(0, places),

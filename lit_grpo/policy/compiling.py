@@ -30,8 +30,10 @@ def compile_blocks(model: nn.Module) -> None:
     Raises:
         UserError: transformers names no transformer blocks for the model.
     """
+    from lit_grpo.policy import attention
     from lit_grpo.policy.sharding import blocks
 
+    attention.register(compiles=True)
     try:
         found = blocks(model)
     except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -232,11 +233,6 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check(self, layout: Layout, *, replay: bool = False) -> None:
-        """As below, without waiting for a compiler."""
-        with eagerly():
-            self._check(layout, replay)
-
-    def _check(self, layout: Layout, replay: bool) -> None:
         """Hold the short cuts of this class to the model's own forward pass, on a few tokens.
 
         Args:
@@ -247,6 +243,10 @@ class Policy(nn.Module):
             UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), or it
                 does not keep to a given attention mask (linear attention, sliding windows).
         """
+        with eagerly() if self.compiled else nullcontext():  # not worth the wait for a compiler
+            self._check(layout, replay)
+
+    def _check(self, layout: Layout, replay: bool) -> None:
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         prompt, completions = (1 % vocabulary, 2 % vocabulary), [(3 % vocabulary, 0), (5 % vocabulary, 3 % vocabulary)]
         device = next(self.model.parameters()).device
@@ -294,7 +294,7 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
     if batch.segments is not None:
         implementation = base.config._attn_implementation
         if implementation == NAMES["varlen"]:
-            batch.segments.cumulative()  # made here: compiled blocks only read it
+            _ = batch.segments.cumulative(), batch.segments.asks_for_gqa  # made here: compiled blocks only read them
         if implementation in NAMES.values():
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)  # keeps it from making one
             options["segments"] = batch.segments
