@@ -70,7 +70,8 @@ def test_unknown_arguments_are_named():
 def test_missing_bitsandbytes_says_how_to_get_it(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for name in ("bitsandbytes", "bitsandbytes.optim"):  # an earlier test may have imported both
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r"lit-grpo\[quantized\]"):
         check_optimizer(OptimizerConfig(type="bitsandbytes.optim.AdamW8bit"))
 
