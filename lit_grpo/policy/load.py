@@ -110,8 +110,15 @@ def check_replay(config: PolicyConfig) -> None:
     """Reads no weights.
 
     Raises:
-        UserError: the model has no experts, so there is nothing to replay.
+        UserError: the model has no experts, so there is nothing to replay; or its blocks would be compiled, in which
+            nobody could tell the routers what to choose.
     """
+    if config.compile:
+        raise UserError(
+            "routers of compiled blocks cannot be told which experts to use",
+            where=f"{KEY}.compile",
+            remedy="set compile: false, or routing_replay: none",
+        )
     if not _experts(config):
         raise UserError(
             "the model is dense: it has no experts whose choice could be replayed",

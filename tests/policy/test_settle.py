@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy import PolicyConfig, TinyModel
-from lit_grpo.policy.load import load_model, settle
+from lit_grpo.policy.load import check_replay, load_model, settle
 
 QWEN2 = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,6 +62,12 @@ def test_what_is_set_stays(tmp_path):
 
 def test_experts_are_not_compiled():
     assert decided(PolicyConfig(tiny=TinyModel(experts=4))) == ("varlen", False)
+
+
+def test_replayed_routers_are_not_compiled():
+    with pytest.raises(UserError, match="compiled blocks") as info:
+        check_replay(PolicyConfig(tiny=TinyModel(experts=4), compile=True))
+    assert info.value.where == "model.policy.compile"
 
 
 def test_an_attention_that_cannot_compute_in_float32_says_so_before_weights_are_read(tmp_path):
