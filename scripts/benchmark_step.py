@@ -65,14 +65,17 @@ def main() -> int:
             rows += beside_peer(args, work, folder)
         if args.savings or not args.peer:
             chosen = {k: v for k, v in SAVINGS.items() if applies(v)} if args.savings else {}
-            rows += [
-                (title, alone(args, work, folder, title, settings))
-                for title, settings in [("ours", {}), *chosen.items()]
-            ]
+            for title, settings in [("ours", {}), *chosen.items()]:
+                rows.append((title, alone(args, work, folder, title, settings)))
+                keep(args, rows)
         print_table(rows, work, args)
-        if args.json:
-            Path(args.json).write_text(json.dumps([{"name": n, "steps": s} for n, s in rows], indent=1))
     return 0
+
+
+def keep(args: argparse.Namespace, rows: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:
+    """What has been measured so far, also of a benchmark that does not come to its end."""
+    if args.json:
+        Path(args.json).write_text(json.dumps([{"name": n, "steps": s} for n, s in rows], indent=1))
 
 
 def parse() -> argparse.Namespace:
@@ -106,7 +109,7 @@ def parse() -> argparse.Namespace:
     add("--peer-args", type=json.loads, default={}, help="further fields of its GRPOConfig, as JSON")
     add("--restart", action="store_true", help="start contestants anew in every round: both may not fit on a card")
     add("--peak-tflops", type=float, help="of the card, for the model FLOP utilisation")
-    add("--json", help="write every step here")
+    add("--json", help="write every step here, as it is taken")
     args = parser.parse_args()
     if args.warmup is None:
         args.warmup = int(args.engine == "vllm" and not args.learner_only)
@@ -308,6 +311,7 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
                 steps[name] += contestant.steps(args.steps)
                 last = steps[name][-1]
                 print(f"  {name}: {last['wall']:.2f} s, {last['cpu']:.2f} CPU s, {said(last)}", flush=True)
+                keep(args, steps.items())
                 if args.restart:
                     contestant.close()
     compare(first, args.peer)
