@@ -237,7 +237,7 @@ def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segment
     from torch.nn.attention.varlen import varlen_attn  # seconds, the first time
 
     places, queries, keys, most_queries, most_keys = segments.cumulative()
-    options = {"enable_gqa": True} if segments.asks_for_gqa and query.shape[1] != key.shape[1] else {}
+    options: Any = {"enable_gqa": True} if segments.asks_for_gqa and query.shape[1] != key.shape[1] else {}
     out: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
         key[0].transpose(0, 1).index_select(0, places),

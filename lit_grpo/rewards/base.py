@@ -29,7 +29,7 @@ class Reward:
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
-    inner: Sequence[Reward] = ()
+    made_of: Sequence[Reward] = ()
     """Rewards that it is made of."""
 
     range: tuple[float, float] = (-math.inf, math.inf)

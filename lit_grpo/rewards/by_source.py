@@ -51,15 +51,15 @@ class RewardBySource(Reward):
                 if source in self._of:
                     raise UserError(f"two rewards are given for the source {source!r}", where=where, remedy="keep one")
                 self._of[source] = one.reward
-        self.inner = tuple(one.reward for one in rewards)
-        for reward in self.inner:
+        self.made_of = tuple(one.reward for one in rewards)
+        for reward in self.made_of:
             if reward.weight != 1.0:
                 raise UserError(
                     f"the weight of {reward.name!r} is not used here, and it is {reward.weight:g}",
                     where=where,
                     remedy="weigh the whole: init_args.weight of RewardBySource",
                 )
-        first, *others = self.inner
+        first, *others = self.made_of
         for other in others:
             if other.correct_at != first.correct_at:
                 raise UserError(
@@ -69,10 +69,10 @@ class RewardBySource(Reward):
                     remedy="set their correct_at alike, or give them to runs of their own",
                 )
         self.correct_at = first.correct_at
-        self.range = min(r.range[0] for r in self.inner), max(r.range[1] for r in self.inner)
-        self.needs_answer = any(r.needs_answer for r in self.inner)
-        self.finds_answer = any(r.finds_answer for r in self.inner)
-        self.needs_tokens = any(r.needs_tokens for r in self.inner)
+        self.range = min(r.range[0] for r in self.made_of), max(r.range[1] for r in self.made_of)
+        self.needs_answer = any(r.needs_answer for r in self.made_of)
+        self.finds_answer = any(r.finds_answer for r in self.made_of)
+        self.needs_tokens = any(r.needs_tokens for r in self.made_of)
 
     def for_source(self, source: str) -> Reward:
         if source not in self._of:
@@ -109,11 +109,11 @@ class RewardBySource(Reward):
         return list(parts.values())
 
     def start(self) -> None:
-        for reward in self.inner:
+        for reward in self.made_of:
             reward.start()
 
     def close(self) -> None:
-        for reward in self.inner:
+        for reward in self.made_of:
             reward.close()
 
 

@@ -74,7 +74,7 @@ def refuse_doubles(rewards: Sequence[Reward], shaping: object) -> None:
         UserError: for the first such reward.
     """
     for reward in rewards:
-        refuse_doubles(reward.inner, shaping)
+        refuse_doubles(reward.made_of, shaping)
         key = _ALSO_SHAPING.get(type(reward).__name__)
         if key is not None and getattr(shaping, key, None):
             raise UserError(

@@ -29,7 +29,7 @@ class WrappingReward(Reward):
                 where=f"{type(self).__name__}.reward",
                 remedy="wrap one that does, for instance class_path: lit_grpo.rewards.MathReward",
             )
-        self.reward, self.inner = reward, (reward,)
+        self.reward, self.made_of = reward, (reward,)
         self.needs_answer, self.finds_answer = reward.needs_answer, reward.finds_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
 

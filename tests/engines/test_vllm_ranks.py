@@ -43,7 +43,7 @@ def test_each_rank_samples_its_own_number_of_tokens(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_sample, args=(str(tmp_path), port), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(_sample, args=(str(tmp_path), port), nprocs=2)
 
 
 def _sample(rank: int, folder: str, port: int) -> None:

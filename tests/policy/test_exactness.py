@@ -285,7 +285,7 @@ def test_what_is_compiled_of_the_head_agrees_with_the_plain_form(monkeypatch, te
     logits = (4 * torch.randn(7, 11)).requires_grad_()
     logits.data[0, 3] = float("-inf")
     target = torch.randint(4, 11, (7,))
-    found = []
+    found: list[Any] = []
     for compiled in (False, True):
         logits.grad = None
         logprobs, entropies, squares = token_stats(
@@ -293,6 +293,7 @@ def test_what_is_compiled_of_the_head_agrees_with_the_plain_form(monkeypatch, te
         )
         weights = torch.arange(1.0, 8.0)
         (logprobs * weights).sum().add((entropies * weights).sum() if entropy else 0.0).backward()
+        assert logits.grad is not None
         found.append((logprobs, entropies, squares, logits.grad.clone()))
     compiling.compiled.cache_clear()
     for a, b in zip(*found, strict=True):
