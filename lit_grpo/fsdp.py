@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy import low_bit
@@ -121,6 +122,12 @@ def computing(module: LitGRPO, mesh: DeviceMesh | None) -> tuple[torch.dtype | N
     """Number format of the passes, where it is not that of the weights, and the kind of device that makes them."""
     trainer = module._trainer
     device = "cpu" if trainer is None else trainer.strategy.root_device.type
+    config = module.policy_config
+    if device == "cuda" and mesh is None and config.dtype == "float32" and config.tiny is None:
+        rank_zero_info(
+            "The passes compute in float32, several times slower than a GPU can: `trainer.strategy: fsdp` computes in "
+            "bfloat16 and keeps float32 weights, also on one card."
+        )
     return compute_dtype(module.sharding_config, mesh), device
 
 

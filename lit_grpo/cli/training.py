@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 from lit_grpo.cli import INTERRUPTED, STOPPED
@@ -42,6 +43,10 @@ def run(command: str, argv: list[str]) -> int:
     return 0
 
 
+def _without(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
+
+
 def _quiet() -> None:
     """Leave out what says nothing about the run."""
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
@@ -51,3 +56,6 @@ def _quiet() -> None:
         logging.getLogger(f"lightning.{name}").addFilter(
             lambda record: not record.getMessage().lstrip().startswith(_CHATTER)
         )
+    # torchao, where it is installed, speaks of kernels for other cards than there are as soon as a model is loaded.
+    for name, words in (("torchao", "Failed to load"), ("torch.utils._pytree", "is an Enum subclass")):
+        logging.getLogger(name).addFilter(partial(_without, words))
