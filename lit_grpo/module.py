@@ -151,6 +151,8 @@ class LitGRPO(pl.LightningModule):
             },
             logger=False,
         )
+        self._settled = self.policy_config
+        """With what is left open decided, once the devices are known."""
         self.policy: Policy | None = None
         self.critic: Critic | None = None
         self.reference: Policy | None = None
@@ -176,9 +178,7 @@ class LitGRPO(pl.LightningModule):
         self.optimizer_steps = 0
         """Of the policy."""
         self.critic_steps = 0
-        self.skipped_steps = 0
-        self.empty_steps = 0
-        self.skipped_in_a_row = 0
+        self.skipped_steps = self.empty_steps = self.skipped_in_a_row = 0
         self._planned_rollouts = 0
         self._run_shape: dict[str, Any] = {}
         self._tokenizer: Any = None
@@ -260,11 +260,11 @@ class LitGRPO(pl.LightningModule):
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
         mesh = data_mesh(self)
-        self.policy_config = settle(self.policy_config, *computing(self, mesh))
+        self._settled = settle(self.policy_config, *computing(self, mesh))
         self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
         self.policy = self._make(lambda: self._new_policy(config))
         if config is not None and self._policy.value_head is None:
-            self.critic = self._make(lambda: make_critic(self.policy_config, config))
+            self.critic = self._make(lambda: make_critic(self._settled, config))
         if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
             self.reference = self._initial_policy()
 
@@ -273,7 +273,7 @@ class LitGRPO(pl.LightningModule):
         return cast(Policy, self._make(lambda: self._new_policy().requires_grad_(False)))
 
     def _new_policy(self, critic: CriticConfig | None = None) -> Policy:
-        model = load_model(self.policy_config)
+        model = load_model(self._settled)
         head = make_head(model, critic) if critic is not None and critic.trunk == "shared" else None
         return Policy(model, self.policy_config.logits_chunk, head)
 

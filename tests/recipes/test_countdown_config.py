@@ -12,10 +12,11 @@ ROOT = Path(__file__).parents[2]
 def test_two_rollouts_of_countdown_with_a_tiny_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "configs/countdown.yaml").read_text()
-    large = "policy: {path: Qwen/Qwen2.5-1.5B, dtype: bfloat16}"
+    large = "policy: {path: Qwen/Qwen2.5-1.5B, gradient_checkpointing: true}"
     assert large in text
     letters = "".join(sorted({chr(c) for c in range(32, 127)} - {"\\", '"'})) + "\\n"
-    tiny = f'policy: {{tiny: {{alphabet: "{letters}", width: 16, layers: 1, heads: 1, max_position: 1024}}}}'
+    shape = f'{{alphabet: "{letters}", width: 16, layers: 1, heads: 1, max_position: 1024}}'
+    tiny = f"policy: {{tiny: {shape}, gradient_checkpointing: true}}"
     (tmp_path / "run.yaml").write_text(text.replace(large, tiny))
     changes = {
         "data.rollouts": "2", "data.prompts_per_rollout": "2", "data.group_size": "2",
