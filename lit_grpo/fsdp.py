@@ -123,7 +123,8 @@ def computing(module: LitGRPO, mesh: DeviceMesh | None) -> tuple[torch.dtype | N
     trainer = module._trainer
     device = "cpu" if trainer is None else trainer.strategy.root_device.type
     config = module.policy_config
-    if device == "cuda" and mesh is None and config.dtype == "float32" and config.tiny is None:
+    plain = trainer is not None and trainer.precision == "32-true"
+    if device == "cuda" and mesh is None and plain and config.dtype == "float32" and config.tiny is None:
         rank_zero_info(
             "The passes compute in float32, several times slower than a GPU can: `trainer.strategy: fsdp` computes in "
             "bfloat16 and keeps float32 weights, also on one card."

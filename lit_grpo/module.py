@@ -30,7 +30,7 @@ from lit_grpo.plain import typed
 from lit_grpo.policy import sharding as shards
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, ShardingConfig
-from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head
+from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer, settle
 from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
 from lit_grpo.policy.policy import Policy
@@ -63,7 +63,7 @@ class LitGRPO(pl.LightningModule):
             but for this many of each optimizer step, chosen by chance, so that metrics over all completions stay
             without bias; None: all of them do.
         routing_replay: ``old``: in every update tokens go through the experts that the policy before the first update
-            chose for them (mixture-of-experts models, several updates per rollout); ``sampler``: in all passes of the
+            chose for them (mixture-of-experts models, several updates per rollout); ``sampler``: in the passes of the
             policy through those that the engine chose while sampling.
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups), over all ranks; None: all of the rollout's.
@@ -175,9 +175,8 @@ class LitGRPO(pl.LightningModule):
         """Learner's, before the first update, [N, T]; NaN where it was not asked (without gradient and no probe), None
         where the first optimizer step is one of a part of the completions."""
         self.last_entropy: Tensor | None = None  # likewise
-        self.optimizer_steps = 0
-        """Of the policy."""
-        self.critic_steps = 0
+        self.optimizer_steps = self.critic_steps = 0
+        """Of the policy, of the critic."""
         self.skipped_steps = self.empty_steps = self.skipped_in_a_row = 0
         self._planned_rollouts = 0
         self._run_shape: dict[str, Any] = {}
@@ -260,11 +259,12 @@ class LitGRPO(pl.LightningModule):
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
         mesh = data_mesh(self)
-        self._settled = settle(self.policy_config, *computing(self, mesh))
+        self._settled = settle(self.policy_config, *(computes := computing(self, mesh)))
         self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
         self.policy = self._make(lambda: self._new_policy(config))
         if config is not None and self._policy.value_head is None:
-            self.critic = self._make(lambda: make_critic(self._settled, config))
+            model = settle(model_settings(self.policy_config, config), *computes)
+            self.critic = self._make(lambda: make_critic(model, config))
         if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
             self.reference = self._initial_policy()
 

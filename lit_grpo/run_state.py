@@ -26,7 +26,7 @@ def save(module: LitGRPO, checkpoint: dict[str, Any]) -> None:
 
 def load(module: LitGRPO, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """Take everything back, before the optimizers are loaded; what is returned see :func:`set_state`."""
-    if "optimizer_states" in checkpoint:
+    if "optimizer_states" in checkpoint and module.trainer.state.fn == "fit":  # nothing else looks at them
         checkpoint["optimizer_states"] = [low_bit.quantized(state) for state in checkpoint["optimizer_states"]]
     return set_state(module, checkpoint[KEY])
 

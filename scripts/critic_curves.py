@@ -47,11 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     changes = {key: value for key, value in {"rollouts": args.rollouts}.items() if value is not None}
     wanted = [(name, seed) for seed in args.seeds for name in args.only]
-    done = by_job([r for r in side_by_side.read(args.out) if r["settings"] == settings(r["name"], changes)])
+    known = [record for record in side_by_side.read(args.out) if record["name"] in RUNS]
+    done = by_job([record for record in known if record["settings"] == settings(record["name"], changes)])
     todo = [(name, seed, changes) for name, seed in wanted if (name, seed) not in done]
     if args.jobs and todo:
         done |= by_job(side_by_side.run_all(run, todo, args.jobs, args.out, line))
-    failed = [record for record in done.values() if record["status"] != "done"]
+    failed = [done[job] for job in wanted if job in done and done[job]["status"] != "done"]
     for record in failed:
         print(f"missing: {line(record)}", file=sys.stderr)
     found = {job: done[job] for job in wanted if job in done and done[job] not in failed}

@@ -48,10 +48,11 @@ class Options:
                 remedy="the bounds themselves are out: --keep-above 0 --keep-below 1 keeps what is sometimes right",
             )
         if not self.output.name.removesuffix(".gz").endswith(".jsonl"):
+            stem = self.output.name.partition(".")[0] or "kept"
             raise UserError(
                 f"--output {self.output} is no .jsonl or .jsonl.gz file",
                 where="command line",
-                remedy=f"--output {self.output.with_suffix('.jsonl')}",
+                remedy=f"--output {self.output.parent / stem}.jsonl",
             )
 
     @property

@@ -84,7 +84,7 @@ class PolicyConfig:
             many as make 256 MiB.
         compile: ``torch.compile`` the transformer blocks and what is done with the logits: the same numbers up to
             rounding, fewer and larger kernels. The first rollout waits for the compiler (half a minute). None: with
-            ``varlen`` attention, models of ``path`` without experts.
+            ``varlen`` attention, models of ``path`` without experts and without ``quantization``.
         lora: train low-rank adapters instead of the weights; a separate critic then has some of its own.
         quantization: hold the weights under the adapters in 4 bits.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.

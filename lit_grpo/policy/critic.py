@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy.batching import Layout, PolicyInput
+from lit_grpo.policy.compiling import eagerly, is_compiled
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
 from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.policy import hidden_states, switch_off_dropout
@@ -81,6 +84,10 @@ class Critic(nn.Module):
         """
         count = int(self.base.config.get_text_config().vocab_size)
         prompt, completions = (1 % count, 2 % count), [(3 % count, 0), (5 % count, 3 % count)]
+        with eagerly() if is_compiled(self.base) else nullcontext():
+            self._check(layout, prompt, completions)
+
+    def _check(self, layout: Layout, prompt: tuple[int, ...], completions: Sequence[tuple[int, ...]]) -> None:
         device = next(self.base.parameters()).device
         rows = layout.build([prompt] * 2, completions, width=2, device=device)
         found = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
@@ -104,11 +111,9 @@ def make_head(model: Any, config: CriticConfig) -> ValueHead:
     return ValueHead(int(model.config.get_text_config().hidden_size), config)
 
 
-def make_critic(policy: PolicyConfig, config: CriticConfig) -> Critic:
-    """A critic whose trunk is the base model of ``config.path`` or ``config.tiny``, or a copy of the untrained
-    policy's.
-    """
-    return Critic(load_model(model_settings(policy, config)).base_model, config)
+def make_critic(model: PolicyConfig, config: CriticConfig) -> Critic:
+    """A critic whose trunk is the base model that ``model`` describes, see :func:`model_settings`."""
+    return Critic(load_model(model).base_model, config)
 
 
 def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:

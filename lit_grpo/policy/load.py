@@ -77,9 +77,9 @@ def settle(config: PolicyConfig, dtype: torch.dtype | None = None, device: str =
         UserError: an attention that does not work in the number format.
     """
     computes = str(dtype).removeprefix("torch.") if dtype is not None else config.dtype
-    if config.attention in ("varlen", "flash_attention_2") and computes != "bfloat16":
+    if config.attention == "varlen" and computes != "bfloat16":
         raise UserError(
-            f"{config.attention} attention computes in bfloat16, not in {computes}",
+            f"varlen attention computes in bfloat16, not in {computes}",
             where=f"{KEY}.attention",
             remedy="set trainer.strategy: fsdp, which computes in bfloat16 on CUDA, also on one card, and keeps "
             "float32 weights; or dtype: bfloat16; or attention: auto",

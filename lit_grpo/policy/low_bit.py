@@ -11,7 +11,8 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,6 +110,7 @@ def prepare(optimizer: torch.optim.Optimizer) -> None:
     way: local part and whole then contradict each other. Those that show float32 do not. ``load_state_dict`` also takes
     moments that are not quantized: the same up to the rounding of 8 or 4 bits.
     """
+    _step_eagerly_if_told(optimizer)
     make: Any = getattr(optimizer, "_new_buffer", None)
     if make is None or not type(optimizer).__module__.startswith(f"{PACKAGE}."):
         return
@@ -134,6 +136,19 @@ def prepare(optimizer: torch.optim.Optimizer) -> None:
         return {**state, "state": values}
 
     optimizer.register_load_state_dict_pre_hook(hook)
+
+
+def _step_eagerly_if_told(optimizer: torch.optim.Optimizer) -> None:
+    """With ``TORCH_COMPILE_DISABLE=1`` alone a step that insists on being compiled fails."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") != "1" or not type(optimizer).__module__.startswith(f"{PACKAGE}."):
+        return
+    compiled: Any = optimizer.step
+
+    def step(_: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return compiled(*arguments, **options)
+
+    cast(Any, optimizer).step = MethodType(step, optimizer)  # bound, as schedulers expect it
 
 
 def _local(value: Any) -> Any:

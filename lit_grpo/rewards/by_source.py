@@ -82,7 +82,7 @@ class RewardBySource(Reward):
                 where=f"{type(self).__name__}.rewards",
                 remedy=f"add - {{sources: [{source}], reward: {{class_path: ...}}}}, or name it where it belongs",
             )
-        return self._of[source]
+        return self._of[source].for_source(source)
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         found: dict[int, Score] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from lit_grpo.errors import UserError
@@ -30,8 +31,21 @@ class WrappingReward(Reward):
                 remedy="wrap one that does, for instance class_path: lit_grpo.rewards.MathReward",
             )
         self.reward, self.made_of = reward, (reward,)
+        self._around: dict[int, WrappingReward] = {}
         self.needs_answer, self.finds_answer = reward.needs_answer, reward.finds_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
+
+    def for_source(self, source: str) -> Reward:
+        """Around what the other has for the source."""
+        inner = self.reward.for_source(source)
+        if inner is self.reward:
+            return self
+        if id(inner) not in self._around:
+            twin = copy.copy(self)
+            twin.reward, twin.made_of = inner, (inner,)
+            twin.needs_answer, twin.finds_answer = inner.needs_answer, inner.finds_answer
+            self._around[id(inner)] = twin
+        return self._around[id(inner)]
 
     def change(self, item: RewardInput, score: Score) -> float:
         """The new value."""

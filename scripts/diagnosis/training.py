@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.callbacks import HealthMonitor
@@ -145,13 +142,6 @@ def train(
     out["events"] = read_journal(journal) if journal.exists() else []
     out |= {"steps": trace.steps, "correct": trace.correct, "rollouts": trace.rollouts}
     return out | {"cpu_seconds": round(time.process_time() - cpu, 1)}
-
-
-def quiet() -> None:
-    """For a worker process: one thread, and no word of Lightning or the monitors, which say it in their journal."""
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
 
 
 def health_monitor(part: str) -> HealthMonitor:

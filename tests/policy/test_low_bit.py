@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -220,3 +223,23 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchao.optim")
     with pytest.raises(UserError, match=r"lit-grpo\[quantized\]"):
         check_optimizer(SETTINGS)
+
+
+def test_the_step_is_taken_without_a_compiler_where_the_environment_says_so() -> None:
+    """In a process of its own: torch reads the variable when it is imported."""
+    program = (
+        "import torch\n"
+        "from lit_grpo.policy import OptimizerConfig\n"
+        "from lit_grpo.policy.optimizer import make_optimizer\n"
+        "model = torch.nn.Linear(64, 64, bias=False).bfloat16()\n"
+        "before = model.weight.detach().clone()\n"
+        "settings = OptimizerConfig(type='torchao.optim.AdamW8bit', args={'bf16_stochastic_round': True}, lr=1e-2)\n"
+        "optimizer, scheduler = make_optimizer(model, settings, 1)\n"
+        "model(torch.ones(1, 64).bfloat16()).sum().backward()\n"
+        "optimizer.step()\n"
+        "scheduler.step()\n"
+        "assert (model.weight != before).any()\n"
+    )
+    environment = os.environ | {"TORCH_COMPILE_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

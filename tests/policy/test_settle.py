@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lit_grpo.errors import UserError
-from lit_grpo.policy import PolicyConfig, TinyModel
+from lit_grpo.policy import CriticConfig, PolicyConfig, TinyModel
+from lit_grpo.policy.critic import model_settings
 from lit_grpo.policy.load import check_replay, load_model, settle
 
 QWEN2 = {
@@ -48,6 +49,13 @@ def test_on_cuda_in_bfloat16_rows_are_not_padded_and_blocks_compiled(tmp_path):
 )
 def test_elsewhere_torchs_own_attention_is_taken_as_it_is(tmp_path, dtype, device, changes):
     assert decided(folder(tmp_path, **changes), dtype, device) == ("sdpa", False)
+
+
+def test_a_critics_own_model_is_decided_for_by_itself(tmp_path):
+    policy = folder(tmp_path)
+    own = model_settings(policy, CriticConfig(tiny=TinyModel(width=40, heads=4)))  # heads of 10 numbers
+    assert decided(policy) == ("varlen", True)
+    assert decided(own) == ("sdpa", False)
 
 
 def test_what_is_set_stays(tmp_path):

@@ -182,3 +182,17 @@ class NeverRight(Reward):
 
     def score(self, batch):
         return [Score(0.0)] * len(batch)
+
+
+def test_a_reward_around_it_asks_the_one_of_the_source():
+    free = Seen(1.0)
+    free.range = (0.0, 1.0)
+    around = NoisyReward(by_source(sums=ExactMatch(), essays=free), 0.1)
+    with pytest.raises(UserError, match="no reward is given for prompts of the source 'zzz'"):
+        around.for_source("zzz")
+    assert around.for_source("sums").needs_answer
+    assert not around.for_source("essays").needs_answer
+    assert around.for_source("sums") is around.for_source("sums"), "what is grouped by it stays together"
+    assert by_source(sums=around).for_source("sums") is around.for_source("sums")
+    plain = NoisyReward(ExactMatch(), 0.1)
+    assert plain.for_source("sums") is plain
