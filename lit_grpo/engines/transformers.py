@@ -280,7 +280,10 @@ class _Copies:
 
 
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Blocks that were compiled for the learner decode uncompiled: other shapes at every step, and other attention."""
+    """Blocks that were compiled for the learner decode uncompiled: other shapes at every step, and other attention.
+
+    By torch alone: engines do not import the policy, whose ``compiling.eagerly`` this is.
+    """
     if any(part._compiled_call_impl is not None for part in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
