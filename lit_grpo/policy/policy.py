@@ -10,14 +10,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy import lora
 from lit_grpo.policy.attention import NAMES
 from lit_grpo.policy.batching import Layout, PolicyInput
 from lit_grpo.policy.compiling import eagerly, is_compiled
-from lit_grpo.policy.head import token_stats
+from lit_grpo.policy.head import head_stats
 from lit_grpo.policy.quantization import keep_base_out_of_checkpoints
 from lit_grpo.policy.routing import Routers
 from lit_grpo.policy.sharding import dtype_of, is_sharded, reshard
@@ -147,16 +146,17 @@ class Policy(nn.Module):
         self, batch: PolicyInput, hidden: Tensor, temperature: float, entropy: EntropyMode, squares: bool
     ) -> TokenStats:
         """Everything that needs logits, of hidden states [M, D]."""
-        parts = []
-        several = len(batch.target) > self.logits_chunk
-        for start in range(0, len(batch.target), self.logits_chunk):
-            part = slice(start, start + self.logits_chunk)
-            arguments = (hidden[part], batch.target[part], temperature, entropy, squares)
-            if several and torch.is_grad_enabled():
-                parts.append(checkpoint(self._head, *arguments, use_reentrant=False))
-            else:
-                parts.append(self._head(*arguments))
-        logprobs, entropies, squared = (_cat([part[k] for part in parts], hidden) for k in range(3))
+        logprobs, entropies, squared = head_stats(
+            self.model.get_output_embeddings(),
+            hidden,
+            batch.target,
+            temperature,
+            entropy=entropy != "none",
+            entropy_gradient=entropy == "grad",
+            squares=squares,
+            chunk=self.logits_chunk,
+            compiled=self.compiled,
+        )
         return TokenStats(
             logprobs=batch.scatter(logprobs),
             entropy=None if entropy == "none" else batch.scatter(entropies),
@@ -177,20 +177,6 @@ class Policy(nn.Module):
         place = (batch.row, batch.column)
         out = scores.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, scores.gather(-1, chosen))
         return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, chosen)
-
-    def _head(
-        self, hidden: Tensor, target: Tensor, temperature: float, entropy: EntropyMode, squares: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[m, D], [m] -> log-probability, entropy, sum of squares; [m] each, zeros if not wanted, float32."""
-        return token_stats(
-            self.model.get_output_embeddings()(hidden),
-            target,
-            temperature,
-            entropy=entropy != "none",
-            entropy_gradient=entropy == "grad",
-            squares=squares,
-            compiled=self.compiled,
-        )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes.
@@ -316,11 +302,6 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
         **options,
     )
     return out.last_hidden_state, list(out.router_logits) if router else []
-
-
-def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
-    # With no completion token at all the result still has to hang on the graph, for a backward pass of exact zeros.
-    return torch.cat(parts) if parts else like.sum(1).float()
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, compiling, pack_rows
 from lit_grpo.policy.attention import NAMES, register
 from lit_grpo.policy.batching import cut
-from lit_grpo.policy.head import token_stats
+from lit_grpo.policy.head import head_stats
 from lit_grpo.policy.load import load_model
 
 WIDTH = 7
@@ -188,6 +188,40 @@ def test_the_chunk_of_the_head_changes_nothing(chunk, entropy):
     same(results(policy, batch, entropy), expected)
 
 
+class Wrapped(torch.nn.Linear):
+    """A head of which nothing is known: an adapter, say."""
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", ["nothing", "weight", "hidden"])
+def test_the_head_of_one_piece_agrees_with_autograd(monkeypatch, bias, frozen):
+    """Chunk by chunk into one gradient, against checkpoints around each chunk and against everything at once."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    compiling.compiled.cache_clear()
+    torch.manual_seed(0)
+    data, target = torch.randn(7, 6), torch.randint(11, (7,))
+    weights, found = torch.arange(1.0, 8.0), []
+    for kind, chunk, compiled in (
+        (torch.nn.Linear, 7, False), (Wrapped, 3, False), (torch.nn.Linear, 3, False), (torch.nn.Linear, 2, True),
+    ):  # fmt: skip
+        torch.manual_seed(1)
+        head = kind(6, 11, bias=bias).requires_grad_(frozen != "weight")
+        hidden = data.clone().requires_grad_(frozen != "hidden")
+        logprobs, entropies, squares = head_stats(
+            head, hidden, target, 0.8, entropy=True, entropy_gradient=True, squares=True, chunk=chunk, compiled=compiled
+        )
+        (logprobs * weights + entropies * weights.flip(0)).sum().backward()
+        one_piece = type(logprobs.grad_fn).__name__ == "_HeadBackward"
+        assert one_piece == (kind is torch.nn.Linear and chunk < 7)
+        gradients = [p.grad for p in (*head.parameters(), hidden) if p.requires_grad]
+        assert all(g is not None for g in gradients)
+        found.append([logprobs, entropies, squares, *gradients])
+    compiling.compiled.cache_clear()
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("qwen2", "padded"), ("llama", "packed and shared"), ("moe", "packed")])
 def test_gradient_checkpointing_changes_nothing(kind, name):
     prompts, completions = ids(FIXED)
@@ -241,8 +275,8 @@ def test_the_head_computes_what_the_formulas_say(temperature):
     logits[2, 4] = -torch.inf
     target = torch.tensor([0, 3, 10, 2, 2])
     mine, plain = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    logprobs, entropies, squares = token_stats(
-        mine, target, temperature, entropy=True, entropy_gradient=True, squares=True
+    logprobs, entropies, squares = head_stats(
+        torch.nn.Identity(), mine, target, temperature, entropy=True, entropy_gradient=True, squares=True, chunk=5
     )
     logq, logp = (plain / temperature).log_softmax(1), plain.log_softmax(1)
     expected = logq.gather(1, target[:, None])[:, 0]
@@ -288,9 +322,10 @@ def test_what_is_compiled_of_the_head_agrees_with_the_plain_form(monkeypatch, te
     found: list[Any] = []
     for compiled in (False, True):
         logits.grad = None
-        logprobs, entropies, squares = token_stats(
-            logits, target, temperature, entropy=True, entropy_gradient=entropy, squares=True, compiled=compiled
-        )
+        logprobs, entropies, squares = head_stats(
+            torch.nn.Identity(), logits, target, temperature,
+            entropy=True, entropy_gradient=entropy, squares=True, chunk=7, compiled=compiled,
+        )  # fmt: skip
         weights = torch.arange(1.0, 8.0)
         (logprobs * weights).sum().add((entropies * weights).sum() if entropy else 0.0).backward()
         assert logits.grad is not None
