@@ -70,11 +70,20 @@ class Work:
         return [float(bool(n) and n[-1].replace(",", "").rstrip(".") == answer) for n in found]
 
 
+Mark = tuple[Any, float]
+"""A point in time: of the wall clock (on CUDA an event in the stream of work), and of the CPU's."""
+
+
 class Clock:
-    """Wall and CPU seconds of named phases of a step."""
+    """Wall and CPU seconds of named phases of a step.
+
+    On CUDA a phase lasts from when the GPU comes to its beginning until it comes to its end. Nothing waits for the GPU
+    within a step, so that the clock does not slow down who works ahead of it.
+    """
 
     def __init__(self) -> None:
-        self.phases: dict[str, list[float]] = {}
+        self.spans: list[tuple[str, Mark, Mark]] = []
+        self.extra: list[tuple[str, float, float]] = []
         self.engine_gib = 0.0
         """Taken on a GPU while the engine was made."""
         self.begin()
@@ -82,14 +91,21 @@ class Clock:
     def begin(self) -> None:
         import torch
 
-        self.phases = {}
+        self.spans, self.extra = [], []
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.started = now()
 
     def read(self) -> dict[str, Any]:
+        """The step so far, all GPU work included."""
         wall, cpu = (b - a for a, b in zip(self.started, now(), strict=True))
-        return {"wall": wall, "cpu": cpu, "phases": self.phases, "peak_gib": peak_gib(), "engine_gib": self.engine_gib}
+        phases: dict[str, list[float]] = {}
+        spent = [(name, passed(a[0], b[0]), b[1] - a[1]) for name, a, b in self.spans]
+        for name, of_wall, of_cpu in spent + self.extra:
+            sums = phases.setdefault(name, [0.0, 0.0])
+            sums[0] += of_wall
+            sums[1] += of_cpu
+        return {"wall": wall, "cpu": cpu, "phases": phases, "peak_gib": peak_gib(), "engine_gib": self.engine_gib}
 
     def makes_engine(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """``inner``, and what it leaves on the GPU is the engine's."""
@@ -106,9 +122,11 @@ class Clock:
         return outer
 
     def add(self, phase: str, wall: float, cpu: float) -> None:
-        spent = self.phases.setdefault(phase, [0.0, 0.0])
-        spent[0] += wall
-        spent[1] += cpu
+        """Seconds that were measured elsewhere."""
+        self.extra.append((phase, wall, cpu))
+
+    def ends(self, phase: str, begun: Mark) -> None:
+        self.spans.append((phase, begun, mark()))
 
     def timed(self, inner: Callable[..., Any], phase: str | Callable[[], str | None]) -> Callable[..., Any]:
         """``inner``, whose calls count as ``phase``; not at all where that is None."""
@@ -117,16 +135,31 @@ class Clock:
             name = phase if isinstance(phase, str) else phase()
             if name is None:
                 return inner(*args, **kwargs)
-            before = now()
+            begun = mark()
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.add(name, *(b - a for a, b in zip(before, now(), strict=True)))
+                self.ends(name, begun)
 
         return outer
 
     def wrap(self, owner: Any, method: str, phase: str | Callable[[], str | None]) -> None:
         setattr(owner, method, self.timed(getattr(owner, method), phase))
+
+
+def mark() -> Mark:
+    import torch
+
+    if not torch.cuda.is_available():
+        return time.perf_counter(), time.process_time()
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event, time.process_time()
+
+
+def passed(begun: Any, ended: Any) -> float:
+    """Seconds between two marks, after the GPU has come to both."""
+    return ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
 
 
 def now() -> tuple[float, float]:

@@ -14,7 +14,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from common import Clock, Talk, Work, by_gradient
+from common import Clock, Talk, Work, by_gradient, mark
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -33,14 +33,13 @@ class Steps(TrainerCallback):
         self.clock.begin()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._before = self.clock.read()
+        self._before = mark()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        after = self.clock.read()
-        self.clock.add("optimizer", after["wall"] - self._before["wall"], after["cpu"] - self._before["cpu"])
+        self.clock.ends("optimizer", self._before)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen |= self.clock.read()
+        self.seen |= self.clock.read() | {"loss": float(self.seen["loss"])}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not logs or "grad_norm" not in logs:
@@ -152,7 +151,7 @@ def main() -> None:
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         out = compute(*args, **kwargs)
-        steps.seen["loss"] += float(out.detach())
+        steps.seen["loss"] = steps.seen["loss"] + out.detach()  # a number would wait for the GPU
         return out
 
     trainer._compute_loss = clock.timed(loss, by_gradient)
