@@ -10,7 +10,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,12 +25,24 @@ from lit_grpo.engines.vllm_start import (
     process_left_alone,
     start,
 )
+from lit_grpo.engines.vllm_tokens import Drawn, TokenTap
 from lit_grpo.engines.vllm_weights import reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from lit_grpo.engines.config import EngineConfig
+
+
+class _Route(NamedTuple):
+    """Where a running sample's completion goes, and what it is made of."""
+
+    inbox: deque[Completion]
+    request: Request
+    sample: int
+    max_new_tokens: int
+    vllm_id: str
+    drawn: Drawn
 
 
 class VLLMEngine:
@@ -120,8 +132,8 @@ class VLLMEngine:
         self._asleep: set[str] = set()
         """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
-        self._routes: dict[str, tuple[deque[Completion], Request, int]] = {}
-        """Where a running sample's completion goes: (inbox of its generate call, request, sample)."""
+        self._tap = TokenTap(self._engine)
+        self._routes: dict[str, _Route] = {}
 
     @property
     def policy_version(self) -> int:
@@ -161,8 +173,10 @@ class VLLMEngine:
                 prompt = {"prompt_token_ids": list(request.token_ids)}
                 for sample, seed in enumerate(request.seeds):
                     key = f"{call}-{position}-{sample}"
-                    self._engine.add_request(key, prompt, _sampling_params(sampling, self.end_token_ids, seed))
-                    self._routes[key] = (inbox, request, sample)
+                    params = _sampling_params(sampling, self.end_token_ids, seed)
+                    vllm_id = self._engine.add_request(key, prompt, params)
+                    drawn = self._tap.open(vllm_id)
+                    self._routes[key] = _Route(inbox, request, sample, sampling.max_new_tokens, vllm_id, drawn)
                     waiting.add(key)
             left = len(waiting)
             while left:
@@ -193,22 +207,28 @@ class VLLMEngine:
         for output in outputs:
             if not output.finished or output.request_id not in self._routes:
                 continue
-            inbox, request, sample = self._routes.pop(output.request_id)
-            index = request.index
-            result = output.outputs[0]
-            ids, logprobs = tuple(result.token_ids), tuple(result.logprobs.logprobs)
-            if result.finish_reason not in ("stop", "length") or len(ids) != len(logprobs):
-                raise EngineError(
-                    f"vLLM ended sample {sample} of request {index} with {result.finish_reason!r}, "
-                    f"{len(ids)} ids and {len(logprobs)} log-probabilities"
-                )
-            if list(output.prompt_token_ids) != list(request.token_ids):
-                raise EngineError(f"vLLM sampled request {index} from another prompt than it was given")
-            inbox.append(Completion(index, sample, ids, logprobs, result.finish_reason, self._version))
+            self._finish(self._routes.pop(output.request_id), output)
+
+    def _finish(self, route: _Route, output: Any) -> None:
+        """Check a sample that vLLM says has ended, and put it where it belongs."""
+        result = output.outputs[0]
+        request, last = route.request, list(result.token_ids)
+        ids, logprobs = tuple(route.drawn.ids), tuple(route.drawn.logprobs)
+        # Its output processor sees the last step alone (or all): both must end in the same ids, and none may be lost.
+        whole = len(ids) == route.max_new_tokens if result.finish_reason == "length" else result.finish_reason == "stop"
+        if not whole or not last or list(ids[-len(last) :]) != last or len(ids) != len(logprobs):
+            raise EngineError(
+                f"vLLM ended sample {route.sample} of request {request.index} with {result.finish_reason!r}, "
+                f"{len(ids)} ids and {len(logprobs)} log-probabilities"
+            )
+        if list(output.prompt_token_ids) != list(request.token_ids):
+            raise EngineError(f"vLLM sampled request {request.index} from another prompt than it was given")
+        completion = Completion(request.index, route.sample, ids, logprobs, result.finish_reason, self._version)
+        route.inbox.append(completion)
 
     def _abort(self, keys: list[str]) -> None:
         for key in keys:
-            del self._routes[key]
+            self._tap.drop(self._routes.pop(key).vllm_id)
         if keys and self._llm is not None:
             # Nothing of use can be said about a failure here that the error which led here does not say better.
             with contextlib.suppress(Exception):
@@ -293,6 +313,7 @@ class VLLMEngine:
         if llm is None:
             return
         self._routes.clear()
+        self._tap.close()
         client, self._engine = self._engine.engine_core, None
         gc.unfreeze()
         # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.
@@ -338,7 +359,7 @@ def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> Any:
         ignore_eos=True,  # all end tokens are named below, none is taken from elsewhere
         stop_token_ids=[*ends, *sampling.stop_token_ids],
         logprobs=0,  # of the sampled id alone
-        flat_logprobs=True,  # lists of numbers instead of one object per token
+        flat_logprobs=True,  # where vLLM's output processor sees them: numbers instead of one object per token
         detokenize=False,
         skip_clone=True,  # made for this request alone
         output_kind=RequestOutputKind.FINAL_ONLY,

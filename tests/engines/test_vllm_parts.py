@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lit_grpo.engines import vllm_start
+from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm import VLLMEngine
+from lit_grpo.engines.vllm_tokens import TokenTap
 from lit_grpo.engines.vllm_weights import _missing_parts, _without_ties, tied_parameters
 from lit_grpo.errors import UserError
 
@@ -74,3 +78,71 @@ def test_parts_of_fused_projections_are_missed() -> None:
     assert _missing_parts(model, loaded, parts) == []
     assert _missing_parts(model, loaded, parts - {"layers.0.attn.k_proj.weight"}) == ["layers.0.attn.k_proj.weight"]
     assert _missing_parts(model, loaded, {"other.names"}) == [], "nothing to compare with"
+
+
+class Core:
+    """As vLLM's in-process client: one step's outputs at a time."""
+
+    def __init__(self, *steps: list[Any]) -> None:
+        self.steps = list(steps)
+
+    def get_output(self) -> Any:
+        return SimpleNamespace(outputs=self.steps.pop(0))
+
+
+def core_output(request_id: str, ids: list[int], logprobs: list[float], end: int | None = None) -> Any:
+    # One row per token; what follows the sampled token's own log-probability are the likeliest tokens'.
+    rows = np.array([[value, -0.5] for value in logprobs], dtype=np.float32).reshape(-1, 2)
+    new_logprobs = SimpleNamespace(logprobs=rows) if ids else None
+    return SimpleNamespace(request_id=request_id, new_token_ids=ids, new_logprobs=new_logprobs, finish_reason=end)
+
+
+def test_tokens_are_taken_and_only_ends_are_handed_on() -> None:
+    end = core_output("a", [9], [-4.0], end=0)  # vLLM's number for "stop" is 0
+    core = Core(
+        [core_output("a", [7], [-1.0]), core_output("b", [5], [-8.0])],
+        [],  # asynchronous scheduling: a step may bring nothing
+        [core_output("a", [1, 2], [-2.0, -3.0]), core_output("unknown", [3], [-9.0])],
+        [end, core_output("b", [], [], end=3)],
+    )
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    a, b = tap.open("a"), tap.open("b")
+    handed_on = [core.get_output().outputs for _ in range(4)]
+    assert a == ([7, 1, 2, 9], [-1.0, -2.0, -3.0, -4.0])
+    assert b == ([5], [-8.0])
+    assert handed_on[:3] == [[], [], []]
+    assert [output.request_id for output in handed_on[3]] == ["a", "b"]
+    assert handed_on[3][0] is end
+    assert not tap._running
+
+
+def test_what_comes_of_a_dropped_request_is_ignored() -> None:
+    core = Core([core_output("a", [7], [-1.0])], [core_output("a", [8], [-1.0], end=1)])
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    drawn = tap.open("a")
+    core.get_output()
+    tap.drop("a")
+    core.get_output()
+    tap.drop("a")
+    assert drawn.ids == [7]
+
+
+def test_statistics_of_vllms_own_see_every_token() -> None:
+    core = Core([core_output("a", [7], [-1.0])])
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=True))
+    drawn = tap.open("a")
+    assert len(core.get_output().outputs) == 1
+    assert drawn.ids == [7]
+
+
+def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
+    core = Core([core_output("a", [7], [-1.0])])
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    tap.close()
+    tap.close()
+    assert len(core.get_output().outputs) == 1
+
+
+def test_another_build_of_vllm_is_refused() -> None:
+    with pytest.raises(EngineError, match="get_output"):
+        TokenTap(SimpleNamespace(engine_core=object(), log_stats=False))
