@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_grpo.metrics import Reduce, StepMetrics
 from lit_grpo.objectives.tensors import masked
-from lit_grpo.policy.low_bit import whole
+from lit_grpo.policy.low_bit import every
 from lit_grpo.types import Experience, Rollout
 
 LONG_ENOUGH = 8
@@ -188,9 +188,8 @@ def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) 
 def _sampled(tensors: Sequence[Tensor]) -> Tensor:
     parts = []
     for tensor in tensors:
-        local = whole(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
-        flat = local.detach().flatten()
-        parts.append(flat[:: max(1, len(flat) // SAMPLED)].float())
+        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+        parts.append(every(local, max(1, local.numel() // SAMPLED)))
     return torch.cat(parts)
 
 

@@ -7,9 +7,11 @@ down by chance, in the measure of the distance, so that an update far below the 
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -20,6 +22,15 @@ from torch import Tensor
 from lit_grpo.errors import UserError
 
 PACKAGE = "torchao"
+SLICE = 2**24
+"""Numbers of a weight that are stepped, or made float32, at once. A step holds several float32 copies of them: 64 MiB
+each, and not the 0.87 GiB of an embedding of 151,936 x 1,536. The other matrices of such a model (1.5 billion weights)
+are smaller than this and stay whole."""
+_TAKEN = (
+    *("p", "grad", "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "lr", "beta1", "beta2", "weight_decay", "eps"),
+    *("IS_ADAMW", "BF16_STOCHASTIC_ROUND"),
+)
+"""What torchao's step of one weight takes."""
 _CLASS, _INNER, _ATTRIBUTES = "tensor_class", "tensors", "attributes"
 
 
@@ -103,20 +114,34 @@ def whole(value: Any) -> Any:
     return value.dequantize(torch.float32) if is_quantized(value) else value
 
 
-def prepare(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer of torchao fit for shards in bfloat16 and for checkpoints with other shards; others stay.
+def every(value: Tensor, stride: int) -> Tensor:
+    """Every ``stride``-th number in memory order, float32, one dimension; a quantized tensor is never made whole."""
+    if not is_quantized(value):
+        return value.flatten()[::stride].float()
+    parts = ((span.start, whole(value.view(-1)[span])) for span in _spans(value.numel(), _block(value)))
+    return torch.cat([part[-start % stride :: stride].clone() for start, part in parts])
 
-    Its quantized tensors show themselves in the weights' number format, and in shards (DTensor) they lose it on the
-    way: local part and whole then contradict each other. Those that show float32 do not. ``load_state_dict`` also takes
-    moments that are not quantized: the same up to the rounding of 8 or 4 bits.
+
+def prepare(optimizer: torch.optim.Optimizer, where: str = "model.optimizer") -> None:
+    """Make an optimizer of torchao fit for large weights, shards in bfloat16 and other checkpoints; others stay.
+
+    Its step makes several float32 copies of the weight it is at: large ones go through it in parts. Its quantized
+    tensors show themselves in the weights' number format, and in shards (DTensor) they lose it on the way: local part
+    and whole then contradict each other. Those that show float32 do not. ``load_state_dict`` also takes moments that
+    are not quantized: the same up to the rounding of 8 or 4 bits.
+
+    Raises:
+        UserError: a torchao that is made otherwise, or ``amsgrad``, which it cannot do with quantized moments.
     """
-    _step_eagerly_if_told(optimizer)
     make: Any = getattr(optimizer, "_new_buffer", None)
     if make is None or not type(optimizer).__module__.startswith(f"{PACKAGE}."):
         return
+    _check(optimizer, where)
     owner: Any = optimizer
     zeros = owner._subclass_zeros
     owner._subclass_zeros = lambda *arguments: zeros(*arguments).to(torch.float32)
+    # Bound, as schedulers expect it; the decorator runs the hooks that were registered for steps.
+    owner.step = MethodType(torch.optim.Optimizer.profile_hook_step(_step), optimizer)
 
     @torch.no_grad()
     def hook(_: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +154,8 @@ def prepare(optimizer: torch.optim.Optimizer) -> None:
                 if name.endswith(("exp_avg", "exp_avg_sq")) and not is_quantized(_local(value)):
                     buffer = make(parameter, name == "exp_avg")
                     if is_quantized(_local(buffer)):
-                        _local(buffer).copy_(_local(value).to(_local(buffer).device, torch.float32))
+                        for part, source in _parts([_local(buffer), _local(value).contiguous()]):
+                            part.copy_(source.to(part.device, torch.float32))
                         found[name] = buffer
             if found:
                 values[number] = found
@@ -138,17 +164,86 @@ def prepare(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(hook)
 
 
-def _step_eagerly_if_told(optimizer: torch.optim.Optimizer) -> None:
-    """With ``TORCH_COMPILE_DISABLE=1`` alone a step that insists on being compiled fails."""
-    if os.environ.get("TORCH_COMPILE_DISABLE") != "1" or not type(optimizer).__module__.startswith(f"{PACKAGE}."):
+def _check(optimizer: torch.optim.Optimizer, where: str) -> None:
+    adam = importlib.import_module(f"{PACKAGE}.optim.adam")
+    taken = tuple(inspect.signature(adam.single_param_adam).parameters)
+    if taken != _TAKEN or not isinstance(optimizer, adam._AdamBase):
+        raise UserError(
+            f"this version of torchao steps a weight in another way than the one known here: {', '.join(taken)}",
+            where=f"{where}.type",
+            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt",
+        )
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        raise UserError(
+            "torchao cannot take the larger of two second moments that are quantized",
+            where=f"{where}.args.amsgrad",
+            remedy="leave amsgrad out",
+        )
+
+
+@torch.no_grad()
+def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """What torchao's own ``step`` does, with this rank's shards, and large ones in parts."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    update = importlib.import_module(f"{PACKAGE}.optim.adam").single_param_adam
+    if os.environ.get("TORCH_COMPILE_DISABLE") != "1":  # with it, what insists on being compiled fails
+        update = torch.compile(update, fullgraph=True, dynamic=False)
+    with torch._dynamo.utils.disable_cache_limit():  # one graph for each shape of weight
+        for group in optimizer.param_groups:
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32)
+            for weight in (p for p in group["params"] if p.grad is not None):
+                state = optimizer.state[weight]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = optimizer._new_buffer(weight, True)
+                    state["exp_avg_sq"] = optimizer._new_buffer(weight, False)
+                state["step"] += 1
+                rounds = optimizer.bf16_stochastic_round and weight.dtype is torch.bfloat16
+                constants = (*group["betas"], group["weight_decay"], group["eps"], optimizer.is_adamw, rounds)
+                for w, g, m, v in _parts(_aligned(weight, weight.grad, state["exp_avg"], state["exp_avg_sq"])):
+                    update(w, g, state["step"], m, v, None, rate, *constants)
+    return loss
+
+
+def _aligned(weight: Tensor, gradient: Any, *moments: Tensor) -> list[Tensor]:
+    """This rank's parts; a gradient in another placement or layout is brought to that of the weight."""
+    if hasattr(weight, "placements"):
+        gradient = gradient.redistribute(placements=weight.placements)
+    local = _local(weight.detach())
+    gradient = _local(gradient)
+    return [local, gradient.contiguous() if local.is_contiguous() else gradient, *map(_local, moments)]
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Views of at most about :data:`SLICE` numbers of tensors of the same shape; nothing of empty ones.
+
+    All parts but the last have the same size, whatever the shape: a step of them is compiled once. Tensors in another
+    memory order, and weights that are quantized themselves, stay whole.
+    """
+    count = tensors[0].numel()
+    plain_or_state = all(type(t) is Tensor or is_quantized(t) for t in tensors)
+    if count <= SLICE or not plain_or_state or not all(t.is_contiguous() for t in tensors):
+        if count:
+            yield tensors
         return
-    compiled: Any = optimizer.step
+    flat = [tensor.view(-1) for tensor in tensors]
+    for span in _spans(count, math.lcm(*map(_block, tensors))):
+        yield [tensor[span] for tensor in flat]
 
-    def step(_: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return compiled(*arguments, **options)
 
-    cast(Any, optimizer).step = MethodType(step, optimizer)  # bound, as schedulers expect it
+def _spans(count: int, block: int) -> Iterator[slice]:
+    """Of whole blocks. 16 at a time: then the scales of every part begin where a GPU can read 16 bytes at once."""
+    unit = 16 * block
+    size = max(1, SLICE // unit) * unit
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _block(value: Tensor) -> int:
+    """Numbers that share a scale; they are not cut."""
+    return int(cast(Any, value).block_size) if is_quantized(value) else 1
 
 
 def _local(value: Any) -> Any:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.export import export
 from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.policy import low_bit as lb
+from lit_grpo.policy.optimizer import make_optimizer
 from lit_grpo.sharded_checkpoint import AnyCheckpointIO
 from tests import tiny
 from tests.module.sharded import enter, fit, on_two_ranks
@@ -58,6 +63,62 @@ def job(rank: int, folder: str) -> dict[str, Any]:
     if rank == 0:
         out["alone"] = part(f"{folder}/cut", 3, ranks=1, strategy="auto", resume=2, plugins=[AnyCheckpointIO()])
     torch.distributed.barrier()
+    out["parts"] = {kind: parts(rank, kind) for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")}
+    out["fused"] = fused(rank)
+    return out
+
+
+class Weights(torch.nn.Module):
+    """Shards of two ranks are alike, uneven (12,800 numbers and 12,544), not quantized, and empty on one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"even": (64, 256), "uneven": (99, 256), "plain": (31, 151), "one": (1, 256), "vector": (64,)}
+        for seed, (name, shape) in enumerate(shapes.items()):
+            value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            setattr(self, name, torch.nn.Parameter(value))
+
+
+def local(value: Any) -> torch.Tensor:
+    return lb.whole(lb._local(value)).detach().clone()
+
+
+def parts(rank: int, kind: str) -> tuple[list[bool], list[int]]:
+    """Three steps of two ranks in parts of 4096, beside whole steps of this rank's shards by torchao's own step."""
+    model, mesh = Weights(), init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    settings = OptimizerConfig(type=f"torchao.optim.{kind}", lr=1e-2, weight_decay=0.1)
+    optimizer, _ = make_optimizer(model, settings, 1)
+    shards = torch.nn.ParameterList([local(p) for p in model.parameters()])
+    alone, _ = make_optimizer(shards, settings, 1)
+    for step in range(3):
+        for seed, (p, shard) in enumerate(zip(model.parameters(), shards, strict=True)):
+            gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + seed)).bfloat16()
+            p.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            shard.grad = local(p.grad)
+        with mock.patch.object(lb, "SLICE", 4096):
+            optimizer.step()
+        cast(Any, type(alone)).step(alone)
+    same = [torch.equal(local(p), shard) for p, shard in zip(model.parameters(), shards, strict=True)]
+    for p, shard in zip(model.parameters(), shards, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            same.append(torch.equal(local(optimizer.state[p][name]), local(alone.state[shard][name])))
+            same.append(optimizer.state[p][name].shape == p.shape)
+    return same, [shard.numel() for shard in shards]
+
+
+def fused(rank: int) -> list[bool]:
+    """The defaults of torch's own, in shards, and whether a step moves the weights."""
+    out = []
+    for kind in ("Adam", "AdamW"):
+        model = Weights()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer, _ = make_optimizer(model, OptimizerConfig(type=f"torch.optim.{kind}", lr=0.1), 1)
+        before = local(model.even)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        out += [optimizer.defaults["fused"], not torch.equal(before, local(model.even))]
     return out
 
 
@@ -89,6 +150,19 @@ def test_a_cut_run_goes_on_to_the_same_bits(ranks: list[dict[str, Any]]) -> None
         assert again == metrics[2:]
         assert all(0 < m["update_size"] < 0.1 for m in metrics)
     assert torch.equal(ranks[0]["whole"][1], ranks[1]["whole"][1])
+
+
+def test_steps_in_parts_are_those_of_the_shards_alone(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for same, _ in rank["parts"].values():
+            assert len(same) == 5 * 5
+            assert all(same)
+    assert ranks[0]["parts"]["AdamW8bit"][1] == [8192, 12800, 2416, 256, 32]
+    assert ranks[1]["parts"]["AdamW8bit"][1] == [8192, 12544, 2265, 0, 32]
+
+
+def test_adam_is_fused_in_shards(ranks: list[dict[str, Any]]) -> None:
+    assert all(all(rank["fused"]) for rank in ranks)
 
 
 def test_it_goes_on_without_shards(ranks: list[dict[str, Any]]) -> None:

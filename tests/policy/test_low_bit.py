@@ -209,6 +209,7 @@ def test_lost_share_is_counted() -> None:
     weights = [torch.tensor([1.0, 0.001, 1.0, 0.001]).bfloat16(), torch.zeros(4).bfloat16()]
     assert lost_share(weights, 1e-5) == pytest.approx(0.25)
     assert lost_share([torch.ones(4)], 1e-5) == 0
+    assert lost_share([*weights, torch.zeros(0, 8).bfloat16()], 1e-5) == pytest.approx(0.25), "an empty shard"
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

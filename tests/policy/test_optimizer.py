@@ -25,6 +25,12 @@ def test_adamw_is_the_default_and_vectors_do_not_decay():
     ]
 
 
+def test_adam_is_fused_unless_told_otherwise():
+    for kind in ("AdamW", "Adam"):
+        assert made(type=f"torch.optim.{kind}")[0].defaults["fused"] is True
+        assert not made(type=f"torch.optim.{kind}", args={"foreach": True})[0].defaults["fused"]
+
+
 def test_another_optimizer_gets_what_it_knows():
     optimizer, _ = made(type="torch.optim.SGD", lr=0.1, args={"momentum": 0.9})
     assert type(optimizer) is torch.optim.SGD
