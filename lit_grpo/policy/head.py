@@ -124,9 +124,16 @@ class _Head(torch.autograd.Function):
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part in _parts(len(target), ctx.chunk):
-            given = (x[part] for x in (target, log_total, scaled, entropies, of_logprob))
-            more = of_entropy[part] if of_entropy is not None else None
-            made = compute(functional.linear(hidden[part], weight, bias), *given, more, ctx.temperature)
+            made = compute(
+                functional.linear(hidden[part], weight, bias),
+                target[part],
+                log_total[part],
+                scaled[part],
+                entropies[part],
+                of_logprob[part],
+                of_entropy[part] if of_entropy is not None else None,
+                ctx.temperature,
+            )
             if of_hidden is not None:
                 torch.mm(made, weight, out=of_hidden[part])
             if of_weight is not None:

@@ -19,7 +19,7 @@ from lit_grpo.policy.compiling import eagerly, is_compiled
 from lit_grpo.policy.head import head_stats
 from lit_grpo.policy.quantization import keep_base_out_of_checkpoints
 from lit_grpo.policy.routing import Routers
-from lit_grpo.policy.sharding import dtype_of, is_sharded, reshard
+from lit_grpo.policy.sharding import dtype_of, gathered, is_sharded, reshard
 
 EntropyMode = Literal["none", "detached", "grad"]
 ValueMode = Literal["none", "head", "trunk"]
@@ -179,10 +179,15 @@ class Policy(nn.Module):
         return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, chosen)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, full tensor) one at a time; a sharded parameter is gathered when its turn comes.
+        """(transformers name, full tensor) one at a time; sharded ones are gathered block by block, in ``param_dtype``.
 
-        Adapters come merged into the weights that they change, under those weights' names; the training weights stay.
+        Adapters come merged into the weights that they change, under those weights' names, each gathered when its turn
+        comes and merged in the precision that it is held in; the training weights stay.
         """
+        if self.sharded and not lora.has_adapters(self.model):
+            own = ((name.partition("."), weight) for name, weight in gathered(self))
+            yield from ((name, weight) for (child, _, name), weight in own if child == "model")
+            return
         reshard(self)
         parameters = dict(self.model.named_parameters())
         yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)

@@ -6,7 +6,8 @@ and rank 0 hands out one parameter at a time, so no other rank ever holds a whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -64,8 +65,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> None:
     )
 
     dtype = compute_dtype(config, mesh)
+    # One rank has nothing to sum: its gradients lose nothing in the format of the passes, and need half the memory.
+    summed = torch.float32 if mesh.size() > 1 else None
     # Nothing has to be cast on the way in: ids go in, and the embedding's output already has the weights' format.
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed, cast_forward_inputs=False)
     pin = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if config.cpu_offload else OffloadPolicy()
     options: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
@@ -119,6 +122,28 @@ def reshard(*models: nn.Module | None) -> None:
             for part in model.modules():
                 if hasattr(part, "reshard"):
                     cast(Any, part).reshard()
+
+
+@torch.no_grad()
+def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a sharded model as its passes compute with it: whole, in ``param_dtype``.
+
+    One block after the other, each in one gather: a gather for every single weight would take ten times as long. All
+    ranks must ask for all. What is given is a copy and may be kept.
+    """
+    reshard(model)
+    units: dict[str, Any] = {name: part for name, part in model.named_modules() if hasattr(part, "unshard")}
+
+    def owner(name: str) -> str:
+        return max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+
+    for unit, names in itertools.groupby([name for name, _ in model.named_parameters()], owner):
+        units[unit].unshard()
+        try:
+            for name in names:
+                yield name, model.get_parameter(name).detach().clone()
+        finally:
+            units[unit].reshard()
 
 
 def begin_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -130,8 +130,33 @@ def test_master_weights_move_in_float32_where_bfloat16_would_stand_still() -> No
     states = module.trainer.optimizers[0].state.values()
     assert {p.dtype for p in module.policy.parameters()} == {s["exp_avg"].dtype for s in states} == {torch.float32}
     assert dtype_of(module.policy) == torch.bfloat16
-    moved = (tiny.weights(module) - start).abs()[large]
+    masters: list[Any] = list(module.policy.model.parameters())
+    held = torch.cat([p.detach().full_tensor().flatten() for p in masters])
+    moved = (held - start).abs()[large]
     assert 0 < float(moved.max()) < 1e-5
     assert float((moved > 0).double().mean()) > 0.5
     assert torch.equal(tiny.weights(plain)[large], start.bfloat16()[large]), "in bfloat16 alone no weight moves"
     assert recorder.metrics[0]["grad_norm"] > 0
+    assert torch.equal(tiny.weights(module), held.bfloat16()), "engines sample with what the passes compute with"
+
+
+def test_weights_for_an_engine_are_gathered_one_block_at_a_time() -> None:
+    module, _ = fit(FSDP2Strategy(), batches=1)
+    units: dict[str, Any] = {n: part for n, part in module.policy.named_modules() if hasattr(part, "unshard")}
+    assert len(units) == 1 + 2, "the whole and two blocks"
+
+    def gathered() -> list[str]:
+        return [n for n, part in units.items() if not hasattr(next(part.parameters()), "device_mesh")]
+
+    seen = {}
+    for name, weight in module.named_weights():
+        assert not hasattr(weight, "device_mesh")
+        (unit,) = gathered()
+        assert f"model.{name}".startswith(unit)
+        seen[name] = weight
+    assert not gathered()
+    names = [name for name, _ in module.policy.model.named_parameters()]
+    assert list(seen) == names
+    for _ in module.named_weights():
+        break  # an engine that refuses the first one
+    assert not gathered()
