@@ -122,7 +122,7 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         )
     names = [prefix + key for key in sorted(known)]
     explainer = Explainer("score", [], layers, names)
-    parser = ArgumentParser(exit_on_error=False)
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument(f"--{prefix}rewards", type=list[Reward])
     parser.add_argument(f"--{prefix}on_reward_error", type=OnError, default="raise")
     given = {key: value for key, value in inner.items() if key in known}

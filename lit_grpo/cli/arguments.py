@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import NoReturn
 
 from lit_grpo.errors import UserError, nearest
@@ -21,10 +22,37 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    def options(self) -> list[str]:
+        """The long options, without their dashes."""
+        given = (option for action in self._actions for option in action.option_strings)
+        return [option.removeprefix("--") for option in given if option.startswith("--")]
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        remedy = f"see {self.prog} --help"
         if found := re.search(r"unrecognized arguments: (\S+)", message):
-            near = nearest(found[1].partition("=")[0], options)
-            remedy = f"did you mean {near}?" if near else f"the options are {', '.join(options)}"
-        raise UserError(message, where="command line", remedy=remedy)
+            word = found[1].partition("=")[0]
+            if not word.startswith("-"):
+                raise self._wrong(f"{word!r} is not expected here", f"see {self.prog} --help")
+            near = _meant(word, self.options())
+            listed = ", ".join(f"--{name}" for name in self.options())
+            raise self._wrong(f"there is no option {word}", near or f"the options are {listed}")
+        if found := re.search(r"arguments are required: (.*)", message):
+            missing = [name.removeprefix("--") for name in found[1].split(", ")]
+            for word in (word.partition("=")[0] for word in self._given if word.startswith("-")):
+                if word.removeprefix("--") not in self.options() and (near := _meant(word, missing)):
+                    raise self._wrong(f"there is no option {word}", near)
+        raise self._wrong(message, f"see {self.prog} --help")
+
+    @staticmethod
+    def _wrong(what: str, remedy: str) -> UserError:
+        return UserError(what, where="command line", remedy=remedy)
+
+
+def _meant(word: str, options: list[str]) -> str | None:
+    """``did you mean --output?``, of one of the options; None if the word is like none."""
+    name = word.lstrip("-")
+    near = next((option for option in options if name and option.startswith(name)), None) or nearest(name, options)
+    return f"did you mean --{near}?" if near and "." not in name else None

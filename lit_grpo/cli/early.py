@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 import yaml
 from yaml.nodes import MappingNode, ScalarNode
 
 from lit_grpo.cli.explain import Explainer
-from lit_grpo.cli.layers import Layer, find
+from lit_grpo.cli.layers import Layer, find, is_config_option
 from lit_grpo.cli.schema import Field, NotReadableError, Part, read_schema
 
 
-def check_early(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> None:
+def check_early(command: str, argv: Sequence[str], layers: Sequence[Layer], own: Iterable[str] = ()) -> None:
     """Refuse what can be told to be wrong from the signatures alone; the parser looks at everything again.
 
     Args:
         command: fit, validate, test or predict.
         argv: its arguments.
         layers: its configuration files.
+        own: options without their dashes that have been taken out of ``argv``; one of them may have been meant.
 
     Raises:
         UserError: a key that the command does not have, a word that is none of its key's choices.
@@ -27,9 +30,10 @@ def check_early(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> N
         fields = read_schema(command).leaves()
     except NotReadableError:
         return
-    explainer = Explainer(command, argv, layers, fields)
+    explainer = Explainer(command, argv, layers, fields, own)
     explainer.check_keys()
     _check_options(explainer, fields)
+    _check_environment(explainer)
     for key, one in fields.items():
         _check_choice(explainer, key, one.choices, key)
         if one.part is not None:
@@ -38,12 +42,27 @@ def check_early(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> N
 
 def _check_options(explainer: Explainer, fields: dict[str, Field]) -> None:
     for word in explainer.argv:
-        key = word.removeprefix("--").partition("=")[0].removesuffix("+")
-        if not word.startswith("--") or key.startswith("print_") or key.split(".")[-1] == "help":
-            continue
-        # Options may be shortened, and below a key there may be one of a class.
-        if not any(name.startswith(key) or key.startswith(f"{name}.") for name in fields):
+        option = word.partition("=")[0]
+        # Like the parser: a word with a space in it is a value, whatever it begins with; -1 is one too.
+        if re.match(r"--|-[A-Za-z]", option) and " " not in word and not _is_option(option, explainer, fields):
             raise explainer.unknown_option([word])
+
+
+def _is_option(option: str, explainer: Explainer, fields: dict[str, Field]) -> bool:
+    if not option.startswith("--"):
+        return option == "-h" or is_config_option(option)
+    if option in ("--help", "--print_config"):
+        return True
+    key = option.removeprefix("--").removesuffix("+").removesuffix(".help")
+    # Below a key there may be one of a class, which only the parser knows.
+    return key in explainer.known or any(key.startswith(f"{name}.") for name in fields)
+
+
+def _check_environment(explainer: Explainer) -> None:
+    known = {explainer.variable(key) for key in explainer.known}
+    for name in sorted(os.environ):
+        if name.startswith(f"LIT_GRPO_{explainer.command.upper()}_") and name not in known:
+            raise explainer.unknown_variable(name)
 
 
 def _check_choice(explainer: Explainer, key: str, choices: tuple[str, ...], name: str) -> None:

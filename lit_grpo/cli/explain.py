@@ -25,12 +25,23 @@ class Explainer:
         argv: its arguments.
         layers: its configuration files.
         keys: every key the command takes, dotted.
+        own: options of the command that are no keys, without their dashes; those of LightningCLI need not be named.
+
+    Attributes:
+        known: the keys and all their parents.
     """
 
-    def __init__(self, command: str, argv: Sequence[str], layers: Sequence[Layer], keys: Iterable[str]) -> None:
+    def __init__(
+        self,
+        command: str,
+        argv: Sequence[str],
+        layers: Sequence[Layer],
+        keys: Iterable[str],
+        own: Iterable[str] = (),
+    ) -> None:
         self.command, self.argv, self.layers = command, list(argv), list(layers)
-        self.keys = sorted(set(keys))
-        self._known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
+        self.keys, self.own = sorted(set(keys)), {"help", "print_config", *own}
+        self.known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
 
     def explain(self, message: str) -> UserError:
         """The error that ``message`` tells of."""
@@ -44,6 +55,9 @@ class Explainer:
             return self._missing([key.removeprefix(f"{self.command}.") for key in found[1].split(", ")])
         if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
             return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
+        if found := re.match(r'Invalid option "([^"]*)" for --print_config', message):
+            kinds = ["skip_null", "skip_default", "comments"]
+            return self.bad_choice("--print_config", found[1], kinds, "command line")
         return UserError(message, where=self.sources())
 
     def check_keys(self) -> None:
@@ -59,7 +73,7 @@ class Explainer:
     def _check_mapping(self, node: MappingNode, prefix: str) -> None:
         for key, value in node.value:
             path = prefix + str(key.value).rstrip("+")
-            if key.value != "<<" and path not in self._known:
+            if key.value != "<<" and path not in self.known:
                 raise self._unknown_key(path)
             if isinstance(value, MappingNode) and any(known.startswith(f"{path}.") for known in self.keys):
                 self._check_mapping(value, f"{path}.")
@@ -72,14 +86,16 @@ class Explainer:
             return _shown(option)
         if (found := find(self.layers, key)) is not None:
             return str(found[0].place(found[1]))
-        name = "__".join(["LIT_GRPO_" + self.command.upper(), *(part.upper() for part in key.split("."))])
-        if name in os.environ:
+        if (name := self.variable(key)) in os.environ:
             return f"environment variable {name}"
         if (option := self.option(lambda name: name.startswith(f"{key}."))) is not None:
             return _shown(option)
         parts = key.split(".")
-        for count in range(len(parts) - 1, 0, -1):
-            if (found := find(self.layers, ".".join(parts[:count]))) is not None:
+        parents = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+        if (option := self.option(lambda name: name in parents)) is not None:
+            return _shown(option)
+        for parent in parents:
+            if (found := find(self.layers, parent)) is not None:
                 return str(found[0].place(found[1]))
         return self.sources()
 
@@ -92,6 +108,10 @@ class Explainer:
                 return option, value
         return None
 
+    def variable(self, key: str) -> str:
+        """The environment variable of a key."""
+        return "__".join([f"LIT_GRPO_{self.command}", *key.split(".")]).upper()
+
     def sources(self) -> str:
         """The files and options that were given at all."""
         return ", ".join(layer.file for layer in self.layers) or "command line"
@@ -102,7 +122,7 @@ class Explainer:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             return error
         first, _, last = key.rpartition(".")
-        if key.split(".")[0] in self._known or not first:
+        if key.split(".")[0] in self.known or not first:
             place = self.place(key)
         else:
             place = self._place_of_argument(first, last) or self.sources()
@@ -122,35 +142,61 @@ class Explainer:
     # What is wrong with them.
 
     def _unknown_key(self, key: str) -> UserError:
-        parts = key.split(".")
-        depth = next((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) not in self._known), len(parts))
+        parts, depth = self._first_unknown(key)
         bad, parent = parts[depth - 1], ".".join(parts[: depth - 1])
         here = f"`{parent}` has no key `{bad}`" if parent else f"there is no key `{bad}`"
-        return UserError(here, where=self.place(".".join(parts[:depth])), remedy=self._suggest(parts, depth))
+        remedy = self._suggest(parts, depth, "`{}`".format)
+        return UserError(here, where=self.place(".".join(parts[:depth])), remedy=remedy)
 
-    def _suggest(self, parts: list[str], depth: int) -> str:
+    def _first_unknown(self, key: str) -> tuple[list[str], int]:
+        """The parts of a key, and how many of them lead to the first that is not known."""
+        parts = key.split(".")
+        return parts, next((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) not in self.known), len(parts))
+
+    def _suggest(self, parts: list[str], depth: int, show: Callable[[str], str], own: Iterable[str] = ()) -> str:
         bad, prefix = parts[depth - 1], "".join(f"{part}." for part in parts[: depth - 1])
-        siblings = sorted({k[len(prefix) :].split(".")[0] for k in self.keys if k.startswith(prefix)})
-        close = difflib.get_close_matches(bad, siblings, n=1, cutoff=0.7)
+        siblings = sorted({k[len(prefix) :].split(".")[0] for k in self.keys if k.startswith(prefix)} | set(own))
+        rest = "".join(f".{part}" for part in parts[depth:])
+        begun = [name for name in siblings if bad and name.startswith(bad)]
+        begun = [name for name in begun if prefix + name + rest in self.known] or begun
+        close = begun if 0 < len(begun) < 5 else difflib.get_close_matches(bad, siblings, n=1, cutoff=0.7)
         if not close and (elsewhere := [k for k in self.keys if k.split(".")[-1] == parts[-1]]):
-            return f"did you mean {' or '.join(f'`{k}`' for k in elsewhere[:3])}?"
-        near = close[0] if close else nearest(bad, siblings)
+            return f"did you mean {' or '.join(show(k) for k in elsewhere[:3])}?"
+        near = close or [name for name in [nearest(bad, siblings)] if name]
         if not near:
-            return f"valid keys here: {', '.join(siblings)}"
-        whole = ".".join([f"{prefix}{near}", *parts[depth:]])
-        return f"did you mean `{whole if whole in self._known else prefix + near}`?"
+            return f"valid {'options' if own else 'keys'} here: {', '.join(siblings)}"
+        meant = [prefix + name + (rest if prefix + name + rest in self.known else "") for name in near]
+        return f"did you mean {' or '.join(show(key) for key in meant)}?"
 
     def unknown_option(self, words: list[str]) -> UserError:
         """Of words on the command line that no option takes."""
-        options = [word for word in words if word.startswith("--")]
+        options = [word for word in words if word.startswith("-")]
+        if "--" in words:
+            return UserError("`--` is not expected here", where="command line", remedy="leave it out")
         if not options:
             return UserError(
                 f"{words[0]!r} is not expected here",
                 where="command line",
                 remedy=f"options begin with --, as in `lit-grpo {self.command} --config FILE`",
             )
-        key = options[0].removeprefix("--").partition("=")[0]
-        return UserError(f"there is no option --{key}", where="command line", remedy=self._unknown_key(key).remedy)
+        given = options[0].partition("=")[0]
+        key = given.lstrip("-")
+        if not given.startswith("--") and key.rstrip("+") in self.known | self.own:
+            remedy = f"did you mean --{key}?"
+        else:
+            parts, depth = self._first_unknown(key)
+            remedy = self._suggest(parts, depth, "--{}".format, self.own if len(parts) == 1 else ())
+        return UserError(f"there is no option {given}", where="command line", remedy=remedy)
+
+    def unknown_variable(self, name: str) -> UserError:
+        """Of a variable in the environment that looks like one of a key, and is none."""
+        above = next((key for key in self.keys if name.startswith(self.variable(key) + "__")), None)
+        near = nearest(name, [self.variable(key) for key in self.known])
+        if above is not None:
+            remedy = f"{self.variable(above)} sets the whole of `{above}`, as in YAML"
+        else:
+            remedy = f"did you mean {near}?" if near else "write LIT_GRPO_FIT__DATA__ROLLOUTS for data.rollouts"
+        return UserError(f"no key is set by {name}", where=f"environment variable {name}", remedy=remedy)
 
     def _missing(self, keys: list[str]) -> UserError:
         names = " and ".join(f"`{key}`" for key in keys)
@@ -166,6 +212,9 @@ class Explainer:
             return UserError(details, where="--config")
         if found := messages.class_problem(details):
             return self._bad_class(key, *found)
+        if below := re.search(r"NestedArg\(key='([^']+)'", details):
+            what = f"there is no option --{key}.{below[1]}"
+            return UserError(what, where="command line", remedy=f"`{key}` has no keys below it")
         return self._bad_type(key, details, self.place(key))
 
     def bad_choice(self, name: str, given: str | None, choices: list[str], where: str) -> UserError:
@@ -175,7 +224,7 @@ class Explainer:
 
     def bad_argument(self, key: str, class_path: str, name: str, known: list[str], where: str) -> UserError:
         """An argument that a class below ``key`` does not have."""
-        near = nearest(name, known)
+        near = nearest(name, [*known, "init_args", "class_path"])
         listed = f"it takes {', '.join(known)}" if known else "it takes no arguments"
         what = f"{class_path} has no argument `{name}` (under `{key}`)"
         return UserError(what, where=where, remedy=f"did you mean `{near}`?" if near else listed)
@@ -192,9 +241,9 @@ class Explainer:
 
     def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
         """Something is wrong with a ``class_path`` or its ``init_args``."""
-        if option := re.search(r"Option '([^']+)' is not accepted", problem):
-            names, where = messages.arguments_of(class_path), self._place_of_class(key, class_path, option[1])
-            return self.bad_argument(key, class_path, option[1], names, where)
+        if option := re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\w+)", problem):
+            bad, names = option[1] or option[2], messages.arguments_of(class_path)
+            return self.bad_argument(key, class_path, bad, names, self._place_of_class(key, class_path, bad))
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
             name = f"{class_path.rpartition('.')[2]}.{inner[1]}"
             return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))

@@ -49,7 +49,14 @@ def config_files(argv: Sequence[str], command: str) -> list[str]:
                 files.append(value)
         elif word.startswith("--config="):
             files.append(word.removeprefix("--config="))
+        elif is_config_option(word):
+            files.append(word.removeprefix("-c").removeprefix("="))
     return files
+
+
+def is_config_option(word: str) -> bool:
+    """Whether a word with one dash is ``-c``, ``-c=FILE`` or ``-cFILE``, and no long option short of a dash."""
+    return word == "-c" or word.startswith("-c=") or (word.startswith("-c") and Path(word[2:]).suffix != "")
 
 
 def read_layers(argv: Sequence[str], command: str) -> list[Layer]:

@@ -96,7 +96,8 @@ class TrainingCLI(LightningCLI):
     # Parsing.
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        return super().init_parser(exit_on_error=False, **kwargs)
+        # A shortened key would be taken for the one it begins, and a misspelt one start a run.
+        return super().init_parser(exit_on_error=False, allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
@@ -134,6 +135,12 @@ class TrainingCLI(LightningCLI):
             )
 
     # Building.
+
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise UserError(f"this is no seed: {error}", where="seed_everything") from error
 
     def before_instantiate_classes(self) -> None:
         trainer = self.config[self._command].trainer

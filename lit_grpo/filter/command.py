@@ -65,7 +65,7 @@ def run(command: str, argv: list[str]) -> int:
         )
     rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
     layers = read_layers(rest, "fit")
-    check_early("fit", rest, layers)  # before anything heavy is imported
+    check_early("fit", rest, layers, parser.options())  # before anything heavy is imported
     if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()

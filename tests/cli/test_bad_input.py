@@ -158,8 +158,8 @@ def test_in_a_file(screen, text, expected):
 
 # (arguments behind a good configuration, what must be on the screen)
 ON_THE_COMMAND_LINE = {
-    "option": (["--model.policy.pth", "x"], ["no option --model.policy.pth", "did you mean `model.policy.path`?"]),
-    "option misspelt at its top": (["--modle.policy.path", "x"], ["did you mean `model.policy.path`?"]),
+    "option": (["--model.policy.pth", "x"], ["no option --model.policy.pth", "did you mean --model.policy.path?"]),
+    "option misspelt at its top": (["--modle.policy.path", "x"], ["did you mean --model.policy.path?"]),
     "choice": (
         ["--model.objective.recipe", "dappo"],
         ["cannot be 'dappo'", "where: command line, --model.objective.recipe dappo", "did you mean 'dapo'"],
@@ -169,6 +169,15 @@ ON_THE_COMMAND_LINE = {
         ["RunLogger has no argument `rot`", "command line, --trainer.logger.rot x", "did you mean `root`?"],
     ),
     "value a class refuses": (["--data.prompts.digits=0"], ["0 is no range of digits", "--data.prompts.digits 0"]),
+    "argument of a class, shortened": (["--trainer.logger.roo=x"], ["no argument `roo`", "did you mean `root`?"]),
+    "its init_args misspelt": (["--trainer.logger.init_arg.root=x"], ["no argument `init_arg`", "mean `init_args`?"]),
+    "key in a value": (
+        ["--model.policy", "{tiny: {}, compil: true}"],
+        ["`model.policy` has no key `compil`", "command line, --model.policy {tiny: {}, compil: true}"],
+    ),
+    "below a number": (["--data.rollouts.x=3"], ["no option --data.rollouts.x", "`data.rollouts` has no keys below"]),
+    "what to print": (["--print_config=skip_nul"], ["`--print_config` cannot be 'skip_nul'", "'skip_null'"]),
+    "seed": (["--seed_everything", "-1"], ["no seed", "--seed_everything -1"]),
     "value missing": (["--data.rollouts"], ["data.rollouts: expected one argument"]),
     "word": (["stray"], ["'stray' is not expected here"]),
     "file": (["--config", "b.yaml"], ["no configuration file b.yaml", "did you mean a.yaml?"]),

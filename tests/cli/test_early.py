@@ -12,6 +12,7 @@ import yaml
 
 from lit_grpo.cli import early, main, schema
 from lit_grpo.cli.early import check_early
+from lit_grpo.cli.explain import Explainer
 from lit_grpo.cli.layers import read_layers
 from lit_grpo.cli.lightning import TrainingCLI  # before a test captures what its log handler would keep
 from lit_grpo.errors import UserError
@@ -36,8 +37,12 @@ WRONG = {
     "key": (with_model("micro_batch_tokns: 5"), [], "did you mean `model.micro_batch_tokens`?"),
     "key at the top": ("modle: {}\n" + GOOD, [], "did you mean `model`?"),
     "key of the trainer": ("trainer: {max_epoch: 3}\n" + GOOD, [], "did you mean `trainer.max_epochs`?"),
-    "option": (GOOD, ["--model.micro_batch_tokns", "5"], "did you mean `model.micro_batch_tokens`?"),
-    "option at the top": (GOOD, ["--modle.policy.path=5"], "did you mean `model.policy.path`?"),
+    "option": (GOOD, ["--model.micro_batch_tokns", "5"], "did you mean --model.micro_batch_tokens?"),
+    "option at the top": (GOOD, ["--modle.policy.path=5"], "did you mean --model.policy.path?"),
+    "option shortened": (GOOD, ["--model.policy.tin", "{}"], "did you mean --model.policy.tiny?"),
+    "shortened, with a sign": (GOOD, ["--trainer.max_step=3"], "did you mean --trainer.max_steps?"),
+    "shortened at the top": (GOOD, ["--con", "a.yaml"], "did you mean --config?"),
+    "bare dashes": (GOOD, ["--", "--data.rollouts", "3"], "`--` is not expected here"),
     "choice": (with_model("objective: {recipe: dappo}"), [], "did you mean 'dapo'"),
     "choice on the command line": (GOOD, ["--data.engine.name=vlm"], "did you mean 'vllm'"),
     "choice of an optional part": (with_model("critic: {trunk: sharedd}"), [], "did you mean 'shared'?"),
@@ -95,6 +100,15 @@ def test_keys_and_choices_are_those_of_the_parser(command):
         Stopped(command, [], [])
     keys, parser = stopped.value.args
     leaves = schema.read_schema(command).leaves()
+    options = [option for option in parser._option_string_actions if len(option) > 3]
+    assert "--model.policy" in options
+    check_early(command, [f"{option}=null" for option in options], [])
+    explainer = Explainer(command, [], [], leaves)
+    for short in {option[:-1] for option in options} - set(options):
+        assert parser._get_option_tuples(short) == [], short
+        # Below a key that may hold a class, only the parser knows.
+        below = any(short.startswith(f"--{key}.") for key in leaves)
+        assert early._is_option(short, explainer, leaves) == below, short
     groups = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
     assert set(leaves) == set(keys) - groups
     hints = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
@@ -129,15 +143,87 @@ def test_optional_parts_have_the_fields_of_their_classes():
 
 
 FINE = {
-    "shortened": ["--trainer.max_epoch=1"],
+    "group": ["--model={policy: {tiny: {}}}", "--data.engine", "{name: transformers}", "--trainer", "trainer.yaml"],
+    "value with dashes": ["--model.policy.path", "-- a b", "--data.sampling.temperature", "-1"],
     "list": ["--trainer.callbacks+=lit_grpo.callbacks.EntropyMonitor", "--data.rewards+=lit_grpo.rewards.ExactMatch"],
     "class": ["--data.prompts=lit_grpo.tasks.AdditionPrompts", "--data.prompts.init_args.digits=2"],
     "null": ["--model.objective.advantage=null", "--model.critic=null"],
     "part": ["--model.critic={trunk: shared}", "--model.critic.optimizer.lr=1e-3", "--model.critic.trunk=shared"],
-    "help": ["--print_config", "--trainer.logger.help=lit_grpo.tracking.RunLogger", "--help"],
+    "help": [
+        "--print_config",
+        "--help",
+        "-h",
+        "--trainer.logger.help=lit_grpo.tracking.RunLogger",
+        "--data.rewards.help",
+    ],
     "not known here": ["--model.critic.class_path=mine.Critic", "--model.critic.init_args.kind=x"],
     "number": ["--model.optimizer.lr", "fast"],
 }
+
+
+SHORTENED = {
+    "--model.policy.compil": "--model.policy.compile",
+    "--model.p.compile": "--model.policy.compile",
+    "--model.opt.lr": "--model.optimizer.lr",
+    "--data.samp": "--data.sampling",
+    "--trainer.callback+": "--trainer.callbacks",
+    "--trainer.lo": "--trainer.log_every_n_steps or --trainer.logger",
+    "--mod": "--model",
+    "--ckpt": "--ckpt_path",
+    "--hel": "--help",
+    "--print_conf": "--print_config",
+    "-config": "--config",
+    "-model.policy.compile": "--model.policy.compile",
+}
+
+
+@pytest.mark.parametrize(("given", "meant"), SHORTENED.items())
+def test_a_shortened_option_is_not_taken_for_the_whole(given, meant):
+    for words in ([given, "true"], [f"{given}=true"]):
+        with pytest.raises(UserError) as error:
+            check_early("fit", words, [])
+        assert error.value.what == f"there is no option {given}"
+        assert error.value.remedy == f"did you mean {meant}?"
+
+
+OWN = {
+    "check": (["--prompt", "3"], "--prompts"),
+    "filter": (["--keep-abov", "0", "--output", "x.jsonl"], "--keep-above"),
+    "filter, needed": (["--outpu", "x.jsonl"], "--output"),
+    "score": (["--input", "x.jsonl", "--conf", "a.yaml"], "--config"),
+    "score, needed": (["--inp", "x.jsonl"], "--input"),
+    "export, needed": (["--checkpoin=x", "--output", "y"], "--checkpoint"),
+    "report": (["runs/x", "--tracking", "y"], "--tracking-uri"),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_options_of_a_commands_own(case, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(GOOD)
+    command, (words, meant) = case.partition(",")[0], OWN[case]
+    first = ["--config", "a.yaml"] if command in ("check", "filter") else []
+    assert main([command, *first, *words]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+ENVIRONMENT = {
+    "LIT_GRPO_FIT__DATA__ROLLOUT": "did you mean LIT_GRPO_FIT__DATA__ROLLOUTS?",
+    "LIT_GRPO_FIT_DATA__ROLLOUTS": "did you mean LIT_GRPO_FIT__DATA__ROLLOUTS?",
+    "LIT_GRPO_FIT__MODEL__CRITIC__TRUNK": "LIT_GRPO_FIT__MODEL__CRITIC sets the whole of `model.critic`, as in YAML",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), ENVIRONMENT.items())
+def test_a_variable_of_no_key_is_not_overlooked(name, remedy, monkeypatch):
+    monkeypatch.setenv("LIT_GRPO_FIT__DATA__ROLLOUTS", "3")
+    monkeypatch.setenv("LIT_GRPO_DEBUG", "1")
+    check_early("fit", [], [])
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(UserError, match=f"no key is set by {name}") as error:
+        check_early("fit", [], [])
+    assert error.value.remedy == remedy
+    check_early("test", [], [])
 
 
 @pytest.mark.parametrize("options", FINE.values(), ids=FINE.keys())
@@ -146,6 +232,15 @@ def test_what_may_be_right_is_left_to_the_parser(options, tmp_path):
     file.write_text(GOOD)
     words = ["--config", str(file), *options]
     check_early("fit", words, read_layers(words, "fit"))
+
+
+@pytest.mark.parametrize("words", [["--config", "{}"], ["--config={}"], ["-c", "{}"], ["-c={}"], ["-c{}"]])
+def test_every_way_to_name_a_file(words, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("modle: {}")
+    words = [word.format(file) for word in words]
+    with pytest.raises(UserError, match="no key `modle`"):
+        check_early("fit", words, read_layers(words, "fit"))
 
 
 def test_every_configuration_of_ours_is_accepted():
