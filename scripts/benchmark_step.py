@@ -20,6 +20,7 @@ Other programs on the machine slow everything down, CPU seconds included (caches
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import json
 import os
@@ -196,7 +197,7 @@ def random_model(shape: str, tokenizer: Path, folder: Path) -> Path:
 
 
 class Contestant:
-    """A process that takes steps when told to."""
+    """A process that takes steps when told to. It starts while others do; the first question waits for it."""
 
     def __init__(self, python: str, script: str, work: Work, folder: Path, title: str) -> None:
         self.title = title
@@ -213,10 +214,14 @@ class Contestant:
                 [python, *start, str(PARTS / script), str(path)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True,
             )  # fmt: skip
-        self.first = self._read()
+
+    @functools.cached_property
+    def first(self) -> dict[str, Any]:
         """The step on the given samples."""
+        return self._read()
 
     def steps(self, count: int) -> list[dict[str, Any]]:
+        _ = self.first
         assert self.process.stdin is not None
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
@@ -300,6 +305,7 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
         held: dict[str, Contestant] = (
             {} if args.restart else {name: stack.enter_context(start()) for name, start in starts.items()}
         )
+        _ = [contestant.first for contestant in held.values()]
         for contestant in held.values():
             contestant.steps(args.warmup)
         for _ in range(args.rounds):

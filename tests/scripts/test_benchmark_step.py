@@ -132,4 +132,4 @@ def test_a_contestant_that_dies_is_quoted(tmp_path):
     work = Work("no/such/folder", ["?"], ["1"], 2, 4, True, "half", "float32", "transformers", 2, 1, 1e-6, [])
     (tmp_path / "dies.py").write_text("import sys; print('some talk'); sys.exit('it broke')")
     with pytest.raises(SystemExit, match=r"dying ended with code 1:\nsome talk\nit broke"):
-        benchmark_step.Contestant(sys.executable, str(tmp_path / "dies.py"), work, tmp_path, "dying")
+        _ = benchmark_step.Contestant(sys.executable, str(tmp_path / "dies.py"), work, tmp_path, "dying").first
