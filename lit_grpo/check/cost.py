@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lit_grpo.check.result import Result
-from lit_grpo.policy.sharding import local
+from lit_grpo.policy.sharding import dtype_of, local
 
 GIB = 1024**3
 TIGHT = 0.9
@@ -70,12 +70,13 @@ def weights(module: Any) -> dict[str, int]:
 def longest_pass(module: Any, limit: int, vocabulary: int) -> int:
     """Bytes of the logits of one micro-batch at the length limit: float32, once more for the log-softmax.
 
-    The head holds ``logits_chunk`` positions at once.
+    The head holds ``logits_chunk`` positions at once; compiled, logits and their gradient in the format of the passes.
     """
     positions = min(x for x in (module.micro_batch_tokens, module.policy.logits_chunk) if x is not None)
     if module.micro_batch_size is not None:
         positions = min(positions, module.micro_batch_size * limit)
-    return 2 * 4 * positions * vocabulary
+    size = dtype_of(module.policy).itemsize if getattr(module.policy, "compiled", False) else 4
+    return 2 * size * positions * vocabulary
 
 
 def memory_result(

@@ -81,7 +81,7 @@ class PolicyConfig:
         share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens.
         pack: put the completions of a micro-batch one behind the other in one row: the same numbers without padding.
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
-            many as make 256 MiB.
+            many as make 256 MiB in float32, compiled 512 MiB in bfloat16.
         compile: ``torch.compile`` the transformer blocks and what is done with the logits: the same numbers up to
             rounding, fewer and larger kernels. The first rollout waits for the compiler (half a minute). None: with
             ``varlen`` attention, models of ``path`` without experts and without ``quantization``.

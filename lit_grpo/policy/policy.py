@@ -57,7 +57,8 @@ class Policy(nn.Module):
 
     Args:
         model: a ``*ForCausalLM`` of transformers.
-        logits_chunk: completion tokens whose logits are held at once; None: as many as make 2**26 logits (256 MiB).
+        logits_chunk: completion tokens whose logits are held at once; None: as many as make 2**26 logits (256 MiB in
+            float32), compiled 2**28 (512 MiB in bfloat16).
         value_head: [M, D] states -> [M] values, for a critic that shares the model's trunk. It is no part of ``model``:
             engines and exported folders know nothing of it.
     """
@@ -69,8 +70,9 @@ class Policy(nn.Module):
         self.model = model
         self.value_head: Any = value_head
         vocabulary = int(self.model.config.get_text_config().vocab_size)
-        self.logits_chunk = logits_chunk or max(1, 2**26 // vocabulary)
         self.compiled = is_compiled(model)
+        # Compiled, no float32 copies are made of them, and larger products are faster.
+        self.logits_chunk = logits_chunk or max(1, 2 ** (28 if self.compiled else 26) // vocabulary)
         switch_off_dropout(model)
         self._routers: Routers | None = None
         keep_base_out_of_checkpoints(self)
