@@ -302,10 +302,11 @@ def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tupl
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in starts}
     first: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        held: dict[str, Contestant] = (
-            {} if args.restart else {name: stack.enter_context(start()) for name, start in starts.items()}
-        )
-        _ = [contestant.first for contestant in held.values()]
+        held: dict[str, Contestant] = {}
+        for name, start in () if args.restart else starts.items():
+            held[name] = stack.enter_context(start())
+            if args.engine == "vllm":
+                _ = held[name].first  # starting, it measures free memory: nobody else may take or give any
         for contestant in held.values():
             contestant.steps(args.warmup)
         for _ in range(args.rounds):
