@@ -25,7 +25,10 @@ REMEDIES_NL = (
 )
 
 REMEDIES_RATE = ("return to the last checkpoint before the onset and lower the learning rate", "lengthen the warm-up")
-REMEDIES_OTHER = ("pay for right answers (entropy_reward: false)", "add an entropy bonus (entropy_coef)")
+REMEDIES_OTHER = (
+    "pay for right answers (entropy_reward: false)",
+    "let the rewards outweigh what else shapes the advantages",
+)
 
 
 class CollapseDetector(Monitor):
@@ -44,8 +47,8 @@ class CollapseDetector(Monitor):
     too: by more than ``lost`` of its best and by ``sure`` standard errors. Where the objective learns from signs
     without a baseline ``sure_one_sided`` are enough, and ``sure_steep`` where the gradient norm has risen as well, as
     it does before a collapse of such losses. These bounds are ours, chosen on the benchmark's tuning seeds: healthy
-    runs stay below 4 standard errors. Then the cause gives the name: ``entropy_minimised`` where better completions get
-    the smaller advantage in more than ``unrelated`` of the groups, ``c_pl`` and ``c_nl`` by what the loss pushes up
+    runs stay below 4 standard errors. Then the cause gives the name: ``advantage_inverted`` where better completions
+    get the smaller advantage in more than ``unrelated`` of the groups, ``c_pl`` and ``c_nl`` by what the loss pushes up
     (``loss/upward``), and ``unstable``, which is a learning rate that is too high, where none of that explains it.
 
     With a loss that divides by a constant number of tokens, collapses change form: positives-only gets long and random
@@ -209,7 +212,7 @@ class CollapseDetector(Monitor):
         if entropy is not None:
             evidence.append(("entropy", self.window, entropy[1], entropy[0], entropy[0]))
         if inverted is not None and inverted > self.unrelated:
-            kind, what, remedies = "entropy_minimised", "the advantages do not follow the rewards", REMEDIES_OTHER
+            kind, what, remedies = "advantage_inverted", "the advantages do not follow the rewards", REMEDIES_OTHER
             evidence.append(("advantage/inverted", 10, inverted, self.unrelated))
         elif sign and upward is not None and upward > 0.9:
             kind, what, remedies = "c_pl", "only positives are reinforced", REMEDIES_PL

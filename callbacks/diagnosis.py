@@ -23,6 +23,7 @@ DiagnosisName = Literal[
     "C_NL",
     "TN_PL",
     "TN_NL",
+    "advantage_inverted",
     "reward_hacking",
     "entropy_explosion",
     "entropy_collapse",
@@ -85,6 +86,10 @@ DESCRIPTIONS: dict[DiagnosisName, Description] = {
     "TN_NL": Description(
         "C_NL collapse under token normalisation", "a negatives-only objective whose loss has a token normaliser"
     ),
+    "advantage_inverted": Description(
+        "the advantages do not follow the rewards",
+        "the objective pays for something else, such as being certain (entropy_reward), more than for the reward",
+    ),
     "reward_hacking": Description(
         "the reward rises without the thing it stands for", "one reward term can be had without solving the task"
     ),
@@ -125,7 +130,7 @@ NAMED_BY: dict[str, DiagnosisName] = {
     "c_nl": "C_NL",
     "tn_pl": "TN_PL",
     "tn_nl": "TN_NL",
-    "entropy_minimised": "entropy_collapse",
+    "advantage_inverted": "advantage_inverted",
     "reward_terms_diverge": "reward_hacking",
     "held_out_falls": "reward_hacking",
     "entropy_low": "entropy_collapse",

@@ -57,6 +57,7 @@ REMEDIES: dict[str, Remedy] = {
     "C_NL": Remedy(0.5, GRPO),  # needs positives and a clip
     "TN_PL": Remedy(0.5, GRPO),
     "TN_NL": Remedy(0.5, GRPO),
+    "advantage_inverted": Remedy(0.5, GRPO),  # pays for the reward alone
     "entropy_collapse": Remedy(0.5, GRPO),  # neither pays for certainty nor punishes exploration
     "learning_rate_too_high": Remedy(0.1),
     "non_finite": Remedy(0.5),

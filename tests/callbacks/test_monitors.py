@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.callbacks import monitors
+from lit_grpo.callbacks import HealthMonitor, monitors
 from lit_grpo.callbacks.diagnosis import DESCRIPTIONS, NAMED_BY, ORDER, merge
 from lit_grpo.errors import UserError
 from tests.callbacks.synthetic import Change, changed, healthy, replay
@@ -68,7 +68,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
         grows(entropy=ramp(0.3, 3), truncated=ramp(0, 0.9), repetition=ramp(0.1, 0.9), reward=ramp(0.8, 0)),
     ),
     ("CollapseDetector", "unstable", "critical", grows(reward=ramp(0.8, 0.3))),
-    ("CollapseDetector", "entropy_minimised", "critical", grows(reward=ramp(0.8, 0.3), advantage__inverted=0.4)),
+    ("CollapseDetector", "advantage_inverted", "critical", grows(reward=ramp(0.8, 0.3), advantage__inverted=0.4)),
     ("CollapseDetector", "c_pl", "critical", grows(reward=ramp(0.8, 0.3), loss__upward=1, **SIGNS)),
     ("CollapseDetector", "c_nl", "critical", grows(reward=ramp(0.8, 0.3), loss__upward=0, **SIGNS)),
     ("CollapseDetector", "c_nl", "critical", grows(reward=ramp(0.8, 0.3), entropy=ramp(0.25, 0.4), **SIGNS)),
@@ -186,6 +186,19 @@ def test_trouble_is_noticed(name, kind, severity, change):
 def test_silent_on_a_healthy_run(name, seed):
     findings = replay(make(name), healthy(seed=seed))
     assert [f for f in findings if f.severity != "info"] == []
+
+
+def test_a_fall_without_a_fall_of_entropy_is_called_no_entropy_collapse():
+    """As in the first rollouts of an objective that pays for certainty: the reward is lost, entropy still rises."""
+    watcher, said = HealthMonitor(), []
+    run = changed(grows(reward=ramp(0.8, 0.3), advantage__inverted=0.4, entropy=ramp(0.25, 0.35)))
+    for step, metrics in enumerate(run, 1):
+        said.append(watcher.observe(step, metrics)[1])
+    critical = next(d for d in said if d is not None and d.severity == "critical")
+    assert critical.name == "advantage_inverted"
+    assert "the advantages do not follow the rewards" in critical.explanation
+    assert "entropy collapse" not in critical.explanation
+    assert watcher.remedies[critical.name].objective == {"recipe": "grpo"}
 
 
 def test_every_monitor_and_every_kind_is_tried():
