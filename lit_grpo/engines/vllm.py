@@ -134,6 +134,8 @@ class VLLMEngine:
         self._calls = itertools.count()
         self._tap = TokenTap(self._engine)
         self._routes: dict[str, _Route] = {}
+        self._may_hold_prefixes = False
+        """Whether anything was sampled since the prefix cache was last emptied."""
 
     @property
     def policy_version(self) -> int:
@@ -174,6 +176,7 @@ class VLLMEngine:
                 for sample, seed in enumerate(request.seeds):
                     key = f"{call}-{position}-{sample}"
                     params = _sampling_params(sampling, self.end_token_ids, seed)
+                    self._may_hold_prefixes = True
                     vllm_id = self._engine.add_request(key, prompt, params)
                     drawn = self._tap.open(vllm_id)
                     self._routes[key] = _Route(inbox, request, sample, sampling.max_new_tokens, vllm_id, drawn)
@@ -266,8 +269,11 @@ class VLLMEngine:
         self._version, self._unusable = version, None
 
     def _forget_prefixes(self) -> None:
+        if not self._may_hold_prefixes:  # vLLM would walk over every block of its cache for nothing
+            return
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not empty its prefix cache, so keys and values of old weights could be reused")
+        self._may_hold_prefixes = False
 
     def _synchronize_device(self) -> None:
         # The learner may still be writing the weights, or vLLM reading them, on a stream of its own.

@@ -121,8 +121,11 @@ def full(parameter: Tensor) -> Tensor:
     """The whole of a parameter that may be sharded or quantized, without gradient."""
     if is_quantized(parameter):
         return dequantized(parameter)
-    tensor = parameter.detach()
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    tensor: Any = parameter.detach()
+    if not hasattr(tensor, "full_tensor"):
+        return parameter.detach()
+    # A mesh of one rank: its shard is the whole. ``full_tensor`` comes to the same tensor ten times as slowly.
+    whole: Tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
     return whole
 
 

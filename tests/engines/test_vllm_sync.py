@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from lit_grpo.engines import vllm_weights
 from lit_grpo.engines.base import EngineError
 from lit_grpo.errors import UserError
 from lit_grpo.types import Sampling
@@ -29,26 +30,59 @@ from tests.engines.vllm_fixtures import (
 pytestmark = pytest.mark.vllm
 
 
-class Case:
-    """An engine that starts from one model, and fresh engines of two others to compare it with."""
+def leave_unpacked(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
 
-    def __init__(self, tmp: Any, tied: bool) -> None:
-        self.tied = tied
+
+class Case:
+    """An engine that starts from one model, and what fresh engines of two others say.
+
+    Args:
+        tied: whether the models' heads are their embeddings.
+        in_place: whether weights are loaded into the tensors that the kernels read, as on a GPU, or layer by layer, as
+            on a CPU. Either can be had on the other: a CPU engine need not pack its weights.
+    """
+
+    fresh_ones: ClassVar[dict[bool, dict[int, list[tuple[int, ...]]]]] = {}
+
+    def __init__(self, tmp: Any, tied: bool, in_place: bool, patch: pytest.MonkeyPatch) -> None:
+        self.tied, self.in_place = tied, in_place
         self.models = [make_model(tied, seed) for seed in range(3)]
+        if tied not in self.fresh_ones:
+            self.fresh_ones[tied] = {}
+            for seed in (1, 2):
+                fresh = start_engine(tmp / f"fresh{seed}", self.models[seed])
+                self.fresh_ones[tied][seed] = greedy(fresh)
+                fresh.close()
+        self.fresh = self.fresh_ones[tied]
+        if in_place and not ON_GPU:
+            patch.setattr("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", leave_unpacked)
+            patch.setattr(vllm_weights, "_on_cuda", lambda: True)
+        elif ON_GPU and not in_place:
+            patch.setattr(vllm_weights, "_on_cuda", lambda: False)
         self.engine = start_engine(tmp / "start", self.models[0])
         self.initial = greedy(self.engine)
-        self.fresh = {}
-        for seed in (1, 2):
-            fresh = start_engine(tmp / f"fresh{seed}", self.models[seed])
-            self.fresh[seed] = greedy(fresh)
-            fresh.close()
+        assert self.decision() == in_place
+
+    def decision(self, **changed: Any) -> bool:
+        """Whether weights would be loaded in place, if vLLM's configuration were ``changed``."""
+        config = self.engine._engine.vllm_config
+        names = ("model_config", "lora_config", "cache_config", "device_config")
+        told = SimpleNamespace(**{name: getattr(config, name) for name in names} | changed)
+        return bool(self.engine._llm.apply_model(lambda m: vllm_weights.weights_stay_as_loaded(m, told))[0])
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+CASES = [(tied, in_place) for tied in (True, False) for in_place in (False, True)]
+NAMES = ["tied, layerwise", "tied, in place", "untied, layerwise", "untied, in place"]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=NAMES)
 def case(request: Any, tmp_path_factory: Any) -> Iterator[Case]:
-    case = Case(tmp_path_factory.mktemp("sync"), request.param)
-    yield case
-    case.engine.close()
+    tied, in_place = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        case = Case(tmp_path_factory.mktemp("sync"), tied, in_place, patch)
+        yield case
+        case.engine.close()
 
 
 def weights(model: Any, without: str = "\0") -> Iterator[tuple[str, Tensor]]:
@@ -91,10 +125,14 @@ def test_cached_prefixes_of_old_weights_do_not_leak(case: Case) -> None:
 
 
 def test_sync_insists_that_the_prefix_cache_was_emptied(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy(case.engine)
     answers = [True, False]
     monkeypatch.setattr(case.engine._llm, "reset_prefix_cache", lambda: answers.pop(0))
     case.engine.sync(weights(case.models[1]), 0)
     assert answers == [False]
+    case.engine.sync(weights(case.models[1]), 1)  # nothing was sampled, so nothing is cached
+    greedy(case.engine)
+    assert answers == [False], "a generation after a sync finds the cache empty"
     with pytest.raises(EngineError, match="prefix cache"):
         case.engine.sync(weights(case.models[1]), 1)
     assert case.engine.policy_version == -1
@@ -127,6 +165,14 @@ def wrong_shape(model: Any) -> Iterator[tuple[str, Tensor]]:
     return ((n, p[:, :-1] if n.endswith("layers.1.mlp.up_proj.weight") else p) for n, p in weights(model))
 
 
+def too_tall(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((n, torch.cat([p, p]) if n.endswith("layers.1.mlp.up_proj.weight") else p) for n, p in weights(model))
+
+
+def too_wide(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((n, torch.cat([p, p], 1) if n.endswith("layers.1.mlp.down_proj.weight") else p) for n, p in weights(model))
+
+
 def unknown_name(model: Any) -> Iterator[tuple[str, Tensor]]:
     yield from weights(model)
     yield "model.layers.9.mlp.up_proj.weight", torch.zeros(128, 64)
@@ -147,10 +193,22 @@ def broken_off(model: Any) -> Iterator[tuple[str, Tensor]]:
         (lambda m: weights(m, "layers.0.mlp.down_proj.weight"), "lack .*layers.0.mlp.down_proj.weight"),
         (lambda m: weights(m, "model.norm.weight"), "lack model.norm.weight"),
         (wrong_shape, ""),
+        (too_tall, "layers.1.mlp.up_proj.weight.* elements"),
+        (too_wide, "layers.1.mlp.down_proj.weight.* elements"),
         (unknown_name, "layers.9"),
         (broken_off, "the gather failed"),
     ],
-    ids=["part of a fused weight", "part of a fused bias", "layer", "norm", "shape", "unknown", "broken off"],
+    ids=[
+        "part of a fused weight",
+        "part of a fused bias",
+        "layer",
+        "norm",
+        "shape",
+        "tall",
+        "wide",
+        "unknown",
+        "broken off",
+    ],
 )
 def test_weights_that_do_not_fit_stop_sampling_until_a_good_sync(case: Case, stream: Any, words: str) -> None:
     case.engine.sync(weights(case.models[1]), 0)
@@ -172,6 +230,44 @@ def test_a_head_that_is_no_longer_tied_is_refused(case: Case) -> None:
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     case.engine.sync(iter(state.items()), 1)
     assert (greedy(case.engine) == case.fresh[1]) == case.tied
+
+
+def test_anything_that_might_change_weights_after_loading_rules_out_loading_in_place(case: Case) -> None:
+    if not case.in_place:
+        assert not case.decision()
+        return
+    model = case.engine._llm.apply_model(lambda m: m)[0]
+    layer = model.model.layers[1]
+    projection, attention = layer.mlp.down_proj, layer.self_attn.attn
+    weight = projection.weight
+    method, backend = type(projection.quant_method), type(attention.impl)
+    other_backend = type("Own", (backend,), {"process_weights_after_loading": lambda self, act_dtype: None})
+    turned = torch.nn.Parameter(weight.data.T.contiguous().T, requires_grad=False)
+    turned.__class__ = type(weight)
+    for owner, name, value in [
+        (projection, "quant_method", object.__new__(type("Packing", (method,), {}))),
+        (attention, "impl", object.__new__(other_backend)),
+        (layer.input_layernorm, "process_weights_after_loading", lambda: None),
+        (projection._parameters, "scale", torch.nn.Parameter(torch.ones(1))),
+        (projection._parameters, "weight", torch.nn.Parameter(weight.data, requires_grad=False)),
+        (projection._parameters, "weight", turned),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(owner, dict):
+                patch.setitem(owner, name, value)
+            else:
+                patch.setattr(owner, name, value, raising=False)
+            assert not case.decision(), name
+        assert case.decision(), name
+    quantized = SimpleNamespace(quantization="fp8")
+    assert not case.decision(model_config=quantized)
+    assert not case.decision(cache_config=SimpleNamespace(cache_dtype="fp8"))
+    assert not case.decision(lora_config=object())
+    assert not case.decision(device_config=SimpleNamespace(device_type="elsewhere"))  # offloaded weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_weights, "_on_cuda", lambda: False)
+        assert not case.decision()
+    assert case.decision()
 
 
 def test_a_bfloat16_engine_follows_a_float32_learner(tmp_path: Any) -> None:

@@ -225,3 +225,26 @@ def test_layers_can_be_chosen() -> None:
     )
     layers = {name.split(".")[-4] for name, p in policy.named_parameters() if p.requires_grad}
     assert layers == {"q_proj", "v_proj"}
+
+
+def test_on_a_mesh_of_one_rank_the_shard_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    def gathered(self: DTensor) -> Tensor:
+        raise AssertionError("a collective of one")
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer = torch.nn.Linear(3, 5)
+        weight = layer.weight.detach().clone()
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        sharded: Any = layer.weight
+        assert torch.equal(sharded.full_tensor(), weight)
+        monkeypatch.setattr(DTensor, "full_tensor", gathered)
+        whole = adapters.full(layer.weight)
+        assert type(whole) is Tensor
+        assert torch.equal(whole, weight)
+        assert not whole.requires_grad
+    finally:
+        torch.distributed.destroy_process_group()
