@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 import yaml
 
 from lit_grpo.callbacks import HealthMonitor, monitors
@@ -54,3 +55,17 @@ def test_the_monitor_of_your_own_works():
     exec(compile(codes[-1], "docs/monitors.md", "exec"), space)
     found = [f for step in range(1, 12) for f in space["BrevityMonitor"]().observe(step, {"length": 3.0})]
     assert found[0].kind == "too_brief"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_that_train_are_watched(path):
+    trainer = yaml.safe_load(path.read_text()).get("trainer", {})
+    watching = [c for c in trainer.get("callbacks", []) if c["class_path"] == "lit_grpo.callbacks.HealthMonitor"]
+    if path.stem.startswith("eval"):
+        assert not watching
+        return
+    watcher = HealthMonitor(**watching[0].get("init_args", {}))
+    assert {type(monitor).__name__ for monitor in watcher.monitors} == set(monitors.__all__)
+    only_told = {"quickstart", "gsm8k_smollm2_cpu", "countdown"}
+    assert watcher.actions["critical"] == ("log" if path.stem in only_told else "stop")
+    assert len(watching) == 1

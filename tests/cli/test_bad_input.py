@@ -176,7 +176,7 @@ ON_THE_COMMAND_LINE = {
         ["`model.policy` has no key `compil`", "command line, --model.policy {tiny: {}, compil: true}"],
     ),
     "below a number": (["--data.rollouts.x=3"], ["no option --data.rollouts.x", "`data.rollouts` has no keys below"]),
-    "what to print": (["--print_config=skip_nul"], ["`--print_config` cannot be 'skip_nul'", "'skip_null'"]),
+    "what to print": (["--print_config=skip_defaul"], ["`--print_config` cannot be 'skip_defaul'", "'skip_default'"]),
     "seed": (["--seed_everything", "-1"], ["no seed", "--seed_everything -1"]),
     "value missing": (["--data.rollouts"], ["data.rollouts: expected one argument"]),
     "word": (["stray"], ["'stray' is not expected here"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lit_grpo.callbacks.actions import read_journal
 from lit_grpo.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -28,3 +29,5 @@ def test_two_rollouts_of_countdown_with_a_tiny_model(tmp_path, monkeypatch, caps
     words = [f"--{key}={value}" for key, value in changes.items()]
     assert main(["fit", "--config", "run.yaml", *words]) == 0
     assert (tmp_path / "ckpt/last.ckpt").exists(), capsys.readouterr().err
+    told = read_journal(tmp_path / "findings.jsonl")
+    assert "truncation" in {line.get("diagnosis") for line in told}, "all answers are cut; the run goes on"
