@@ -21,6 +21,7 @@ With ``--engine transformers`` bare is ``model.generate`` on the whole batch and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -29,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -
                 one.seed = one.seed if seeded else None
                 params.append(one)
         engine._llm.reset_prefix_cache()
-        results = [c for r in engine._llm.generate(prompts, params, use_tqdm=False) for c in r.outputs]
+        with as_vllm_made_it(engine):
+            results = [c for r in engine._llm.generate(prompts, params, use_tqdm=False) for c in r.outputs]
         if read_objects:
             for c in results:
                 tuple(at[token].logprob for token, at in zip(c.token_ids, c.logprobs, strict=True))
@@ -172,6 +174,20 @@ def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -
         "bare, unseeded": lambda: bare(seeded=False),
         "bare, objects": lambda: bare(read_objects=True),
     }
+
+
+@contextlib.contextmanager
+def as_vllm_made_it(engine: Any) -> Iterator[None]:
+    """Take out what a ``VLLMEngine`` puts in the place of vLLM's own methods."""
+    client = engine._engine.engine_core
+    owners = client, client.engine_core.scheduler.kv_cache_manager
+    names = "get_output", "allocate_slots", "cache_blocks"
+    ours = [{name: vars(owner).pop(name) for name in names if name in vars(owner)} for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, methods in zip(owners, ours, strict=True):
+            vars(owner).update(methods)
 
 
 def make_requests(vocabulary: int, args: argparse.Namespace) -> list[Request]:

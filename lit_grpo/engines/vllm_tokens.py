@@ -47,7 +47,7 @@ class TokenTap:
         return drawn
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that will not end by itself. Outputs of it that are still to come are ignored."""
+        """Forget a request that will not end by itself. What still comes of it is for vLLM to ignore."""
         self._running.pop(request_id, None)
 
     def close(self) -> None:
@@ -61,21 +61,23 @@ class TokenTap:
         # Runs once for each token of each sample: what is done twice in here is felt.
         step = self._get_output()
         running = self._running
-        ends = []
+        kept = []
         for output in step.outputs:
-            new = output.new_token_ids  # none: an error, or the end of an aborted request
-            if new and (drawn := running.get(output.request_id)) is not None:
-                # One row for each token; the sampled token's own is the first column.
-                logprobs = output.new_logprobs.logprobs
-                if len(new) == 1:
-                    drawn.ids.append(new[0])
-                    drawn.logprobs.append(logprobs.item(0))
-                else:
-                    drawn.ids.extend(new)
-                    drawn.logprobs.extend(logprobs[:, 0].tolist())
+            drawn = running.get(output.request_id)
+            if drawn is None:  # not ours, or no longer
+                kept.append(output)
+                continue
+            # One row for each token; the sampled token's own is the first column.
+            new = output.new_token_ids
+            if len(new) == 1:
+                drawn.ids.append(new[0])
+                drawn.logprobs.append(output.new_logprobs.logprobs.item(0))
+            elif new:  # none: an error
+                drawn.ids.extend(new)
+                drawn.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             if output.finish_reason is not None:
-                ends.append(output)
-                running.pop(output.request_id, None)
+                kept.append(output)
+                del running[output.request_id]
         if not self._all_wanted:
-            step.outputs = ends
+            step.outputs = kept
         return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from lit_grpo.engines import vllm_start
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm import VLLMEngine
+from lit_grpo.engines.vllm_blocks import answer_at_once
 from lit_grpo.engines.vllm_tokens import TokenTap
 from lit_grpo.engines.vllm_weights import _missing_parts, _without_ties, tied_parameters
 from lit_grpo.errors import UserError
@@ -110,7 +112,8 @@ def test_tokens_are_taken_and_only_ends_are_handed_on() -> None:
     handed_on = [core.get_output().outputs for _ in range(4)]
     assert a == ([7, 1, 2, 9], [-1.0, -2.0, -3.0, -4.0])
     assert b == ([5], [-8.0])
-    assert handed_on[:3] == [[], [], []]
+    assert handed_on[:2] == [[], []]
+    assert [output.request_id for output in handed_on[2]] == ["unknown"], "another's requests are not touched"
     assert [output.request_id for output in handed_on[3]] == ["a", "b"]
     assert handed_on[3][0] is end
     assert not tap._running
@@ -146,3 +149,11 @@ def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
 def test_another_build_of_vllm_is_refused() -> None:
     with pytest.raises(EngineError, match="get_output"):
         TokenTap(SimpleNamespace(engine_core=object(), log_stats=False))
+
+
+def test_an_unknown_cache_manager_is_left_alone_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_coordinator", None)
+    manager = SimpleNamespace(allocate_slots=len, cache_blocks=len)
+    with pytest.warns(UserWarning, match="built otherwise"):
+        assert not answer_at_once(SimpleNamespace(kv_cache_manager=manager))
+    assert manager.allocate_slots is manager.cache_blocks is len
