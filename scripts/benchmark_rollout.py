@@ -178,16 +178,13 @@ def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -
 
 @contextlib.contextmanager
 def as_vllm_made_it(engine: Any) -> Iterator[None]:
-    """Take out what a ``VLLMEngine`` puts in the place of vLLM's own methods."""
+    """Take out what a ``VLLMEngine`` puts in the place of a method of vLLM's."""
     client = engine._engine.engine_core
-    owners = client, client.engine_core.scheduler.kv_cache_manager
-    names = "get_output", "allocate_slots", "cache_blocks"
-    ours = [{name: vars(owner).pop(name) for name in names if name in vars(owner)} for owner in owners]
+    ours = vars(client).pop("get_output")
     try:
         yield
     finally:
-        for owner, methods in zip(owners, ours, strict=True):
-            vars(owner).update(methods)
+        client.get_output = ours
 
 
 def make_requests(vocabulary: int, args: argparse.Namespace) -> list[Request]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.vllm_blocks import answer_at_once
 from lit_grpo.engines.vllm_requests import check_requests
 from lit_grpo.engines.vllm_start import (
     KEY,
@@ -134,7 +133,6 @@ class VLLMEngine:
         """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
         self._tap = TokenTap(self._engine)
-        answer_at_once(self._engine.engine_core.engine_core.scheduler)
         self._routes: dict[str, _Route] = {}
         self._may_hold_prefixes = False
         """Whether anything was sampled since the prefix cache was last emptied."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from lit_grpo.engines import vllm_start
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm import VLLMEngine
-from lit_grpo.engines.vllm_blocks import answer_at_once
 from lit_grpo.engines.vllm_tokens import TokenTap
 from lit_grpo.engines.vllm_weights import _missing_parts, _without_ties, tied_parameters
 from lit_grpo.errors import UserError
@@ -149,11 +147,3 @@ def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
 def test_another_build_of_vllm_is_refused() -> None:
     with pytest.raises(EngineError, match="get_output"):
         TokenTap(SimpleNamespace(engine_core=object(), log_stats=False))
-
-
-def test_an_unknown_cache_manager_is_left_alone_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_coordinator", None)
-    manager = SimpleNamespace(allocate_slots=len, cache_blocks=len)
-    with pytest.warns(UserWarning, match="built otherwise"):
-        assert not answer_at_once(SimpleNamespace(kv_cache_manager=manager))
-    assert manager.allocate_slots is manager.cache_blocks is len

@@ -231,54 +231,6 @@ def test_samples_that_are_set_back_lose_and_repeat_nothing(engine: Any, model: A
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_vllms_cache_manager_would_have_given_the_same_answers(
-    tmp_path: Any, model: Any, sharing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each time nothing new is allocated, vLLM's own method is asked as well, and must find nothing to do either."""
-    engine = start_engine(tmp_path, model, enable_prefix_caching=sharing)
-    manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
-    own = type(manager)
-    (blocks,) = manager.coordinator.single_type_managers
-    answer, share, need = manager.allocate_slots, manager.cache_blocks, manager.coordinator.get_num_blocks_to_allocate
-    asked: list[str] = []
-    computed: list[int] = []
-
-    def state(request: Any) -> Any:
-        free = manager.block_pool.get_num_free_blocks()
-        return free, dict(blocks.num_cached_block), len(blocks.req_to_blocks[request.request_id])
-
-    def checked_allocate(request: Any, *args: Any, **options: Any) -> Any:
-        asked.append(request.request_id)
-        got = answer(request, *args, **options)
-        if got is manager.empty_kv_cache_blocks:
-            before, count = state(request), len(computed)
-            assert own.allocate_slots(manager, request, *args, **options) is got
-            assert state(request) == before
-            del computed[count:]
-        return got
-
-    def checked_share(request: Any, tokens: int) -> None:
-        share(request, tokens)
-        before = state(request)
-        own.cache_blocks(manager, request, tokens)
-        assert state(request) == before
-
-    def counting(*args: Any, **options: Any) -> Any:
-        computed.append(1)
-        return need(*args, **options)
-
-    monkeypatch.setattr(manager, "allocate_slots", checked_allocate)
-    monkeypatch.setattr(manager, "cache_blocks", checked_share)
-    monkeypatch.setattr(manager.coordinator, "get_num_blocks_to_allocate", counting)
-    try:
-        sampled(engine, requests(4), Sampling(temperature=1.0, max_new_tokens=80))
-    finally:
-        monkeypatch.undo()
-        engine.close()
-    assert 0 < len(computed) < len(asked) / 4, "most answers are given at once"
-
-
 def test_lost_tokens_are_an_engine_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     take = engine._tap._get_output
     steps = iter(range(100))
