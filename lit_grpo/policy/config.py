@@ -157,7 +157,7 @@ class ShardingConfig:
     """How ``trainer.strategy: fsdp`` (FSDP2) splits policy, critic and reference over ranks.
 
     Other strategies ignore it. Weights, gradients and optimizer states are held in ``policy.dtype``, in shards;
-    gradients are summed over ranks in float32, whatever ``param_dtype`` is.
+    gradients of several ranks are summed in float32, whatever ``param_dtype`` is.
 
     Attributes:
         param_dtype: number format in which weights are gathered and forward and backward computed; ``auto``: bfloat16

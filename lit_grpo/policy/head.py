@@ -68,9 +68,10 @@ def head_stats(
 
 def _is_plain(head: nn.Module) -> bool:
     """A product with its weight and nothing else: no adapter, no codes, no hook, no shard, no automatic casting."""
-    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
         return False
-    return not hasattr(head.weight, "device_mesh") and not torch.is_autocast_enabled(head.weight.device.type)
+    hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
+    return not any(hooks) and not torch.is_autocast_enabled(head.weight.device.type)
 
 
 def _parts(count: int, chunk: int) -> Iterator[slice]:

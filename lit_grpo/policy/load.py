@@ -223,16 +223,22 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         if config.quantization is not None:
             after_loading(model)
     if config.gradient_checkpointing:
-        # Keeping and putting back random states costs a tenth of a small block's time; only noisy routers draw numbers.
-        noise = bool(getattr(model.config.get_text_config(), "router_jitter_noise", 0.0))
-        options = {"use_reentrant": False, "preserve_rng_state": noise}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        model.train()  # checkpointing is off in evaluation mode, and nothing else differs: dropout is off for good
+        checkpoint_blocks(model)
     if config.lora is not None:
         add_adapters(model, config.lora)
     if config.compile:
         compile_blocks(model)
     return model
+
+
+def checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Recompute the activations of every block in the backward pass."""
+    # Keeping and putting back random states costs a tenth of a small block's time. With dropout off for good only noisy
+    # routers draw numbers; Mixtral, PhiMoE and DBRX each have names of their own for the noise.
+    draws = any("jitter" in name and bool(value) for part in model.modules() for name, value in vars(part).items())
+    options = {"use_reentrant": False, "preserve_rng_state": draws}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.train()  # checkpointing is off in evaluation mode, and nothing else differs
 
 
 def _skeleton(config: PolicyConfig, dtype: torch.dtype, form: str) -> PreTrainedModel:

@@ -313,13 +313,16 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
 
 def switch_off_dropout(model: nn.Module) -> None:
     """For good: also in training mode."""
-    config: Any = getattr(model, "config", None)
-    module: Any
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"):
-        if isinstance(getattr(config, name, None), float):
-            setattr(config, name, 0.0)
+        _clear_rates(module)  # copies of what the configuration says, for functional dropout
+    if (config := getattr(model, "config", None)) is not None:
+        _clear_rates(config)
+
+
+def _clear_rates(owner: Any) -> None:
+    # attention_dropout, residual_dropout, embd_pdrop, layerdrop: every family has names of its own.
+    for name, value in list(vars(owner).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(owner, name, 0.0)

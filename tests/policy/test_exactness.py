@@ -17,7 +17,7 @@ from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, compiling, 
 from lit_grpo.policy.attention import NAMES, register
 from lit_grpo.policy.batching import cut
 from lit_grpo.policy.head import head_stats
-from lit_grpo.policy.load import load_model
+from lit_grpo.policy.load import checkpoint_blocks, load_model
 
 WIDTH = 7
 PADDED = Layout(pack=False, share=False)
@@ -222,21 +222,77 @@ def test_the_head_of_one_piece_agrees_with_autograd(monkeypatch, bias, frozen):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+class Codes(torch.nn.Parameter):
+    """A weight that is more than its numbers, as quantized ones are."""
+
+
+def test_a_head_that_is_more_than_a_product_is_called_as_a_module():
+    def stands(change: Any) -> bool:
+        head = torch.nn.Linear(6, 11)
+        called: list[int] = []
+        change(head, called)
+        hidden, target = torch.randn(7, 6, requires_grad=True), torch.randint(11, (7,))
+        options: dict[str, Any] = {"entropy": False, "entropy_gradient": False, "squares": False}
+        logprobs, _, _ = head_stats(head, hidden, target, 1.0, chunk=3, **options)
+        logprobs.sum().backward()
+        return bool(called) or type(logprobs.grad_fn).__name__ != "_HeadBackward"
+
+    def forward(head: Any, called: list[Any]) -> None:
+        own = head.forward
+
+        def replaced(hidden: Any) -> Any:
+            called.append(1)
+            return own(hidden)
+
+        head.forward = replaced
+
+    def weight(head: Any, called: list[Any]) -> None:
+        head.weight = Codes(head.weight.detach())
+
+    assert not stands(lambda head, called: None), "nothing is tested"
+    assert stands(lambda head, called: head.register_forward_pre_hook(lambda *_: called.append(1)))
+    assert stands(lambda head, called: head.register_forward_hook(lambda *_: called.append(1)))
+    assert stands(lambda head, called: head.register_full_backward_pre_hook(lambda *_: called.append(1)))
+    assert stands(lambda head, called: head.register_full_backward_hook(lambda *_: called.append(1)))
+    assert stands(forward)
+    assert stands(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert stands(lambda head, called: None)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("qwen2", "padded"), ("llama", "packed and shared"), ("moe", "packed")])
 def test_gradient_checkpointing_changes_nothing(kind, name):
     prompts, completions = ids(FIXED)
     batch = LAYOUTS[name].build(prompts, completions, width=WIDTH)
     expected = results(made(kind), batch)
     saving = made(kind)
-    saving.model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-    )
-    saving.train()
+    checkpoint_blocks(saving.model)
+    assert not saving.model.base_model.layers[0]._gradient_checkpointing_func.keywords["preserve_rng_state"], "time"
     runs: list[int] = []
     layer = saving.model.base_model.layers[0].self_attn
     layer.register_forward_pre_hook(lambda *_: runs.append(1))
     same(results(saving, batch), expected)
     assert len(runs) == 2, "the layer was not recomputed: nothing was tested"
+
+
+@pytest.mark.parametrize("noise", ["input_jitter_noise", "router_jitter_noise"])
+def test_a_router_that_draws_numbers_draws_them_again_in_the_backward_pass(noise):
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    config = PhimoeConfig(
+        vocab_size=14, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, **({"router_jitter_noise": 0.0} | {noise: 0.5}),
+    )  # fmt: skip
+    found = []
+    for saving in (False, True):
+        torch.manual_seed(0)
+        policy = Policy(PhimoeForCausalLM(config))
+        if saving:
+            checkpoint_blocks(policy.model)
+        policy.train()
+        torch.manual_seed(1)
+        found.append(results(policy, PADDED.build(*ids(FIXED), width=WIDTH)))
+    same(*found)
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches

@@ -100,6 +100,20 @@ def test_an_empty_prompt_is_refused():
         pad_rows([()], [(1,)], width=1)
 
 
+def test_functional_dropout_under_a_family_s_own_name_is_off_too():
+    from transformers import SeedOssConfig, SeedOssForCausalLM
+
+    config = SeedOssConfig(
+        vocab_size=14, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4,
+    )  # fmt: skip
+    assert config.residual_dropout > 0
+    assert config.attention_dropout > 0
+    policy = Policy(SeedOssForCausalLM(config)).train()
+    batch = pad_rows([(1, 2)], [(3, 4)], width=2)
+    assert torch.equal(policy(batch).logprobs, policy(batch).logprobs)
+
+
 def test_dropout_is_off_even_in_training_mode():
     from transformers import GPT2Config, GPT2LMHeadModel
 
