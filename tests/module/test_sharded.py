@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceConfig, ShardingConfig, TinyModel
+from lit_grpo.policy.sharding import shard
 from tests import tiny
 from tests.module.sharded import Unequal, enter, fit, head, on_two_ranks
 
@@ -74,7 +76,31 @@ def job(rank: int, folder: str) -> dict[Any, Any]:
             enter(rank)
             module, recorder = run(name, 2, strategy)
             out[strategy, name] = seen(module, recorder) | {"sharded": module.sharded}
+    out["sum"] = mean_gradient(rank)
     return out
+
+
+class Block(torch.nn.Linear):
+    """One weight."""
+
+
+class Blocks(torch.nn.Sequential):
+    _no_split_modules = ("Block",)
+
+
+def mean_gradient(rank: int) -> torch.Tensor:
+    """Of the gradients 1 and 2**-9, whose sum takes more digits than bfloat16 has."""
+    model = Blocks(Block(1, 2, bias=False))
+    shard(model, init_device_mesh("cpu", (2,)), ShardingConfig(param_dtype="bfloat16"))
+    model(torch.full((1, 1), (1.0, 2.0**-9)[rank], dtype=torch.bfloat16)).sum().backward()
+    weight: Any = model.get_parameter("0.weight")
+    gradient: torch.Tensor = weight.grad.full_tensor()
+    return gradient
+
+
+def test_gradients_of_several_ranks_are_summed_in_float32(ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["sum"].flatten().tolist() == [(1 + 2.0**-9) / 2] * 2
 
 
 def seen(module: Any, recorder: Unequal) -> dict[str, Any]:
