@@ -128,8 +128,8 @@ def reshard(*models: nn.Module | None) -> None:
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a sharded model as its passes compute with it: whole, in ``param_dtype``.
 
-    One block after the other, each in one gather: a gather for every single weight would take ten times as long. All
-    ranks must ask for all. What is given is a copy and may be kept.
+    One block after the other, each in one gather: on GPUs a gather of a single weight is mostly latency. All ranks must
+    ask for all. What is given is a copy and may be kept.
     """
     reshard(model)
     units: dict[str, Any] = {name: part for name, part in model.named_modules() if hasattr(part, "unshard")}
