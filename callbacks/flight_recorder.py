@@ -18,11 +18,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lit_grpo.callbacks.actions import FINDINGS_FILE
-from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
+from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE
 from lit_grpo.errors import UserError
-from lit_grpo.tracking import flight
-from lit_grpo.tracking.folder import run_folder, run_logger
+from lit_grpo.run import flight
+from lit_grpo.run.folder import run_folder, run_logger
+from lit_grpo.run.stop import KEYBOARD, stop_reason
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class FlightRecorder(pl.Callback):
     The folder holds the last ``steps`` rollouts and, of those before, at most ``landmarks`` spread evenly over the run,
     so that there is always something from before a fault began. An alarm (a diagnosis of a monitor that is more than
     ``info``), a stop or an exception keeps all of it in ``flight/<reason>-<step>``, by hard links where the disk can.
-    ``lit-grpo report`` shows it; the format is in :mod:`lit_grpo.tracking.flight`.
+    ``lit-grpo report`` shows it; the format is in :mod:`lit_grpo.run.flight`.
 
     With several processes rank 0's part of each rollout is recorded. A disk that refuses is said once and never stops a
     run.

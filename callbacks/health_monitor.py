@@ -9,15 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
 
-from lit_grpo.callbacks.actions import Action, Actions, Journal, act, check_actions, chosen
-from lit_grpo.callbacks.diagnosis import Diagnosis, DiagnosisName, merge
-from lit_grpo.callbacks.findings import Finding
-from lit_grpo.callbacks.monitor import Monitor, read_metrics, trained_rollouts
+from lit_grpo.callbacks.diagnosis.actions import Action, Actions, Journal, act, check_actions, chosen
+from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, DiagnosisName, merge
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.remedies import NOT_CURED_BY_GOING_BACK, REMEDIES, Remedy
 from lit_grpo.callbacks.monitors import all_monitors
-from lit_grpo.callbacks.remedies import NOT_CURED_BY_GOING_BACK, REMEDIES, Remedy
+from lit_grpo.callbacks.monitors.monitor import Monitor, read_metrics, trained_rollouts
 from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, can_return, give_up_later_checkpoints, restore
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.tracking.folder import run_logger
+from lit_grpo.run.folder import run_logger
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class HealthMonitor(pl.Callback):
         monitors: None: one of each, with defaults.
         actions: by severity or by the name of a diagnosis, which wins: ``log``, ``skip_step``, ``adjust``, ``stop`` or
             ``rollback``. Left out: ``log`` for ``info`` and ``warning``, ``stop`` for ``critical``.
-        remedies: by the name of a diagnosis, over the defaults (:data:`lit_grpo.callbacks.remedies.REMEDIES`).
-        rollbacks: how many are allowed in a run.
+        remedies: by the name of a diagnosis, over the defaults
+        (:data:`lit_grpo.callbacks.diagnosis.remedies.REMEDIES`). rollbacks: how many are allowed in a run.
         adjustments: how many are allowed in a run.
         checkpoint_every: rollouts between two checkpoints to go back to; saved only if some action is ``rollback``.
         checkpoints: how many of them are kept, besides the first.
@@ -130,7 +130,8 @@ class HealthMonitor(pl.Callback):
             self.ring.save(trainer, 0)
 
     def veto_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
-        """Why the optimizer step that is about to be taken should be left out; see :class:`lit_grpo.update.Updater`."""
+        """Why the optimizer step that is about to be taken should be left out; see
+        :class:`lit_grpo.learner.optimizer_step.Updater`."""
         said = [m.veto_update(trainer, module, metrics) for m in self.monitors if hasattr(m, "veto_update")]
         reason = next((text for text in said if text), None)
         if reason and self._journal is not None:

@@ -11,10 +11,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lit_grpo import rng
-from lit_grpo.callbacks.monitor import trained_rollouts
+from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
-from lit_grpo.tracking.folder import run_folder
+from lit_grpo.run.folder import run_folder
+from lit_grpo.utils import random as rng
 
 log = logging.getLogger(__name__)
 

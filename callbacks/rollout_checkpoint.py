@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.tracking.folder import run_folder
+from lit_grpo.run.folder import run_folder
 
 log = logging.getLogger(__name__)
 

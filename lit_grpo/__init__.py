@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lit_grpo.data import RolloutDataModule
+    from lit_grpo.datamodule import RolloutDataModule
     from lit_grpo.module import LitGRPO
 
 __all__ = ["LitGRPO", "RolloutDataModule", "__version__"]
 
-_WHERE = {"LitGRPO": "lit_grpo.module", "RolloutDataModule": "lit_grpo.data"}
+_WHERE = {"LitGRPO": "lit_grpo.module", "RolloutDataModule": "lit_grpo.datamodule"}
 
 
 def __getattr__(name: str) -> Any:

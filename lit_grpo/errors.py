@@ -35,7 +35,7 @@ class StopRun(Exception):  # noqa: N818 - it is a decision, not an error
 
     Args:
         reason: one sentence.
-        diagnosis: its name, if it has one, see :mod:`lit_grpo.callbacks.diagnosis`.
+        diagnosis: its name, if it has one, see :mod:`lit_grpo.callbacks.diagnosis.diagnosis`.
     """
 
     def __init__(self, reason: str, diagnosis: str | None = None) -> None:

@@ -13,31 +13,40 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lit_grpo import experience as shape
-from lit_grpo import rng, run_critic, run_state
-from lit_grpo.audit import add_audit_metrics
+from lit_grpo.distributed import sharding as shards
+from lit_grpo.distributed.sharding import ShardingConfig
+from lit_grpo.distributed.strategy import computing, data_mesh
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
-from lit_grpo.experience import make_experience
-from lit_grpo.fsdp import computing, data_mesh
-from lit_grpo.guards import GuardConfig
-from lit_grpo.metrics import Reduce, StepMetrics, add_rollout_metrics
+from lit_grpo.learner import batch as shape
+from lit_grpo.learner import checkpoint_state as run_state
+from lit_grpo.learner import run_critic
+from lit_grpo.learner.batch import make_experience
+from lit_grpo.learner.engine_agreement import GuardConfig
+from lit_grpo.learner.forward import Passes
+from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metrics
+from lit_grpo.learner.optimizer_step import Updater, trained_models
+from lit_grpo.learner.rollout_metrics import add_audit_metrics
+from lit_grpo.learner.run_checks import (
+    check_minibatches,
+    check_objective,
+    measure_initial_entropy,
+    monte_carlo,
+    resolve,
+)
+from lit_grpo.learner.run_critic import UNKNOWN, Range
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.trust_regions import Rspo
-from lit_grpo.passes import Passes
-from lit_grpo.plain import typed
-from lit_grpo.policy import sharding as shards
-from lit_grpo.policy.batching import Layout, PolicyInput
-from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, ShardingConfig
+from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
-from lit_grpo.policy.load import check_policy, check_replay, load_model, load_tokenizer, settle
-from lit_grpo.policy.optimizer import check_optimizer, make_optimizer
-from lit_grpo.policy.policy import Policy
-from lit_grpo.run_critic import UNKNOWN, Range
-from lit_grpo.run_objective import check_minibatches, check_objective, measure_initial_entropy, monte_carlo, resolve
+from lit_grpo.policy.forward.batching import Layout, PolicyInput
+from lit_grpo.policy.forward.policy import Policy
+from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, settle
+from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.types import Experience, Rollout
-from lit_grpo.update import Updater, trained_models
+from lit_grpo.utils import random as rng
+from lit_grpo.utils.dataclasses import typed
 
 __all__ = ["LitGRPO", "make_experience"]
 
@@ -299,7 +308,7 @@ class LitGRPO(pl.LightningModule):
         if self.sharded:
             self.reshard()
             for optimizer in self.trainer.strategy.optimizers:
-                shards.begin_optimizer(optimizer)
+                initialize_optimizer_state(optimizer)
         if isinstance(self.objective.trust_region, Rspo) and not self._policy.routes:
             rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
 
@@ -309,7 +318,7 @@ class LitGRPO(pl.LightningModule):
         return shards.is_sharded(self._policy)
 
     def reshard(self) -> None:
-        """See :func:`lit_grpo.policy.sharding.reshard`."""
+        """See :func:`lit_grpo.distributed.sharding.reshard`."""
         shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
 
     @property

@@ -68,13 +68,13 @@ def one_run(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
     """Seconds of each step after the third."""
     import lightning.pytorch as pl
 
-    import lit_grpo.data
+    import lit_grpo.datamodule
     from lit_grpo import LitGRPO, RolloutDataModule
+    from lit_grpo.data import AdditionPrompts
     from lit_grpo.engines import EngineConfig
     from lit_grpo.objectives import ObjectiveConfig
     from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
     from lit_grpo.rewards import Reward
-    from lit_grpo.tasks import AdditionPrompts
     from lit_grpo.types import Sampling, Score
 
     class Even(Reward):
@@ -92,7 +92,7 @@ def one_run(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
             self.steps.append(step | {"update": seen["time/update"], "sync": seen["time/sync"]})
             self.last = now
 
-    lit_grpo.data.end_token_ids = lambda *_: ()  # nobody stops early
+    lit_grpo.datamodule.end_token_ids = lambda *_: ()  # nobody stops early
     engine: dict[str, Any] = {"name": args.engine, "args": args.engine_args}
     if args.engine == "vllm_server" and args.server_cuda:
         from lit_grpo.engines.config import ServerConfig

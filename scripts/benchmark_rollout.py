@@ -104,7 +104,7 @@ def transformers_contestants(path: Any, args: argparse.Namespace) -> tuple[dict[
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lit_grpo.engines.transformers import TransformersEngine
+    from lit_grpo.engines.transformers.engine import TransformersEngine
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,7 +125,7 @@ def transformers_contestants(path: Any, args: argparse.Namespace) -> tuple[dict[
 
 
 def vllm_contestants(path: Any, args: argparse.Namespace) -> tuple[dict[str, Contestant], list[Contestant]]:
-    from lit_grpo.engines.vllm import VLLMEngine
+    from lit_grpo.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(
         path,
@@ -147,7 +147,7 @@ def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -
     """Each runs all requests and returns the number of tokens made."""
     from vllm import SamplingParams
 
-    from lit_grpo.engines.vllm import _sampling_params
+    from lit_grpo.engines.vllm.engine import _sampling_params
 
     def bare(groups: bool = False, read_objects: bool = False, seeded: bool = True) -> int:
         prompts, params = [], []

@@ -47,7 +47,7 @@ def main() -> int:
     args = parser.parse_args()
 
     from lit_grpo.engines import ServerConfig
-    from lit_grpo.engines.vllm_server import VLLMServer, _sampling_params
+    from lit_grpo.engines.vllm_server.engine import VLLMServer, _sampling_params
 
     model = load(args)
     vocabulary = model.config.get_text_config().vocab_size

@@ -14,8 +14,8 @@ import itertools
 import json
 import time
 
-from lit_grpo.rewards.math_verify import MathReward
-from lit_grpo.tasks import JsonlPrompts
+from lit_grpo.data import JsonlPrompts
+from lit_grpo.rewards.math.verify import MathReward
 
 FORMS = (
     "We add the numbers and get {gold}.\n#### {gold}",

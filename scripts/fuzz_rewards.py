@@ -35,11 +35,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lit_grpo.rewards import CodeReward, CountdownReward, MathReward
-from lit_grpo.rewards.math_text import clean, parse_number
+from lit_grpo.rewards.math.text import clean, parse_number
 from lit_grpo.types import Completion, Prompt, RewardInput
-from tests.rewards.code_attacks import ESCAPES, FOOLING, HOLDING_UP, TESTS
-from tests.rewards.more_verifier_cases import MORE
-from tests.rewards.verifier_cases import CASES
+from tests.rewards.code.code_attacks import ESCAPES, FOOLING, HOLDING_UP, TESTS
+from tests.rewards.math.more_verifier_cases import MORE
+from tests.rewards.math.verifier_cases import CASES
 
 LIMIT, GRACE = 1.0, 3.0
 SIGNS = r"""{ } ( ) [ ] \{ \} $ $$ \( \) \[ \] ^ _ = < > , ; : . | % & \\ \frac \sqrt \boxed{ \text{ \left( \right) \pm

@@ -5,8 +5,8 @@
 
 Trains on one-digit sums with the transformers engine (8 prompts x 8 samples of at most 12 tokens, as
 configs/addition_smollm2_cpu.yaml) and a HealthMonitor, and times it from inside: the monitors, the metrics that tell
-broken plumbing and degenerate text (lit_grpo/audit.py), and the whole of each rollout, sampling included. The first
-rollout is left out.
+broken plumbing and degenerate text (lit_grpo/learner/rollout_metrics.py), and the whole of each rollout, sampling
+included. The first rollout is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-AUDITS = {"lit_grpo.module": ("add_audit_metrics",), "lit_grpo.update": ("add_direction", "update_size")}
+AUDITS = {
+    "lit_grpo.module": ("add_audit_metrics",),
+    "lit_grpo.learner.optimizer_step": ("add_direction", "update_size"),
+}
 
 
 class Clock:
@@ -74,10 +77,10 @@ def measure(model: str, rollouts: int) -> list[dict[str, float]]:
 
     from lit_grpo import LitGRPO, RolloutDataModule
     from lit_grpo.callbacks import HealthMonitor
+    from lit_grpo.data import AdditionPrompts
     from lit_grpo.engines import EngineConfig
     from lit_grpo.policy import OptimizerConfig, PolicyConfig
     from lit_grpo.rewards import AdditionReward
-    from lit_grpo.tasks import AdditionPrompts
     from lit_grpo.types import Sampling
 
     clock = Clock()

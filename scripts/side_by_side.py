@@ -147,9 +147,9 @@ def merge(below: Record, above: Record) -> Record:
 def build(config: Record) -> tuple[Any, Any]:
     """Module and data of a configuration of the quickstart task, as ``lit-grpo fit`` would make them."""
     from lit_grpo import LitGRPO, RolloutDataModule
+    from lit_grpo.data import AdditionPrompts
     from lit_grpo.engines import EngineConfig
     from lit_grpo.rewards import ExactMatch
-    from lit_grpo.tasks import AdditionPrompts
     from lit_grpo.types import Sampling
 
     made = {"prompts": AdditionPrompts, "val_prompts": AdditionPrompts, "sampling": Sampling, "engine": EngineConfig}

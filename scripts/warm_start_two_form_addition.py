@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lit_grpo.tasks import Row
+    from lit_grpo.data import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -44,12 +44,12 @@ def warm_start(folder: Path, *, seed: int = 0, steps: int = STEPS) -> list[float
     """
     import torch
 
+    from lit_grpo.data import TwoFormAddition
+    from lit_grpo.data.sources.two_form_addition import ALPHABET
     from lit_grpo.policy import PolicyConfig, TinyModel
-    from lit_grpo.policy.batching import pad_rows
-    from lit_grpo.policy.load import load_model, load_tokenizer
-    from lit_grpo.policy.policy import Policy
-    from lit_grpo.tasks import TwoFormAddition
-    from lit_grpo.tasks.two_form_addition import ALPHABET
+    from lit_grpo.policy.forward.batching import pad_rows
+    from lit_grpo.policy.forward.policy import Policy
+    from lit_grpo.policy.model.load import load_model, load_tokenizer
 
     config = PolicyConfig(tiny=TinyModel(alphabet=ALPHABET, layers=2, width=96, heads=4, seed=seed))
     tokenizer = load_tokenizer(config)

@@ -11,8 +11,8 @@ import yaml
 
 from lit_grpo.objectives import ObjectiveConfig
 from tests import tiny
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Dependencies point down, heavy imports stay away, files stay short, packages are all listed."""
+"""Folders keep to their lines of allowed imports, there are no cycles, heavy imports stay where they are used."""
 
 from __future__ import annotations
 
@@ -11,44 +11,76 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "lit_grpo"
+from tests.paths import ROOT
 
+PACKAGE = ROOT / "lit_grpo"
+LOOSE = {"__init__", "types", "errors", "module", "datamodule", "context"}
+"""Modules that may lie at the top of the package: the vocabulary, the two Lightning classes, their handshake."""
+EVERYWHERE = {"types", "errors"}
+
+# folder: what it may import of lit_grpo, besides itself and EVERYWHERE; a name stands for all that lies below it.
+# Read from the top: a folder imports only what stands above it.
 ALLOWED = {
-    # room: what it may import of lit_grpo, besides itself, types and errors
-    "objectives": set(),
-    "engines": {"quiet", "rng"},
-    "rewards": set(),
-    "tasks": set(),
-    "policy": {"tasks"},
-    "tracking": {"callbacks", "objectives"},
-    "callbacks": {"tracking", "rng"},
-    "evaluation": {"objectives", "rewards", "rng", "tasks", "tracking"},
-    "report": {"tracking", "callbacks", "cli"},
-    "filter": {"cli", "data", "difficulty", "engines", "module", "producer", "refill", "rng"},
-    "check": {"cli", "experience", "objectives", "policy", "quiet", "rewards", "tasks"},
+    "utils": set(),
+    "run": {"utils"},
+    "objectives": {"utils"},
+    "rewards": {"utils"},
+    "rewards.isolation": set(),
+    "rewards.math": {"rewards", "utils"},
+    "rewards.code": {"rewards", "utils"},
+    "data": {"rewards", "utils"},
+    "data.sources": {"data", "rewards", "utils"},
+    "distributed": {"utils"},
+    "policy": {"distributed", "utils"},
+    "policy.model": {"policy", "distributed", "utils"},
+    "policy.forward": {"policy", "distributed", "utils"},
+    "policy.optimizer": {"policy.config", "distributed", "utils"},
+    "engines": {"utils"},
+    "engines.transformers": {"engines.base", "engines.config", "utils"},
+    "engines.vllm": {"engines.base", "engines.config", "utils"},
+    "engines.vllm_server": {"engines.base", "engines.config", "engines.vllm", "utils"},
+    "evaluation": {"data", "objectives", "rewards", "run", "utils"},
+    "rollout": {"data", "engines", "rewards", "utils"},
+    "learner": {"distributed", "objectives", "policy", "utils"},
+    "context": set(),
+    "module": {"context", "distributed", "evaluation", "learner", "objectives", "policy", "utils"},
+    "datamodule": {"context", "data", "engines", "evaluation", "policy", "rewards", "rollout", "utils"},
+    "callbacks": {"run", "utils"},
+    "callbacks.monitors": {"callbacks", "run", "utils"},
+    "callbacks.diagnosis": {"run", "utils"},
+    "tracking": {"callbacks", "run", "utils"},
+    "report": {"run", "tracking", "utils"},
+    "cli": {"callbacks", "datamodule", "distributed", "evaluation", "module", "report", "run", "tracking", "utils"},
+    "commands": {
+        *("cli", "data", "datamodule", "distributed", "engines", "learner", "module", "objectives", "policy", "report"),
+        *("rewards", "rollout", "run", "utils"),
+    },
 }
 NOT_AT_IMPORT = {
     "objectives": {"lightning", "transformers", "vllm", "mlflow"},
     "policy": {"lightning", "transformers", "vllm", "mlflow"},
     "engines": {"lightning", "transformers", "vllm", "mlflow"},
     "rewards": {"torchmetrics", "lightning", "transformers", "vllm", "mlflow", "math_verify", "sympy"},
-    "tasks": {"lightning", "transformers", "vllm", "mlflow", "datasets", "pyarrow"},
+    "data": {"lightning", "transformers", "vllm", "mlflow", "datasets", "pyarrow"},
     "tracking": {"transformers", "vllm", "mlflow", "matplotlib"},
     "callbacks": {"transformers", "vllm", "mlflow"},
     "evaluation": {"transformers", "vllm", "mlflow"},
     "report": {"transformers", "vllm", "mlflow", "matplotlib", "PIL", "jinja2", "torch"},
-    "check": {"transformers", "vllm", "mlflow"},
-    "filter": {"transformers", "vllm", "mlflow"},
+    "run": {"lightning", "torch", "transformers", "vllm", "mlflow"},
+    "utils": {"lightning", "transformers", "vllm", "mlflow"},
+    "commands": {"transformers", "vllm", "mlflow"},
 }
 
 
-def files(room: str) -> list[Path]:
-    folder = ROOT / "callbacks" if room == "callbacks" else PACKAGE / room
-    return sorted(folder.rglob("*.py"))
+def source_files() -> list[tuple[str, Path]]:
+    """(dotted module name below lit_grpo, path) of the whole package; callbacks/ lies beside it."""
+    found = [(path.relative_to(PACKAGE), path) for path in PACKAGE.rglob("*.py")]
+    found = [(name, path) for name, path in found if name.parts[0] != "callbacks"]
+    found += [(path.relative_to(ROOT), path) for path in (ROOT / "callbacks").rglob("*.py")]
+    return sorted((".".join(name.with_suffix("").parts).removesuffix(".__init__"), path) for name, path in found)
 
 
-def imports(path: Path, *, top_only: bool) -> Iterator[str]:
+def imports(path: Path, *, top_only: bool, guarded_too: bool = False) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     guarded = {
         id(node)
@@ -58,30 +90,62 @@ def imports(path: Path, *, top_only: bool) -> Iterator[str]:
     }
     nodes = tree.body if top_only else list(ast.walk(tree))
     for node in nodes:
-        if id(node) in guarded:
+        if id(node) in guarded and not guarded_too:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: imports are absolute"
-            yield node.module
+            known = {name for name, _ in source_files()} if node.module.startswith("lit_grpo") else set()
+            below = node.module.removeprefix("lit_grpo").removeprefix(".")
+            for alias in node.names:
+                whole = f"{below}.{alias.name}".removeprefix(".")
+                yield f"lit_grpo.{whole}" if whole in known else node.module
 
 
-@pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_dependencies_point_down(room):
-    allowed = ALLOWED[room] | {room, "types", "errors"}
-    for path in files(room):
-        for name in imports(path, top_only=False):
-            if name.startswith("lit_grpo."):
-                assert name.split(".")[1] in allowed, f"{path.relative_to(ROOT)} imports {name}"
+def rule_of(name: str) -> str | None:
+    """The longest entry of ALLOWED that covers a module."""
+    covering = [key for key in ALLOWED if name == key or name.startswith(f"{key}.")]
+    return max(covering, key=len, default=None)
+
+
+def test_every_folder_has_its_line():
+    folders = {name.rpartition(".")[0] for name, path in source_files() if path.name != "__init__.py"}
+    assert {folder for folder in folders if folder and rule_of(folder) is None} == set()
+    assert {name for name, _ in source_files() if "." not in name and (PACKAGE / f"{name}.py").exists()} <= LOOSE
+
+
+def test_dependencies_point_down():
+    for name, path in source_files():
+        key = rule_of(name)
+        if key is None:
+            continue
+        allowed = ALLOWED[key] | {key} | EVERYWHERE
+        for imported in imports(path, top_only=False):
+            below = imported.removeprefix("lit_grpo.")
+            if imported.startswith("lit_grpo.") and not any(below == a or below.startswith(f"{a}.") for a in allowed):
+                raise AssertionError(f"{path.relative_to(ROOT)} imports {imported}; {key} may import {sorted(allowed)}")
+
+
+def test_no_cycle_between_folders():
+    edges: dict[str, set[str]] = {}
+    for key, allowed in ALLOWED.items():
+        edges.setdefault(key.split(".")[0], set()).update(name.split(".")[0] for name in allowed)
+    done: set[str] = set()
+    order = list(edges)
+    while order:
+        free = [room for room in order if edges[room] - {room} <= done]
+        assert free, f"a cycle among {order}"
+        done.update(free)
+        order = [room for room in order if room not in done]
 
 
 @pytest.mark.parametrize("room", sorted(NOT_AT_IMPORT))
 def test_heavy_packages_are_imported_where_they_are_used(room):
-    for path in files(room):
-        if path.name == "math_symbolic.py":
-            continue  # imported by the verifier's worker processes alone
-        found = {name.split(".")[0] for name in imports(path, top_only=True)}
+    for name, path in source_files():
+        if name.split(".")[0] != room or name == "rewards.math.symbolic":
+            continue  # the symbolic comparison is imported by the verifier's worker processes alone
+        found = {imported.split(".")[0] for imported in imports(path, top_only=True)}
         assert not found & NOT_AT_IMPORT[room], f"{path.name} imports {found & NOT_AT_IMPORT[room]}"
 
 
@@ -91,17 +155,14 @@ def test_importing_the_package_loads_nothing_heavy():
     assert out.strip() == "[]"
 
 
-def test_no_file_is_longer_than_500_lines():
-    for pattern in ("lit_grpo/**/*.py", "callbacks/**/*.py", "tests/**/*.py", "scripts/*"):
-        for path in ROOT.glob(pattern):
-            if path.is_file() and "callbacks" not in path.relative_to(ROOT).parts[1:]:
-                assert len(path.read_text(encoding="utf-8").splitlines()) <= 500, path
-
-
 def test_pyproject_lists_every_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = {"lit_grpo"} | {
-        ".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE
+    found = {
+        ".".join(("lit_grpo", *folder.relative_to(top).parts))
+        for top in (PACKAGE, ROOT)
+        for folder in (path.parent for path in top.rglob("__init__.py"))
+        if (top == PACKAGE and "callbacks" not in folder.parts[len(ROOT.parts) :])
+        or (top == ROOT and folder.relative_to(ROOT).parts[0] == "callbacks")
     }
-    assert set(settings["packages"]) == found | {"lit_grpo.callbacks"}
+    assert set(settings["packages"]) == found
     assert (PACKAGE / "callbacks").resolve() == (ROOT / "callbacks").resolve()

@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 import torch
 
 from lit_grpo import LitGRPO, RolloutDataModule
+from lit_grpo.data import AdditionPrompts, PromptFormat
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.rewards.base import Reward
-from lit_grpo.tasks import AdditionPrompts, PromptFormat
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling, Score
 
 TINY = TinyModel(width=32, layers=2, heads=2)

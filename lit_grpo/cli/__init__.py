@@ -36,11 +36,15 @@ COMMANDS = (
     ),
     Command("test", "evaluate on the test sets (data.test), benchmarks by name", "lit_grpo.cli.training:run"),
     Command("predict", "write completions for the questions of data.test", "lit_grpo.cli.training:run"),
-    Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.check.command:run"),
-    Command("filter", "sample the training prompts, keep those of the wanted pass rate", "lit_grpo.filter.command:run"),
-    Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.report.command:run"),
-    Command("score", "judge ready completions with any reward; needs no model", "lit_grpo.score:run"),
-    Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.export:run"),
+    Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.commands.check.command:run"),
+    Command(
+        "filter",
+        "sample the training prompts, keep those of the wanted pass rate",
+        "lit_grpo.commands.filter.command:run",
+    ),
+    Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.commands.report:run"),
+    Command("score", "judge ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
+    Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.commands.export:run"),
 )
 
 HELP = """\

@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningCLI
 
 from lit_grpo.cli.layers import Layer
-from lit_grpo.cli.lightning import TrainingCLI
+from lit_grpo.cli.lightning_cli import TrainingCLI
 from lit_grpo.cli.strategy import resolve_strategy
-from lit_grpo.data import RolloutDataModule
+from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.module import LitGRPO
 
 

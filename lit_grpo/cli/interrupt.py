@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_grpo.callbacks.stop import KEYBOARD, request_stop
+from lit_grpo.run.stop import KEYBOARD, request_stop
 
 
 class FirstCtrlC(Callback):

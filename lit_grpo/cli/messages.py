@@ -11,7 +11,7 @@ from types import ModuleType
 
 from lit_grpo.errors import nearest
 
-OUR_MODULES = ("lit_grpo.rewards", "lit_grpo.tasks", "lit_grpo.callbacks", "lit_grpo.tracking")
+OUR_MODULES = ("lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.tracking")
 """Where classes for ``class_path`` live."""
 
 

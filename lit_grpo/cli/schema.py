@@ -17,7 +17,7 @@ from pathlib import Path
 PARTS = {
     "trainer": ("lightning.pytorch", "Trainer"),
     "model": ("lit_grpo.module", "LitGRPO"),
-    "data": ("lit_grpo.data", "RolloutDataModule"),
+    "data": ("lit_grpo.datamodule", "RolloutDataModule"),
     "checkpoint": ("lit_grpo.callbacks", "RolloutCheckpoint"),
 }
 """Top-level key -> where the class is imported from whose arguments stand below it."""

@@ -28,7 +28,7 @@ def resolve_strategy(strategy: Any) -> Any:
     named = type(strategy).__name__
     if strategy != "fsdp" and named != "ModelParallelStrategy":
         return strategy
-    from lit_grpo.fsdp import FSDP2Strategy
+    from lit_grpo.distributed.strategy import FSDP2Strategy
 
     if strategy == "fsdp":
         return FSDP2Strategy()
@@ -46,7 +46,7 @@ def readers(plugins: Any, strategy: Any) -> Any:
     from lightning.pytorch.plugins.io import CheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from lit_grpo.sharded_checkpoint import AnyCheckpointIO
+    from lit_grpo.distributed.checkpoint import AnyCheckpointIO
 
     given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
     reads = any(isinstance(plugin, CheckpointIO) for plugin in given)

@@ -30,8 +30,8 @@ def run(command: str, argv: list[str]) -> int:
     if str(Path.cwd()) not in sys.path:  # rewards and callbacks of the user, next to the configuration
         sys.path.append(str(Path.cwd()))
     _quiet()
-    from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
-    from lit_grpo.cli.lightning import TrainingCLI
+    from lit_grpo.cli.lightning_cli import TrainingCLI
+    from lit_grpo.run.stop import KEYBOARD, stop_reason
 
     cli = TrainingCLI(command, argv, layers)
     reason = stop_reason(cli.trainer)

@@ -27,11 +27,11 @@ def check_engine(config: EngineConfig, experts: bool = False) -> None:
             remedy="set model.routing_replay: old, or data.engine.name: transformers",
         )
     if config.name == "vllm":
-        from lit_grpo.engines.vllm_start import check_installed
+        from lit_grpo.engines.vllm.start import check_installed
 
         check_installed()
     elif config.name == "vllm_server":
-        from lit_grpo.engines.vllm_server_process import check_server_config
+        from lit_grpo.engines.vllm_server.process import check_server_config
 
         check_server_config(config)
 
@@ -62,7 +62,7 @@ def make_engine(
         experts: completions say which experts their tokens went through (mixture-of-experts models).
     """
     if config.name == "transformers":
-        from lit_grpo.engines.transformers import TransformersEngine
+        from lit_grpo.engines.transformers.engine import TransformersEngine
 
         # A sharded model does not sample: each token would gather every weight, on all ranks alike.
         own = beside_learner or policy.sharded
@@ -71,7 +71,7 @@ def make_engine(
         engine.routers = policy.listen(engine.model) if experts else None
         return engine
     if config.name == "vllm_server":
-        from lit_grpo.engines.vllm_server import make_vllm_server
+        from lit_grpo.engines.vllm_server.engine import make_vllm_server
 
         return make_vllm_server(
             config,
@@ -81,7 +81,7 @@ def make_engine(
             max_model_len=config.max_model_len or max_model_len,
             seed=seed,
         )
-    from lit_grpo.engines.vllm import make_vllm_engine
+    from lit_grpo.engines.vllm.engine import make_vllm_engine
 
     return make_vllm_engine(
         config,

@@ -44,8 +44,8 @@ class EvaluationResult:
 class Evaluator:
     """One evaluation: ``update`` with every batch, then ``compute``, on all ranks.
 
-    Every rank must see at least one batch of each set, which may be empty; :class:`lit_grpo.rollouts.EvaluationLoader`
-    makes as many batches on each.
+    Every rank must see at least one batch of each set, which may be empty;
+    :class:`lit_grpo.rollout.loader.EvaluationLoader` makes as many batches on each.
 
     Args:
         stage: ``val`` or ``test``.

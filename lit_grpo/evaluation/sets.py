@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lit_grpo.data.sources.base import PromptSource, Row
+from lit_grpo.data.sources.benchmarks import BENCHMARKS, BenchmarkPrompts
+from lit_grpo.data.sources.jsonl import JsonlPrompts
+from lit_grpo.data.template import PromptFormat
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.estimators import default_ks
-from lit_grpo.tasks.base import PromptSource, Row
-from lit_grpo.tasks.benchmarks import BENCHMARKS, BenchmarkPrompts
-from lit_grpo.tasks.jsonl import JsonlPrompts
-from lit_grpo.tasks.template import PromptFormat
 from lit_grpo.types import Sampling
 
 LOGPROB, TOTAL = "logprob", "reward"

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_grpo.evaluation.evaluator import EvaluationResult
 from lit_grpo.evaluation.table import table
-from lit_grpo.tracking.folder import run_folder, run_logger, shown
+from lit_grpo.run.folder import run_folder, run_logger, shown
 
 
 class EvaluationWriter(Callback):
@@ -97,7 +97,7 @@ class EvaluationWriter(Callback):
             )
 
     def _content(self, trainer: Trainer, module: LightningModule, result: EvaluationResult) -> dict[str, Any]:
-        from lit_grpo.rng import run_seed
+        from lit_grpo.utils.random import run_seed
 
         data: Any = getattr(trainer, "datamodule", None)
         policy: Any = getattr(module, "policy_config", None)

@@ -1,6 +1,5 @@
 """The model that is trained: loading, log-probabilities and entropies, weights by name."""
 
-from lit_grpo.policy.batching import Layout, PolicyInput, pack_rows, pad_rows, share_prompts
 from lit_grpo.policy.config import (
     CriticConfig,
     LoraConfig,
@@ -8,11 +7,11 @@ from lit_grpo.policy.config import (
     PolicyConfig,
     QuantizationConfig,
     ReferenceConfig,
-    ShardingConfig,
     TinyModel,
 )
 from lit_grpo.policy.critic import Critic
-from lit_grpo.policy.policy import Policy, TokenStats
+from lit_grpo.policy.forward.batching import Layout, PolicyInput, pack_rows, pad_rows, share_prompts
+from lit_grpo.policy.forward.policy import Policy, TokenStats
 
 __all__ = [
     "Critic",
@@ -25,7 +24,6 @@ __all__ = [
     "PolicyInput",
     "QuantizationConfig",
     "ReferenceConfig",
-    "ShardingConfig",
     "TinyModel",
     "TokenStats",
     "pack_rows",

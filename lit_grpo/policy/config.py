@@ -153,27 +153,6 @@ class ReferenceConfig:
 
 
 @dataclass
-class ShardingConfig:
-    """How ``trainer.strategy: fsdp`` (FSDP2) splits policy, critic and reference over ranks.
-
-    Other strategies ignore it. Weights, gradients and optimizer states are held in ``policy.dtype``, in shards;
-    gradients of several ranks are summed in float32, whatever ``param_dtype`` is.
-
-    Attributes:
-        param_dtype: number format in which weights are gathered and forward and backward computed; ``auto``: bfloat16
-            on CUDA, float32 on CPU.
-        cpu_offload: shards, gradients and optimizer live in main memory, and the optimizer steps there: slower, for
-            models that do not fit otherwise.
-        reshard_after_forward: give a block's gathered weights back after its forward pass and gather them again in the
-            backward pass: less memory, more traffic.
-    """
-
-    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    cpu_offload: bool = False
-    reshard_after_forward: bool = True
-
-
-@dataclass
 class CriticConfig:
     """The value function of methods with one: a linear head on a model of its own, or on the policy's trunk.
 

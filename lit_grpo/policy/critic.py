@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_grpo.errors import UserError
-from lit_grpo.policy.batching import Layout, PolicyInput
-from lit_grpo.policy.compiling import eagerly, is_compiled
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
-from lit_grpo.policy.load import check_policy, load_model, load_tokenizer
-from lit_grpo.policy.policy import hidden_states, switch_off_dropout
-from lit_grpo.policy.quantization import keep_base_out_of_checkpoints
+from lit_grpo.policy.forward.batching import Layout, PolicyInput
+from lit_grpo.policy.forward.policy import hidden_states, switch_off_dropout
+from lit_grpo.policy.model.compiling import eagerly, is_compiled
+from lit_grpo.policy.model.load import check_policy, load_model, load_tokenizer
+from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
 
 KEY = "model.critic"
 

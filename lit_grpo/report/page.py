@@ -12,7 +12,7 @@ from typing import Any
 from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
 from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
 from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
-from lit_grpo.tracking.folder import REPORT_FILE
+from lit_grpo.run.folder import REPORT_FILE
 
 PHASES = (
     ("time/sync", "weights to the engine"),

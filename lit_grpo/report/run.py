@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.errors import UserError, nearest
-from lit_grpo.tracking import flight
-from lit_grpo.tracking.folder import shown
+from lit_grpo.run import flight
+from lit_grpo.run.folder import shown
 from lit_grpo.tracking.spool import FILE_NAME, read_lines
 
 FINDINGS_FILE = "findings.jsonl"

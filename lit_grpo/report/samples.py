@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.report.run import Run
-from lit_grpo.tracking import flight
+from lit_grpo.run import flight
 
 LONGEST = 400
 """Tokens of a completion that are shown."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
-from lit_grpo.tracking.folder import run_folder, run_logger, shown
+from lit_grpo.run.folder import run_folder, run_logger, shown
+from lit_grpo.run.stop import KEYBOARD, stop_reason
 
 log = logging.getLogger(__name__)
 

@@ -10,24 +10,24 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.base import Reward, judging_reward, total_range
     from lit_grpo.rewards.by_source import RewardBySource, SourceReward
     from lit_grpo.rewards.choice import ChoiceReward
-    from lit_grpo.rewards.code import CodeReward
+    from lit_grpo.rewards.code.reward import CodeReward
+    from lit_grpo.rewards.combine import OnError, RewardError, check_rewards, score_all
     from lit_grpo.rewards.countdown import CountdownReward
     from lit_grpo.rewards.exact_match import ExactMatch
     from lit_grpo.rewards.format_tags import FormatReward
     from lit_grpo.rewards.function import FunctionReward
     from lit_grpo.rewards.judge import JudgeReward
     from lit_grpo.rewards.length import CosineReward, LengthReward, OverlongPenalty
-    from lit_grpo.rewards.math_verify import MathReward
+    from lit_grpo.rewards.math.numeric import NumericReward
+    from lit_grpo.rewards.math.verify import MathReward
     from lit_grpo.rewards.noise import NoisyReward
-    from lit_grpo.rewards.numeric import NumericReward
     from lit_grpo.rewards.reasoning_gym import ReasoningGymReward
     from lit_grpo.rewards.repetition import RepetitionPenalty
-    from lit_grpo.rewards.scoring import OnError, RewardError, check_rewards, score_all
 
 _HOME = {
     "AdditionReward": "addition",
     "ChoiceReward": "choice",
-    "CodeReward": "code",
+    "CodeReward": "code.reward",
     "CosineReward": "length",
     "CountdownReward": "countdown",
     "ExactMatch": "exact_match",
@@ -35,20 +35,20 @@ _HOME = {
     "FunctionReward": "function",
     "JudgeReward": "judge",
     "LengthReward": "length",
-    "MathReward": "math_verify",
+    "MathReward": "math.verify",
     "NoisyReward": "noise",
-    "NumericReward": "numeric",
-    "OnError": "scoring",
+    "NumericReward": "math.numeric",
+    "OnError": "combine",
     "OverlongPenalty": "length",
     "RepetitionPenalty": "repetition",
     "ReasoningGymReward": "reasoning_gym",
     "Reward": "base",
     "RewardBySource": "by_source",
-    "RewardError": "scoring",
+    "RewardError": "combine",
     "SourceReward": "by_source",
-    "check_rewards": "scoring",
+    "check_rewards": "combine",
     "judging_reward": "base",
-    "score_all": "scoring",
+    "score_all": "combine",
     "total_range": "base",
 }
 

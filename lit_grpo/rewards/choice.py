@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.math_answer import final_answer, gold_answer
-from lit_grpo.rewards.math_text import clean
+from lit_grpo.rewards.math.answer import final_answer, gold_answer
+from lit_grpo.rewards.math.text import clean
 from lit_grpo.types import RewardInput, Score
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.arithmetic import evaluate
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.math_answer import final_answer
+from lit_grpo.rewards.math.answer import final_answer
 from lit_grpo.types import RewardInput, Score
 
 _TAG = "<answer>"

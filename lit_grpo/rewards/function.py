@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.pool import WorkerPool
+from lit_grpo.rewards.isolation.pool import WorkerPool
 from lit_grpo.types import RewardInput, Score
 
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {

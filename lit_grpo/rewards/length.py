@@ -8,7 +8,7 @@ from typing import Literal
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.wrapping import WrappingReward
+from lit_grpo.rewards.wrappers import WrappingReward
 from lit_grpo.types import RewardInput, Score
 
 

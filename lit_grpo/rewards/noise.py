@@ -6,7 +6,7 @@ import hashlib
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.wrapping import WrappingReward
+from lit_grpo.rewards.wrappers import WrappingReward
 from lit_grpo.types import RewardInput, Score
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.pool import WorkerPool
+from lit_grpo.rewards.isolation.pool import WorkerPool
 from lit_grpo.rewards.reasoning_gym_score import score_entry
 from lit_grpo.types import RewardInput, Score
 
@@ -16,7 +16,7 @@ from lit_grpo.types import RewardInput, Score
 class ReasoningGymReward(Reward):
     """What the task of reasoning-gym itself says of an answer, from 0 to 1; 1 is right.
 
-    For prompts of :class:`lit_grpo.tasks.ReasoningGymPrompts`, of any task and of several in one run. Scores are
+    For prompts of :class:`lit_grpo.data.ReasoningGymPrompts`, of any task and of several in one run. Scores are
     computed in worker processes with a hard time limit: some tasks parse or run what the model wrote.
 
     Args:
@@ -86,6 +86,6 @@ def _entry(item: RewardInput) -> tuple[str, Any]:
         raise UserError(
             f"the prompt {item.prompt.id!r} is no problem of reasoning-gym",
             where="ReasoningGymReward",
-            remedy="use it with lit_grpo.tasks.ReasoningGymPrompts alone",
+            remedy="use it with lit_grpo.data.ReasoningGymPrompts alone",
         )
     return held["task"], held["entry"]

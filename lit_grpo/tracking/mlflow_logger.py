@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.tracking.folder import shown
+from lit_grpo.run.folder import RunRecord, shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
@@ -30,7 +30,7 @@ RUN_FILE = "run.json"
 PARAMS_FILE = "params.json"
 
 
-class RunLogger(Logger):
+class RunLogger(Logger, RunRecord):
     """Keeps a run in a folder and sends it to MLflow from a thread.
 
     Every record is in ``<run_dir>/metrics.jsonl`` before it is sent. A server that is down, slow or refuses a record

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_grpo.tracking.folder import run_folder, shown
+from lit_grpo.run.folder import run_folder, shown
 
 
 class PredictionWriter(Callback):

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-from lit_grpo.tracking.folder import run_folder, run_logger
+from lit_grpo.run.folder import run_folder, run_logger
 
 OBJECTIVE_FILE = "objective.json"
 

@@ -15,10 +15,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
-from lit_grpo.callbacks.stop import KEYBOARD, stop_reason
 from lit_grpo.errors import StopRun
+from lit_grpo.run.folder import run_folder, run_logger, shown
+from lit_grpo.run.stop import KEYBOARD, stop_reason
 from lit_grpo.tracking.curves import PANELS, draw_curves
-from lit_grpo.tracking.folder import run_folder, run_logger, shown
 
 log = logging.getLogger(__name__)
 

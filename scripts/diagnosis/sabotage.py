@@ -14,11 +14,11 @@ import lightning.pytorch as pl
 import torch
 
 from lit_grpo.engines.base import NamedWeights, RolloutEngine
-from lit_grpo.engines.transformers import TransformersEngine
-from lit_grpo.policy.batching import PolicyInput
+from lit_grpo.engines.transformers.engine import TransformersEngine
+from lit_grpo.policy.forward.batching import PolicyInput
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rng import derive_seed
 from lit_grpo.types import Completion, Experience, Request, RewardInput, Rollout, Sampling, Score
+from lit_grpo.utils.random import derive_seed
 
 
 class Sabotage:
@@ -195,7 +195,7 @@ class ChangedExperience(Sabotage):
 
     def around_fit(self) -> AbstractContextManager[Any]:
         from lit_grpo import module
-        from lit_grpo.experience import make_experience
+        from lit_grpo.learner.batch import make_experience
 
         def changed(batch: Rollout, device: Any) -> Experience:
             return self.change(batch, make_experience(batch, device))

@@ -13,16 +13,16 @@ import lightning.pytorch as pl
 
 from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.callbacks import HealthMonitor
-from lit_grpo.callbacks.actions import FINDINGS_FILE, read_journal
+from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE, read_journal
+from lit_grpo.data import TwoFormAddition
+from lit_grpo.data.sources.two_form_addition import ANSWER, MAX_NEW_TOKENS
 from lit_grpo.engines import EngineConfig
 from lit_grpo.errors import StopRun
-from lit_grpo.guards import GuardConfig
+from lit_grpo.learner.engine_agreement import GuardConfig
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
-from lit_grpo.producer import RolloutProducer
 from lit_grpo.rewards import ExactMatch
-from lit_grpo.tasks import TwoFormAddition
-from lit_grpo.tasks.two_form_addition import ANSWER, MAX_NEW_TOKENS
+from lit_grpo.rollout.generator import RolloutProducer
 from lit_grpo.types import Rollout, Sampling
 from scripts.diagnosis.cases import Case, Job, find
 from scripts.diagnosis.sabotage import Sabotage

@@ -15,15 +15,15 @@ import lightning.pytorch as pl
 import torch
 from common import Clock, Talk, Work, by_gradient
 
-import lit_grpo.data
+import lit_grpo.datamodule
 from lit_grpo import LitGRPO, RolloutDataModule
+from lit_grpo.data import InMemoryPrompts
+from lit_grpo.distributed.strategy import FSDP2Strategy
 from lit_grpo.engines.config import EngineConfig
-from lit_grpo.fsdp import FSDP2Strategy
+from lit_grpo.learner.forward import Passes
 from lit_grpo.objectives import ObjectiveConfig
-from lit_grpo.passes import Passes
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
 from lit_grpo.rewards import Reward
-from lit_grpo.tasks import InMemoryPrompts
 from lit_grpo.types import Completion, Request, RewardInput, Rollout, Sampling
 
 
@@ -108,12 +108,12 @@ def main() -> None:
     # Weights are float32 on both sides; shards are computed with in bfloat16.
     sharded = settings.get("strategy") == "fsdp" and torch.cuda.is_available()
     policy = {"path": work.model, "dtype": "float32" if sharded else work.dtype} | settings.get("policy", {})
-    lit_grpo.data.make_engine = clock.makes_engine(lit_grpo.data.make_engine)  # type: ignore[attr-defined]
+    lit_grpo.datamodule.make_engine = clock.makes_engine(lit_grpo.datamodule.make_engine)  # type: ignore[attr-defined]
     Passes.loss = clock.timed(Passes.loss, by_gradient)  # type: ignore[method-assign]
     Passes.fill = clock.timed(Passes.fill, "other passes")  # type: ignore[method-assign]
     if work.exact_length:
-        lit_grpo.data.end_token_ids = lambda *_: ()  # type: ignore[assignment]
-    produce = lit_grpo.data.RolloutProducer.sampled
+        lit_grpo.datamodule.end_token_ids = lambda *_: ()  # type: ignore[assignment]
+    produce = lit_grpo.datamodule.RolloutProducer.sampled
 
     def sampled(*args: Any, **kwargs: Any) -> Any:
         """CPU seconds of sampling, a generator that others work between."""
@@ -121,8 +121,8 @@ def main() -> None:
         step = clock.timed(lambda: next(made, None), "generate")
         return iter(step, None)
 
-    lit_grpo.data.RolloutProducer.sampled = sampled  # type: ignore[method-assign,assignment]
-    score = lit_grpo.data.RolloutProducer._score
+    lit_grpo.datamodule.RolloutProducer.sampled = sampled  # type: ignore[method-assign,assignment]
+    score = lit_grpo.datamodule.RolloutProducer._score
 
     def scored(*args: Any) -> Any:
         """In a thread of its own."""
@@ -131,8 +131,8 @@ def main() -> None:
         clock.add("reward", time.perf_counter() - before[0], time.thread_time() - before[1])
         return made
 
-    lit_grpo.data.RolloutProducer._score = scored  # type: ignore[method-assign]
-    lit_grpo.data.RolloutProducer.sync = clock.timed(lit_grpo.data.RolloutProducer.sync, "sync")  # type: ignore
+    lit_grpo.datamodule.RolloutProducer._score = scored  # type: ignore[method-assign]
+    lit_grpo.datamodule.RolloutProducer.sync = clock.timed(lit_grpo.datamodule.RolloutProducer.sync, "sync")  # type: ignore
     module = LitGRPO(
         policy=PolicyConfig(**policy),
         # TRL's default loss: tokens of the whole step weigh alike, and 1e-4 is added to the standard deviation.

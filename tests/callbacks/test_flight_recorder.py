@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lit_grpo.callbacks.actions import FINDINGS_FILE
+from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE
 from lit_grpo.callbacks.flight_recorder import FlightRecorder
-from lit_grpo.callbacks.stop import request_stop
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
-from lit_grpo.tracking import flight
+from lit_grpo.run import flight
+from lit_grpo.run.stop import request_stop
 from tests import tiny
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lit_grpo.callbacks import Diagnosis, HealthMonitor, Monitor, monitors, stop_reason
-from lit_grpo.callbacks.actions import read_journal
-from lit_grpo.callbacks.findings import Evidence, Finding
-from lit_grpo.callbacks.remedies import Remedy
+from lit_grpo.callbacks.diagnosis.actions import read_journal
+from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.errors import UserError
 from lit_grpo.tracking import RunLogger
+from tests.callbacks.monitors.test_monitors import TROUBLES, make
 from tests.callbacks.synthetic import changed, healthy
-from tests.callbacks.test_monitors import TROUBLES, make
 from tests.tracking.stand_in import StandIn, StandInLoader, make_trainer
 
 
@@ -162,7 +162,7 @@ model:
   policy: {tiny: {alphabet: "0123456789+=", layers: 1, width: 16, heads: 2}}
   optimizer: {lr: 1.0e-3}
 data:
-  prompts: {class_path: lit_grpo.tasks.AdditionPrompts, init_args: {digits: 1}}
+  prompts: {class_path: lit_grpo.data.AdditionPrompts, init_args: {digits: 1}}
   rewards: [{class_path: lit_grpo.rewards.ExactMatch}]
   group_size: 2
   prompts_per_rollout: 2

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_grpo.callbacks import EntropyMonitor, Finding, GradientNormMonitor, stop_reason
-from lit_grpo.callbacks.actions import read_journal
-from lit_grpo.callbacks.monitor import read_metrics
+from lit_grpo.callbacks.diagnosis.actions import read_journal
+from lit_grpo.callbacks.monitors.monitor import read_metrics
 
 
 class Classifier(pl.LightningModule):

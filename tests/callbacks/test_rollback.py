@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, stop_reason
-from lit_grpo.callbacks.actions import read_journal
-from lit_grpo.callbacks.monitor import Monitor
+from lit_grpo.callbacks.diagnosis.actions import read_journal
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import GradientNormMonitor
-from lit_grpo.callbacks.remedies import Remedy
+from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig
 from tests import tiny

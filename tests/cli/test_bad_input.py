@@ -3,17 +3,16 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from lit_grpo.cli import main
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODEL = "model:\n  policy: {tiny: {}}\n"
 DATA = """\
 data:
-  prompts: {class_path: lit_grpo.tasks.AdditionPrompts}
+  prompts: {class_path: lit_grpo.data.AdditionPrompts}
   rewards:
     - {class_path: lit_grpo.rewards.ExactMatch}
 """
@@ -86,7 +85,7 @@ IN_A_FILE = {
     "engine": (GOOD + "  engine: {name: vlm}\n", ["`data.engine.name` cannot be 'vlm'", "a.yaml:7", "'vllm'"]),
     "class": (
         MODEL + DATA.replace("AdditionPrompts", "AdditionPromts"),
-        ["AdditionPromts", "a.yaml:4", "did you mean lit_grpo.tasks.AdditionPrompts?"],
+        ["AdditionPromts", "a.yaml:4", "did you mean lit_grpo.data.AdditionPrompts?"],
     ),
     "class in a list": (
         MODEL + DATA.replace("ExactMatch", "ExactMtch"),
@@ -105,7 +104,7 @@ IN_A_FILE = {
         ["my_rewards", "a.yaml:6", "is it installed, or in the folder you are in?"],
     ),
     "class of another kind": (
-        MODEL + DATA.replace("lit_grpo.rewards.ExactMatch", "lit_grpo.tasks.AdditionPrompts"),
+        MODEL + DATA.replace("lit_grpo.rewards.ExactMatch", "lit_grpo.data.AdditionPrompts"),
         ["is no Reward", "a.yaml:6"],
     ),
     "argument of a class": (
@@ -213,7 +212,7 @@ def test_the_environment_is_named(screen, monkeypatch):
 def test_missing_keys(screen):
     assert "the policy needs either `path`" in screen("fit")
     assert "no reward is given" in screen("fit", "--model.policy.tiny", "{}")
-    without = DATA.replace("prompts: {class_path: lit_grpo.tasks.AdditionPrompts}", "group_size: 2")
+    without = DATA.replace("prompts: {class_path: lit_grpo.data.AdditionPrompts}", "group_size: 2")
     assert without != DATA
     assert "`fit` needs questions to train on" in screen("fit", "--config", "a.yaml", a=MODEL + without)
     assert "data.test names no set" in screen("test", "--config", "a.yaml", a=MODEL + DATA)
@@ -267,8 +266,8 @@ def test_an_unknown_key_with_nothing_in_it_is_found(screen):
     assert "no key `sumary`" in screen("fit", "--config", "a.yaml", a="sumary: {}\n" + GOOD)
 
 
-JSONL = "data:\n  prompts:\n    class_path: lit_grpo.tasks.JsonlPrompts\n    init_args:\n      path: x.jsonl\n"
-HUB = "data:\n  prompts:\n    class_path: lit_grpo.tasks.ParquetPrompts\n"
+JSONL = "data:\n  prompts:\n    class_path: lit_grpo.data.JsonlPrompts\n    init_args:\n      path: x.jsonl\n"
+HUB = "data:\n  prompts:\n    class_path: lit_grpo.data.ParquetPrompts\n"
 
 
 def test_arguments_of_one_class_do_not_become_anothers(screen):
@@ -276,8 +275,8 @@ def test_arguments_of_one_class_do_not_become_anothers(screen):
     shown = screen("fit", "--config", "a.yaml", "--config", "b.yaml", "--config", "c.yaml", a=GOOD, b=JSONL, c=HUB)
     assert "would take over `path`, set for the other class in b.yaml:5" in shown
     assert "c.yaml:3" in shown
-    shown = screen("fit", "--config", "a.yaml", "--config", "b.yaml", "--data.prompts=lit_grpo.tasks.ParquetPrompts")
+    shown = screen("fit", "--config", "a.yaml", "--config", "b.yaml", "--data.prompts=lit_grpo.data.ParquetPrompts")
     assert "would take over `path`" in shown
     # Set again, it is nobody else's: then only the file itself is missing.
-    own = ["--data.prompts=lit_grpo.tasks.ParquetPrompts", "--data.prompts.path=y.parquet"]
+    own = ["--data.prompts=lit_grpo.data.ParquetPrompts", "--data.prompts.path=y.parquet"]
     assert "y.parquet" in screen("fit", "--config", "a.yaml", "--config", "b.yaml", *own)

@@ -14,15 +14,15 @@ from lit_grpo.cli import early, main, schema
 from lit_grpo.cli.early import check_early
 from lit_grpo.cli.explain import Explainer
 from lit_grpo.cli.layers import read_layers
-from lit_grpo.cli.lightning import TrainingCLI  # before a test captures what its log handler would keep
+from lit_grpo.cli.lightning_cli import TrainingCLI  # before a test captures what its log handler would keep
 from lit_grpo.errors import UserError
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 GOOD = """\
 model:
   policy: {tiny: {}}
 data:
-  prompts: {class_path: lit_grpo.tasks.AdditionPrompts}
+  prompts: {class_path: lit_grpo.data.AdditionPrompts}
   rewards:
     - {class_path: lit_grpo.rewards.ExactMatch}
 """
@@ -146,7 +146,7 @@ FINE = {
     "group": ["--model={policy: {tiny: {}}}", "--data.engine", "{name: transformers}", "--trainer", "trainer.yaml"],
     "value with dashes": ["--model.policy.path", "-- a b", "--data.sampling.temperature", "-1"],
     "list": ["--trainer.callbacks+=lit_grpo.callbacks.EntropyMonitor", "--data.rewards+=lit_grpo.rewards.ExactMatch"],
-    "class": ["--data.prompts=lit_grpo.tasks.AdditionPrompts", "--data.prompts.init_args.digits=2"],
+    "class": ["--data.prompts=lit_grpo.data.AdditionPrompts", "--data.prompts.init_args.digits=2"],
     "null": ["--model.objective.advantage=null", "--model.critic=null"],
     "part": ["--model.critic={trunk: shared}", "--model.critic.optimizer.lr=1e-3", "--model.critic.trunk=shared"],
     "help": [

@@ -24,7 +24,7 @@ model:
     tiny: {layers: 1, width: 16, heads: 2}
   optimizer: {lr: 1.0e-3}
 data:
-  prompts: {class_path: lit_grpo.tasks.AdditionPrompts}
+  prompts: {class_path: lit_grpo.data.AdditionPrompts}
   rewards:
     - {class_path: tests.cli.test_fit.Even}
   group_size: 4
@@ -253,7 +253,7 @@ def test_environment_lies_below_files_and_files_below_the_command_line(place, mo
 
 def test_validate_reads_a_checkpoint(place):
     assert main(["fit", "--config", "a.yaml", "--data.rollouts=1", "--trainer.logger.run_name=one"]) == 0
-    (place / "v.yaml").write_text("data: {val_prompts: {class_path: lit_grpo.tasks.AdditionPrompts}}\n")
+    (place / "v.yaml").write_text("data: {val_prompts: {class_path: lit_grpo.data.AdditionPrompts}}\n")
     arguments = ["--config", "a.yaml", "--config", "v.yaml", "--ckpt_path", "runs/one/checkpoints/last.ckpt"]
     assert main(["validate", *arguments, "--trainer.logger.run_name=two"]) == 0
     assert (place / "runs" / "two" / "config-validate.yaml").exists()
@@ -288,7 +288,7 @@ def test_export_gives_the_trained_policy(place, capsys):
 def test_evaluation_commands_print_a_table_and_leave_every_completion(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     key = {"validate": "val", "test": "test"}[command]
-    source = "class_path: lit_grpo.tasks.AdditionPrompts, init_args"
+    source = "class_path: lit_grpo.data.AdditionPrompts, init_args"
     layer = f"data:\n  {key}_prompts: {{{source}: {{n: 10}}}}\n"
     layer += f"  {key}: {{few: {{prompts: {{{source}: {{}}}}, limit: 3, samples: 4, greedy: true}}}}\n"
     Path("base.yaml").write_text(CONFIG)
@@ -323,7 +323,7 @@ def test_evaluation_commands_print_a_table_and_leave_every_completion(command, t
 def test_predict_writes_every_completion(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(CONFIG)
-    given = ["--data.test_prompts", "lit_grpo.tasks.AdditionPrompts", "--data.test_prompts.n", "10"]
+    given = ["--data.test_prompts", "lit_grpo.data.AdditionPrompts", "--data.test_prompts.n", "10"]
     assert main(["predict", "--config", "base.yaml", *given, "--data.eval_group_size", "2"]) == 0
     path = Path(capsys.readouterr().out.splitlines()[-1].removeprefix("completions: "))
     records = [json.loads(line) for line in path.read_text().splitlines()]

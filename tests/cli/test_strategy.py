@@ -7,9 +7,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lit_grpo.cli.strategy import readers, resolve_strategy
+from lit_grpo.distributed.checkpoint import AnyCheckpointIO
+from lit_grpo.distributed.strategy import FSDP2Strategy
 from lit_grpo.errors import UserError
-from lit_grpo.fsdp import FSDP2Strategy
-from lit_grpo.sharded_checkpoint import AnyCheckpointIO
 
 
 def test_fsdp_and_lightnings_class_for_it_mean_fsdp2():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
 
+from lit_grpo.data import BENCHMARKS
 from lit_grpo.evaluation import EvaluationSet
-from lit_grpo.plain import from_plain
-from lit_grpo.tasks import BENCHMARKS
+from lit_grpo.utils.dataclasses import from_plain
+from tests.paths import ROOT
 
-PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from lit_grpo.data import AdditionPrompts
 from lit_grpo.evaluation import EvaluationSet
-from lit_grpo.tasks import AdditionPrompts
 from tests import tiny
 
 

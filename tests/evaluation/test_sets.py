@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.data import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubPrompts
+from lit_grpo.data.sources.benchmarks import gold_text
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import EvaluationSet
 from lit_grpo.evaluation.judging import answer_classes, judge, selector_scores
 from lit_grpo.evaluation.sets import EvaluationPart, Subset, resolve_sets
 from lit_grpo.rewards import ExactMatch, MathReward
-from lit_grpo.tasks import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubPrompts
-from lit_grpo.tasks.benchmarks import gold_text
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling
 from tests import tiny
+from tests.paths import SHARED
 
 TRAINING = Sampling(temperature=1.0, max_new_tokens=64)
 
@@ -106,14 +107,14 @@ def test_golds_of_benchmarks_become_one_text(monkeypatch: pytest.MonkeyPatch, tm
         BenchmarkPrompts("aime")
 
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+DATA = SHARED / "data"
 FILES = {"aime24": "aime24", "aime25": "aime25", "amc23": "amc23", "gaokao2023": "gaokao2023en", "gsm8k": "gsm8k_test"}
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not beside this checkout")
+@pytest.mark.skipif(not DATA.is_dir(), reason="the shared data sets are not beside this checkout")
 @pytest.mark.parametrize("name", FILES)
 def test_local_copies_have_the_questions_of_the_benchmark(name: str) -> None:
-    rows = BenchmarkPrompts(name, path=str(SHARED / f"{FILES[name]}.jsonl.gz")).rows()
+    rows = BenchmarkPrompts(name, path=str(DATA / f"{FILES[name]}.jsonl.gz")).rows()
     missing = 2 if name == "gaokao2023" else 0  # two have no gold answer
     assert len(rows) == BENCHMARKS[name].prompts - missing
     assert all(row.answer for row in rows)

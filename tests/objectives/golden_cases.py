@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lit_grpo.objectives import Objective
 from lit_grpo.types import Experience
+from tests.paths import SHARED
 
-DEFAULT = Path(__file__).parents[3] / "shared" / "golden" / "objectives.json"
+DEFAULT = SHARED / "golden" / "objectives.json"
 PATH = Path(os.environ.get("GOLDEN_OBJECTIVES", DEFAULT))
 
 RECIPE_OF = {

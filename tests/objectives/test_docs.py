@@ -13,8 +13,7 @@ import yaml
 
 from lit_grpo.objectives import RECIPES, Objective, ObjectiveConfig
 from lit_grpo.types import Experience
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 
 def module(path: str) -> ModuleType:

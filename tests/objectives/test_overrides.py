@@ -8,7 +8,6 @@ import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +29,8 @@ from lit_grpo.objectives.overrides import (
 )
 from lit_grpo.objectives.trust_regions import Surrogate, Terms
 from tests.objectives.random_batches import batch, step
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 RUN: dict[str, Any] = {"group_size": 4, "updates_per_rollout": 1, "has_critic": False}
 
 

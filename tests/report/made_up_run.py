@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lit_grpo.tracking import flight
+from lit_grpo.run import flight
 
 ONSET, SEEN, END = 20, 26, 30
 WORDS = {0: "The", 1: " answer", 2: " is", 3: " 7", 4: "\n", 5: "<eos>"}

@@ -16,7 +16,7 @@ from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.page import make_report, write_report
 from lit_grpo.report.run import Run, how_it_ended, main_diagnosis, read_folder
 from lit_grpo.report.samples import choose_steps, level, visible
-from lit_grpo.tracking import flight
+from lit_grpo.run import flight
 from tests.report.made_up_run import END, ONSET, SEEN, make_run, write_record
 
 HOSTILE = (

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from lit_grpo.cli import main
+from lit_grpo.data import InMemoryPrompts, MixedPrompts, PromptFormat, PromptSource
+from lit_grpo.data.prompt_set import prepare
 from lit_grpo.errors import UserError
-from lit_grpo.prepare import prepare
+from lit_grpo.policy.model.char_tokenizer import char_tokenizer
 from lit_grpo.rewards import (
     CosineReward,
     CountdownReward,
@@ -25,8 +27,7 @@ from lit_grpo.rewards import (
     SourceReward,
     judging_reward,
 )
-from lit_grpo.rewards.scoring import refuse_doubles, score_all
-from lit_grpo.tasks import InMemoryPrompts, MixedPrompts, PromptFormat, PromptSource, char_tokenizer
+from lit_grpo.rewards.combine import refuse_doubles, score_all
 from lit_grpo.types import Completion, Prompt, RewardInput, Score
 
 
@@ -165,7 +166,7 @@ def test_score_takes_the_source_from_the_line(tmp_path, monkeypatch, capsys):
 
 
 def test_check_tries_each_reward_on_its_own_golds():
-    from lit_grpo.check.prompts import verifier
+    from lit_grpo.commands.check.prompts import verifier
 
     prompts = [Prompt(f"sums/{n}", "?", (1,), str(n), "sums") for n in range(4)]
     prompts += [Prompt(f"other/{n}", "?", (1,), str(n), "other") for n in range(2)]

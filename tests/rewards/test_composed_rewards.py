@@ -25,7 +25,7 @@ from lit_grpo.rewards import (
     score_all,
 )
 from lit_grpo.rewards.arithmetic import evaluate
-from lit_grpo.rewards.scoring import refuse_doubles
+from lit_grpo.rewards.combine import refuse_doubles
 from lit_grpo.types import Completion, Prompt, RewardInput, Score
 
 USER = "tests.rewards.user_functions"

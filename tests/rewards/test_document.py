@@ -2,15 +2,16 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
 import lit_grpo.rewards
-from lit_grpo.rewards import Reward, sandbox
-from lit_grpo.score import read_rewards
+from lit_grpo.commands.score import read_rewards
+from lit_grpo.rewards import Reward
+from lit_grpo.rewards.isolation import sandbox
+from tests.paths import ROOT
 
-TEXT = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(rewards:.*?)```", TEXT, re.DOTALL)
 
 

@@ -2,14 +2,15 @@
 
 import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 
-from lit_grpo.rewards import CountdownReward, sandbox
+from lit_grpo.rewards import CountdownReward
+from lit_grpo.rewards.isolation import sandbox
 from lit_grpo.types import Score
+from tests.paths import ROOT
 
-_PATH = Path(__file__).parents[2] / "scripts/fuzz_rewards.py"
+_PATH = ROOT / "scripts/fuzz_rewards.py"
 _SPEC = importlib.util.spec_from_file_location("fuzz_rewards", _PATH)
 assert _SPEC is not None
 assert _SPEC.loader is not None

@@ -85,7 +85,7 @@ def test_names_and_needs():
 
 def test_importing_rewards_and_tasks_is_light():
     code = (
-        "import sys, lit_grpo.rewards, lit_grpo.tasks; from lit_grpo.rewards import MathReward, score_all; "
+        "import sys, lit_grpo.rewards, lit_grpo.data; from lit_grpo.rewards import MathReward, score_all; "
         "print([m for m in ('transformers', 'sympy', 'datasets', 'pyarrow', 'math_verify') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -22,7 +22,7 @@ def model(tmp_path_factory):
     """A folder with a random model and a tokenizer of single characters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lit_grpo.tasks import char_tokenizer
+    from lit_grpo.policy.model.char_tokenizer import char_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = char_tokenizer(ALPHABET)

@@ -1,0 +1,156 @@
+"""From a diagnosis to a deed that every monitor can do alone: write it down, say it, stop the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lit_grpo.callbacks.diagnosis.diagnosis import ORDER, Diagnosis
+from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.run.folder import run_folder, run_logger
+from lit_grpo.run.stop import request_stop
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
+
+Action = Literal["log", "skip_step", "adjust", "stop", "rollback"]
+"""``log``: write it down. ``skip_step``: the same, the step itself having been left out already (only gradient norms
+are known before a step). ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3. ``rollback``:
+return to the last checkpoint from before the onset, then apply the remedy."""
+
+Actions = dict[str, Action]
+"""By severity, or by the name of a diagnosis, which wins."""
+
+DEFAULT_ACTIONS: Actions = {"info": "log", "warning": "log", "critical": "stop"}
+
+FINDINGS_FILE = "findings.jsonl"
+"""In the folder of the run. Each line has ``event``: ``finding``, ``diagnosis`` (with the ``action`` that was taken),
+``rollback``, ``adjust`` or ``skip_step``."""
+
+
+def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -> Actions:
+    """Actions for every severity: the given ones over the defaults.
+
+    Args:
+        given: by severity or diagnosis name.
+        where: class name, for errors.
+        alone: a single monitor, which can only log and stop.
+
+    Raises:
+        UserError: a severity, diagnosis or action that there is not.
+    """
+    known = [*SEVERITIES, *ORDER]
+    possible = ("log", "stop") if alone else get_args(Action)
+    actions = dict(DEFAULT_ACTIONS)
+    for key, action in (given or {}).items():
+        if key not in known:
+            raise UserError(
+                f"{key!r} is neither a severity nor a diagnosis",
+                where=f"{where}.actions",
+                remedy=f"did you mean {nearest(key, known)!r}? Severities are {', '.join(SEVERITIES)}",
+            )
+        if action not in possible:
+            more = ", or put the monitor into a HealthMonitor, which can do more" if action in get_args(Action) else ""
+            raise UserError(
+                f"{action!r} is no action of {where}",
+                where=f"{where}.actions.{key}",
+                remedy=f"choose one of {', '.join(possible)}{more}",
+            )
+        # A plain string until here, now known to be one of the names.
+        actions[key] = action  # type: ignore[assignment]
+    return actions
+
+
+def chosen(actions: Actions, diagnosis: Diagnosis) -> Action:
+    """The action for a diagnosis: that of its name if there is one, else that of its severity."""
+    return actions.get(diagnosis.name) or actions[diagnosis.severity]
+
+
+class Journal:
+    """The file that keeps what was found and done, and its copy in MLflow.
+
+    Args:
+        path: the file; None on ranks other than 0.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Journal:
+        """The journal of the trainer's run. All ranks must call it."""
+        folder = run_folder(trainer)
+        return cls(folder / FINDINGS_FILE if trainer.is_global_zero and not _is_rehearsal(trainer) else None)
+
+    def write(self, event: str, entries: Mapping[str, Any]) -> None:
+        """Append one line. A disk that refuses never stops a run."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **entries}, allow_nan=False, ensure_ascii=False) + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s).", self.path, error)
+
+    def close(self, trainer: Trainer) -> None:
+        """Send the file to MLflow, if there is one of both."""
+        logger = run_logger(trainer)
+        if logger is not None and self.path is not None and self.path.exists():
+            logger.log_artifact(self.path)
+
+
+def act(
+    trainer: Trainer,
+    journal: Journal,
+    new: Iterable[Finding],
+    diagnosis: Diagnosis,
+    action: Action,
+    monitor: str,
+    reason: str = "",
+) -> None:
+    """Write down and say what was found; end the run if the action is ``stop``. Alike on every rank.
+
+    Args:
+        trainer: of the run.
+        journal: to write to.
+        new: findings that are not written down yet.
+        diagnosis: of all that holds.
+        action: what is done about it. All but ``log`` and ``stop`` is the caller's.
+        monitor: name of the callback that decided.
+        reason: why it is not what was asked for.
+    """
+    for finding in new:
+        journal.write("finding", finding.to_dict())
+    journal.write("diagnosis", {**diagnosis.to_dict(), "action": action} | ({"instead": reason} if reason else {}))
+    logger = run_logger(trainer)
+    if logger is not None and diagnosis.severity != "info":
+        logger.set_tags({"diagnosis": diagnosis.name, "diagnosis_step": diagnosis.step})
+    if trainer.is_global_zero:
+        say = log.info if diagnosis.severity == "info" else log.warning
+        remedy = f" Remedy: {diagnosis.remedies[0]}." if diagnosis.remedies else ""
+        say("%s at step %d: %s.%s", diagnosis.severity, diagnosis.step, diagnosis.explanation, remedy)
+    if action == "stop":
+        why = f" ({reason})" if reason else ""
+        request_stop(trainer, f"{diagnosis.name}: {diagnosis.explanation}{why}", monitor)
+
+
+def read_journal(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a :data:`FINDINGS_FILE`, in order; a last line that was cut off is left out."""
+    lines: list[dict[str, Any]] = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _is_rehearsal(trainer: Trainer) -> bool:
+    return bool(getattr(trainer, "fast_dev_run", False))

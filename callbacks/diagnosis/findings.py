@@ -1,0 +1,114 @@
+"""What a monitor says when it raises an alarm: one typed record, which survives JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+Severity = Literal["info", "warning", "critical"]
+"""``info``: worth knowing. ``warning``: the run loses something. ``critical``: what comes after is not worth having."""
+
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""From mild to grave."""
+
+
+class Evidence(NamedTuple):
+    """One number that was compared with one bound."""
+
+    metric: str
+    """Logged key (docs/metrics.md)."""
+    window: int
+    """Rollouts that were looked at."""
+    value: float
+    """In the metric's unit, or as a multiple where the threshold is one."""
+    threshold: float
+    before: float | None = None
+    """What the value was before, where it is compared with that."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One alarm.
+
+    Attributes:
+        monitor: name of the class that raised it.
+        kind: what it is, in the monitor's own terms; :data:`lit_grpo.callbacks.diagnosis.diagnosis.NAMED_BY` reads it.
+        step: rollouts trained on when it was raised.
+        onset: rollouts trained on when what is seen began; never after ``step``.
+        severity: how bad.
+        evidence: the numbers behind it.
+        explanation: one sentence.
+        remedies: what to do, best first.
+    """
+
+    monitor: str
+    kind: str
+    step: int
+    onset: int
+    severity: Severity
+    evidence: tuple[Evidence, ...]
+    explanation: str
+    remedies: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.severity not in SEVERITIES:
+            raise ValueError(f"severity is {self.severity!r}, must be one of {', '.join(SEVERITIES)}")
+        if self.onset > self.step:
+            raise ValueError(f"onset {self.onset} lies after the step {self.step} at which it was seen")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types; numbers that JSON cannot hold (NaN, infinities) as strings."""
+        return {
+            "monitor": self.monitor,
+            "kind": self.kind,
+            "step": self.step,
+            "onset": self.onset,
+            "severity": self.severity,
+            "evidence": [{key: _plain(value) for key, value in e._asdict().items()} for e in self.evidence],
+            "explanation": self.explanation,
+            "remedies": list(self.remedies),
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Finding:
+        """What :meth:`to_dict` gave."""
+        evidence = tuple(
+            Evidence(
+                e["metric"],
+                int(e["window"]),
+                float(e["value"]),
+                float(e["threshold"]),
+                None if e.get("before") is None else float(e["before"]),
+            )
+            for e in value["evidence"]
+        )
+        return cls(
+            monitor=value["monitor"],
+            kind=value["kind"],
+            step=int(value["step"]),
+            onset=int(value["onset"]),
+            severity=value["severity"],
+            evidence=evidence,
+            explanation=value["explanation"],
+            remedies=tuple(value["remedies"]),
+        )
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Finding:
+        """What :meth:`to_json` gave."""
+        return cls.from_dict(json.loads(text))
+
+
+def worst(severities: list[Severity]) -> Severity:
+    """The gravest of some; ``info`` of none."""
+    return max(severities, key=SEVERITIES.index, default="info")
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

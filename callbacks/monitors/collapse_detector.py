@@ -1,0 +1,281 @@
+"""Which of the two collapses is it? Their signatures of entropy, length, diversity and gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+REMEDIES_PL = (
+    "return to the last checkpoint before the onset: the state does not recover on its own",
+    "add negatives (recipe grpo, or cl)",
+    "clip, with several minibatches a rollout",
+    "use a token or constant normaliser",
+)
+REMEDIES_NL = (
+    "return to the last checkpoint before the onset and halve the learning rate",
+    "lower the weight of negatives (recipe w_reinforce)",
+    "clip the ratio (recipe grpo), with a dual clip of 3",
+)
+
+REMEDIES_RATE = ("return to the last checkpoint before the onset and lower the learning rate", "lengthen the warm-up")
+REMEDIES_OTHER = (
+    "pay for right answers (entropy_reward: false)",
+    "let the rewards outweigh what else shapes the advantages",
+)
+
+
+class CollapseDetector(Monitor):
+    """Tells C_PL (minimal entropy: entropy, length and diversity fall together) from C_NL (maximal entropy: entropy and
+    length explode, the gradient norm spikes, then a few tokens are repeated).
+
+    The names are those of the study of positive-only and negative-only losses. Over ``window`` rollouts:
+
+    - ``c_pl``: entropy fell by more than ``fall``, length too, and ``groups/distinct`` fell.
+    - ``c_nl``: entropy rose by more than ``rise``, length by more than ``growth`` (or ``truncated`` is above
+      ``truncation``), and the gradient norm is above ``spike`` times its median. Or, the later stage: the repetition of
+      completions is above ``repetition`` after entropy had risen.
+
+    The signatures of the first two are those of a collapse that is complete: in the runs of the diagnosis benchmark
+    they came 10 to 30 rollouts after a fifth of the reward was lost. So a reward that falls beyond doubt is a collapse
+    too: by more than ``lost`` of its best and by ``sure`` standard errors. Where the objective learns from signs
+    without a baseline ``sure_one_sided`` are enough, and ``sure_steep`` where the gradient norm has risen as well, as
+    it does before a collapse of such losses. These bounds are ours, chosen on the benchmark's tuning seeds: healthy
+    runs stay below 4 standard errors. Then the cause gives the name: ``advantage_inverted`` where better completions
+    get the smaller advantage in more than ``unrelated`` of the groups, ``c_pl`` and ``c_nl`` by what the loss pushes up
+    (``loss/upward``), and ``unstable``, which is a learning rate that is too high, where none of that explains it.
+
+    With a loss that divides by a constant number of tokens, collapses change form: positives-only gets long and random
+    (``tn_pl``), negatives-only short (``tn_nl``), so the sign of the length test is swapped.
+
+    Args:
+        window: rollouts over which things are compared.
+        smooth: rollouts of the medians that are compared. Ours.
+        fall: share of entropy and length.
+        rise: share of entropy.
+        growth: share of length.
+        truncation: share of completions.
+        spike: multiple of the median gradient norm.
+        repetition: share of repeated 4-grams.
+        lost: share of the best reward.
+        sure: standard errors of the fall (:meth:`lit_grpo.callbacks.monitors.history.History.fall`).
+        sure_one_sided: the same where advantages are signs.
+        sure_steep: the same, over six rollouts, where the gradient norm has also risen.
+        steeper: multiple of the median gradient norm.
+        unrelated: share of groups whose better completions get the smaller advantage.
+        token_normalised: whether the loss divides by a constant; None: where the module's recipe begins with ``tn``.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = (
+        "entropy",
+        "length",
+        "groups/distinct",
+        "grad_norm",
+        "truncated",
+        "repetition",
+        "reward",
+        "advantage/abs",
+        "advantage/abs_max",
+        "advantage/inverted",
+        "loss/upward",
+        "update_size",
+    )
+    also_saved: ClassVar[tuple[str, ...]] = ("token_normalised",)
+
+    def __init__(
+        self,
+        window: int = 20,
+        smooth: int = 3,
+        fall: float = 0.5,
+        rise: float = 1.0,
+        growth: float = 0.5,
+        truncation: float = 0.5,
+        spike: float = 5.0,
+        repetition: float = 0.5,
+        lost: float = 0.15,
+        sure: float = 5.0,
+        sure_one_sided: float = 4.5,
+        sure_steep: float = 2.5,
+        steeper: float = 1.3,
+        unrelated: float = 0.15,
+        token_normalised: bool | None = None,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("CollapseDetector", window=window, smooth=smooth, fall=fall, rise=rise, growth=growth, spike=spike)
+        self.window, self.smooth, self.fall, self.rise, self.growth = window, smooth, fall, rise, growth
+        self.truncation, self.spike, self.repetition = truncation, spike, repetition
+        self.lost, self.sure, self.sure_one_sided, self.unrelated = lost, sure, sure_one_sided, unrelated
+        self.sure_steep, self.steeper = sure_steep, steeper
+        self.token_normalised = token_normalised
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.token_normalised is None:
+            self.token_normalised = _recipe(pl_module).startswith("tn")
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._minimal(step)
+        yield from self._maximal(step)
+        yield from self._falling(step)
+        yield from self._longer(step)
+
+    def _then_and_now(self, key: str, *, high: bool) -> tuple[float, float] | None:
+        """The largest (or smallest) smoothed value of the window, and the present one."""
+        values = self.history.window(key, self.window + self.smooth)
+        if len(values) < 2 * self.smooth:
+            return None
+        smoothed = [median(values[i : i + self.smooth]) for i in range(len(values) - self.smooth + 1)]
+        return (max if high else min)(smoothed[:-1]), smoothed[-1]
+
+    def _minimal(self, step: int) -> Iterable[Finding]:
+        entropy, length = self._then_and_now("entropy", high=True), self._then_and_now("length", high=True)
+        distinct = self._then_and_now("groups/distinct", high=True)
+        if entropy is None or length is None:
+            return
+        fewer = distinct is None or distinct[1] < distinct[0]
+        keep = 1 - self.fall
+        if entropy[1] < keep * entropy[0] and length[1] < keep * length[0] and fewer:
+            evidence: list[Numbers] = [
+                ("entropy", self.window, entropy[1], keep * entropy[0], entropy[0]),
+                ("length", self.window, length[1], keep * length[0], length[0]),
+            ]
+            if distinct is not None:
+                evidence.append(("groups/distinct", self.window, distinct[1], distinct[0], distinct[0]))
+            kind = "tn_nl" if self.token_normalised else "c_pl"
+            yield self.finding(
+                kind,
+                "critical",
+                "entropy, length and diversity have fallen together: the policy says one short thing",
+                *evidence,
+                onset=self._turn("entropy", high=True),
+                remedies=REMEDIES_NL if self.token_normalised else REMEDIES_PL,
+            )
+
+    def _maximal(self, step: int) -> Iterable[Finding]:
+        entropy, length = self._then_and_now("entropy", high=False), self._then_and_now("length", high=False)
+        norm, usual = self.history.median("grad_norm", self.smooth), self.history.median("grad_norm", 50, self.smooth)
+        repeated = self.history.median("repetition", self.smooth)
+        if entropy is None or length is None:
+            return
+        truncated = self.history.median("truncated", self.smooth) or 0.0
+        shorter = self._then_and_now("length", high=True)
+        wild = entropy[1] > (1 + self.rise) * entropy[0]
+        long = length[1] > (1 + self.growth) * length[0] or truncated > self.truncation
+        short = shorter is not None and shorter[1] < (1 - self.fall) * shorter[0]
+        steep = norm is not None and bool(usual) and norm > self.spike * (usual or 1.0)
+        degenerate = repeated is not None and repeated > self.repetition
+        kind = None
+        if wild and (long or (self.token_normalised and short)) and (steep or degenerate):
+            kind = "c_nl" if not self.token_normalised else "tn_pl" if long else "tn_nl"
+        if kind is None:
+            return
+        evidence: list[Numbers] = [
+            ("entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
+            ("length", self.window, length[1], (1 + self.growth) * length[0], length[0]),
+        ]
+        if steep and norm is not None and usual:
+            evidence.append(("grad_norm / median", 50, norm / usual, self.spike))
+        if degenerate and repeated is not None:
+            evidence.append(("repetition", self.smooth, repeated, self.repetition))
+        yield self.finding(
+            kind,
+            "critical",
+            "entropy and length have exploded: the policy no longer knows what to say or when to end",
+            *evidence,
+            onset=self._turn("entropy", high=False),
+            remedies=REMEDIES_PL if kind == "tn_pl" else REMEDIES_NL,
+        )
+
+    def _falling(self, step: int) -> Iterable[Finding]:
+        """The reward falls beyond doubt; what the objective learns from says which collapse it is."""
+        share, errors = self.history.fall("reward")
+        sign = self._signs()
+        bound = self.sure_one_sided if sign else self.sure
+        norm, usual = self.history.median("grad_norm", 5), self.history.median("grad_norm", 50, 5)
+        if sign and norm and usual and norm > self.steeper * usual:
+            share, errors, bound = *self.history.fall("reward", recent=6), self.sure_steep
+        if share <= self.lost or errors <= bound:
+            return
+        now, best = self.history.mean("reward", 3) or 0.0, self.history.best("reward", 8) or 0.0
+        upward, inverted = self.history.mean("loss/upward", 10), self.history.mean("advantage/inverted", 10)
+        entropy = self._then_and_now("entropy", high=False)
+        remedies: tuple[str, ...]
+        evidence: list[Numbers] = [("reward", 3, now, (1 - self.lost) * best, best)]
+        if entropy is not None:
+            evidence.append(("entropy", self.window, entropy[1], entropy[0], entropy[0]))
+        if inverted is not None and inverted > self.unrelated:
+            kind, what, remedies = "advantage_inverted", "the advantages do not follow the rewards", REMEDIES_OTHER
+            evidence.append(("advantage/inverted", 10, inverted, self.unrelated))
+        elif sign and upward is not None and upward > 0.9:
+            kind, what, remedies = "c_pl", "only positives are reinforced", REMEDIES_PL
+        elif sign and upward is not None and upward < 0.1:
+            kind, what, remedies = "c_nl", "only negatives are pushed down", REMEDIES_NL
+        elif sign:
+            rising = entropy is not None and entropy[1] > entropy[0]
+            kind, what = "c_nl" if rising else "c_pl", "signs are learned from without a baseline"
+            remedies = REMEDIES_NL if rising else REMEDIES_PL
+        else:
+            kind, what, remedies = "unstable", "nothing but the size of the updates explains it", REMEDIES_RATE
+            if (size := self.history.mean("update_size", 3)) is not None:
+                evidence.append(("update_size", 3, size, size))
+        if self.token_normalised and kind in ("c_pl", "c_nl"):
+            kind = kind.replace("c_", "tn_")
+        if upward is not None:
+            evidence.append(("loss/upward", 10, upward, 0.9 if upward > 0.5 else 0.1))
+        yield self.finding(
+            kind,
+            "critical",
+            f"the reward has lost {share:.0%} of its best, {errors:.1f} standard errors, and {what}",
+            *evidence,
+            onset=self._peak(),
+            remedies=remedies,
+        )
+
+    def _longer(self, step: int) -> Iterable[Finding]:
+        """Entropy and length rise together under an objective that only pushes down: C_NL before the reward falls."""
+        upward, cut = self.history.mean("loss/upward", 10), self.history.median("truncated", self.smooth)
+        entropy, length = self._then_and_now("entropy", high=False), self._then_and_now("length", high=False)
+        if upward is None or upward > 0.1 or cut is None or entropy is None or length is None or not self._signs():
+            return
+        if entropy[1] > 1.3 * entropy[0] and length[1] > 1.1 * length[0] and cut > 0.05:
+            yield self.finding(
+                "tn_nl" if self.token_normalised else "c_nl",
+                "critical",
+                "entropy and length rise together, and only negatives are pushed down",
+                ("entropy", self.window, entropy[1], 1.3 * entropy[0], entropy[0]),
+                ("length", self.window, length[1], 1.1 * length[0], length[0]),
+                ("truncated", self.smooth, cut, 0.05),
+                ("loss/upward", 10, upward, 0.1),
+                onset=self._turn("entropy", high=False),
+                remedies=REMEDIES_NL,
+            )
+
+    def _signs(self) -> bool:
+        """Whether advantages are signs: no baseline, so solved and hopeless prompts push as hard as others."""
+        mean, largest = self.history.last("advantage/abs"), self.history.last("advantage/abs_max")
+        return mean is not None and largest is not None and 0.99 < mean <= largest < 1.01
+
+    def _peak(self) -> int:
+        """Step at the end of the best mean of 8 rewards: where the fall began."""
+        values, steps = self.history.values["reward"], self.history.steps["reward"]
+        ends = range(8, len(values) - 2)
+        return steps[max(ends, key=lambda end: fmean(values[end - 8 : end])) - 1]
+
+    def _turn(self, key: str, *, high: bool) -> int:
+        """Step of the window's largest (or smallest) value: where the way up or down began."""
+        values, steps = self.history.window(key, self.window), self.history.steps[key][-self.window :]
+        return (max if high else min)(zip(values, steps, strict=True))[1]
+
+
+def _recipe(pl_module: Any) -> str:
+    objective = getattr(pl_module, "hparams", {}).get("objective", {})
+    recipe = objective.get("recipe", "") if isinstance(objective, Mapping) else ""
+    return str(recipe)

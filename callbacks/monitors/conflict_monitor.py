@@ -1,0 +1,76 @@
+"""Do right and wrong completions fight over the tokens they share?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+
+class ConflictMonitor(Monitor):
+    """GTPO's conflict tokens and the penalty on shared beginnings (2508.03772 Eq. 6).
+
+    Findings: ``prefix_pushed_down`` (more than ``share`` of the groups push their shared beginning down while the
+    reward ``format_key`` has fallen by ``fall`` of its best), ``conflicts`` (the rate of conflict tokens has grown to
+    ``growth`` times what it was ``trend`` rollouts ago).
+
+    Args:
+        format_key: logged reward that pays for the form of an answer. Where it is not logged, the total reward.
+        share: share of the groups that share a beginning.
+        fall: share of the best reward. Ours: half of this gave a false alarm on a healthy run of the benchmark.
+        growth: multiple. Ours.
+        trend: rollouts. Ours.
+        smooth: rollouts of the means.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("conflict/rate", "conflict/prefix_down", "reward")
+
+    def __init__(
+        self,
+        format_key: str = "reward/format",
+        share: float = 0.5,
+        fall: float = 0.1,
+        growth: float = 2.0,
+        trend: int = 50,
+        smooth: int = 10,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("ConflictMonitor", share=share, growth=growth, trend=trend, smooth=smooth)
+        self.format_key, self.share, self.fall = format_key, share, fall
+        self.growth, self.trend, self.smooth = growth, trend, smooth
+        self.history.watch(format_key)
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        key = self.format_key if self.history.count(self.format_key) else "reward"
+        down, lost = self.history.median("conflict/prefix_down", self.smooth), self.history.lost(key, self.smooth)
+        enough = self.history.count("conflict/prefix_down") >= self.smooth
+        if enough and down is not None and down > self.share and lost > self.fall:
+            yield self.finding(
+                "prefix_pushed_down",
+                "warning",
+                f"{down:.0%} of the groups push their shared beginning down, and {key} has lost {lost:.0%} of its best",
+                ("conflict/prefix_down", self.smooth, down, self.share),
+                (f"{key} lost", self.smooth, lost, self.fall),
+                onset=self.history.began("conflict/prefix_down", lambda value: value > self.share, step),
+                remedies=(
+                    "weigh conflicting tokens (recipe gtpo)",
+                    "take 1/length out of the loss (agg: token_mean, sum_const)",
+                ),
+            )
+        if self.history.count("conflict/rate") < self.trend:
+            return
+        now = self.history.median("conflict/rate", self.smooth) or 0.0
+        then = self.history.median("conflict/rate", self.smooth, back=self.trend - self.smooth) or 0.0
+        if then and now > self.growth * then:
+            yield self.finding(
+                "conflicts",
+                "info",
+                f"{now:.0%} of the tokens are in conflict, {then:.0%} {self.trend} rollouts ago",
+                ("conflict/rate", self.trend, now, self.growth * then, then),
+                onset=step - self.trend,
+                remedies=("smaller groups: conflicts grow with the group size",),
+            )

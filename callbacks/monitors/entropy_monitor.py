@@ -1,0 +1,154 @@
+"""Is the policy still exploring, and still sure of anything?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+LN2 = math.log(2)
+
+REMEDIES_HIGH = (
+    "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter and entropy_gamma)",
+    "halve the learning rate",
+    "return to the last checkpoint before the crossing",
+)
+REMEDIES_LOW = (
+    "raise clip_high to 0.28",
+    "drop penalties on KL and entropy",
+    "add an entropy bonus (entropy_coef)",
+    "stop if the held-out reward has not improved",
+)
+
+
+class EntropyMonitor(Monitor):
+    """Mean next-token entropy H against that of the untouched model, H_ini.
+
+    H_ini is ``entropy/initial`` where the module measures it (GTPO's rule does), else the mean of ``entropy/sequence``
+    over the first rollouts until ``initial_prompts`` prompts were seen, at most ``initial_rollouts`` of them, since
+    later ones are no longer those of the untouched model.
+
+    Findings: ``entropy_high`` (the smoothed H crosses ln 2 though H_ini lies below it, or exceeds ``high`` H_ini),
+    ``entropy_rising`` (its slope leads to ``high`` H_ini within ``horizon`` rollouts), ``entropy_low`` (below ``low``
+    H_ini, or below ``floor``, for ``patience`` rollouts). Low entropy is how a solved task ends, so it is critical only
+    while prompts are still left unsolved: more than ``unsolved`` of the groups have no right answer, or the reward has
+    fallen beyond doubt (:meth:`lit_grpo.callbacks.monitors.history.History.fallen`).
+
+    Args:
+        threshold: nats; ln 2, below which one token has the majority (2508.03772 Eq. 10).
+        high: multiple of H_ini.
+        low: multiple of H_ini.
+        floor: nats.
+        patience: rollouts.
+        horizon: rollouts that the slope is carried on.
+        unsolved: share of ``groups/all_wrong``.
+        smooth: rollouts of the median.
+        trend: rollouts of the slope.
+        initial_prompts: prompts that H_ini is measured on (2508.03772: 100).
+        initial_rollouts: bound on the rollouts for that. Ours.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("entropy", "reward", "groups/all_wrong")
+    also_saved: ClassVar[tuple[str, ...]] = ("initial_entropy", "_initial_sum", "_initial_groups", "_initial_seen")
+
+    def __init__(
+        self,
+        threshold: float = LN2,
+        high: float = 2.0,
+        low: float = 0.1,
+        floor: float = 0.02,
+        patience: int = 10,
+        horizon: int = 50,
+        unsolved: float = 0.2,
+        smooth: int = 10,
+        trend: int = 20,
+        initial_prompts: int = 100,
+        initial_rollouts: int = 5,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("EntropyMonitor", threshold=threshold, high=high, patience=patience, smooth=smooth, trend=trend)
+        self.threshold, self.high, self.low, self.floor = threshold, high, low, floor
+        self.patience, self.horizon, self.unsolved = patience, horizon, unsolved
+        self.smooth, self.trend = smooth, trend
+        self.initial_prompts, self.initial_rollouts = initial_prompts, initial_rollouts
+        self.initial_entropy: float | None = None
+        """H_ini, nats; None until it is known."""
+        self._initial_sum, self._initial_groups, self._initial_seen = 0.0, 0.0, 0
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        self._measure_initial(metrics)
+        initial, now = self.initial_entropy, self.history.median("entropy", self.smooth)
+        if initial is None or now is None or self.history.count("entropy") < self.smooth:
+            return
+        if now > self.high * initial:
+            yield self._high("exceeds its bound", now, self.high * initial, initial)
+        elif now > self.threshold > initial:
+            yield self._high("crossed ln 2, where no token has the majority any more", now, self.threshold, initial)
+        else:
+            yield from self._rising(now, initial)
+        yield from self._low(step, initial)
+
+    def _measure_initial(self, metrics: Mapping[str, float]) -> None:
+        if "entropy/initial" in metrics:
+            self.initial_entropy = metrics["entropy/initial"]
+            return
+        value = metrics.get("entropy/sequence", metrics.get("entropy", math.nan))
+        enough = self._initial_groups >= self.initial_prompts or self._initial_seen >= self.initial_rollouts
+        if enough or not math.isfinite(value):
+            return
+        groups = metrics.get("groups/count", 1.0)
+        self._initial_sum += groups * value
+        self._initial_groups += groups
+        self._initial_seen += 1
+        self.initial_entropy = self._initial_sum / self._initial_groups
+
+    def _high(self, what: str, now: float, bound: float, initial: float) -> Finding:
+        onset = self.history.began("entropy", lambda value: value > bound, self.step)
+        return self.finding(
+            "entropy_high",
+            "warning",
+            f"entropy {what}: {now:.3g} nats, {initial:.3g} in the beginning",
+            ("entropy", self.smooth, now, bound, initial),
+            onset=onset,
+            remedies=REMEDIES_HIGH,
+        )
+
+    def _rising(self, now: float, initial: float) -> Iterable[Finding]:
+        slope = self.history.slope("entropy", self.trend)
+        if slope is None or slope <= 0 or now <= initial:
+            return
+        ahead, bound = now + slope * self.horizon, self.high * initial
+        if ahead > bound:
+            yield self.finding(
+                "entropy_rising",
+                "info",
+                f"entropy rises by {slope:.2g} nats a rollout and passes {bound:.3g} within {self.horizon} rollouts",
+                ("entropy", self.trend, ahead, bound, now),
+                onset=self.step - self.trend,
+                remedies=REMEDIES_HIGH,
+            )
+
+    def _low(self, step: int, initial: float) -> Iterable[Finding]:
+        bound = max(self.low * initial, self.floor)
+        if not self.history.holds("entropy", self.patience, lambda value: value < bound):
+            return
+        wrong = self.history.mean("groups/all_wrong", self.patience) or 0.0
+        left = wrong > self.unsolved or self.history.fallen("reward")
+        now = self.history.mean("entropy", self.patience) or 0.0
+        evidence: list[tuple[str, int, float, float, float | None]] = [("entropy", self.patience, now, bound, initial)]
+        if wrong > self.unsolved:
+            evidence.append(("groups/all_wrong", self.patience, wrong, self.unsolved, None))
+        yield self.finding(
+            "entropy_low",
+            "critical" if left else "info",
+            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts"
+            + (" while prompts are left unsolved" if left else ", on prompts that are solved"),
+            *evidence,
+            onset=self.history.began("entropy", lambda value: value < bound, step),
+            remedies=REMEDIES_LOW if left else ("take harder prompts, or end the run",),
+        )

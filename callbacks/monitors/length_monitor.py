@@ -1,0 +1,191 @@
+"""Do completions grow or shrink without getting better, and do they still end by themselves?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+REMEDIES_LONG = (
+    "aggregate with a token mean or a constant (agg: token_mean, sum_const), which takes 1/length out of the loss",
+    "add a soft penalty on overlong completions",
+    "look at what is truncated",
+)
+
+
+class LengthMonitor(Monitor):
+    """Mean length, its gap between incorrect and correct completions, and the share that hits the limit.
+
+    Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not better;
+    critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut; and growth into
+    the limit with rising entropy, which is critical whatever the reward says, for it may be paid), ``length_falling``
+    (below ``fall`` of what it was, or below ``floor``; critical where the reward has fallen as well), ``length_gap``
+    (incorrect completions are longer than correct ones by ``gap`` times the correct length, or by more and more for
+    ``trend`` rollouts while the reward is flat), ``truncated`` (above ``truncation`` for ``patience`` rollouts, or
+    above ``truncation_once``).
+
+    Args:
+        growth: multiple. Ours.
+        fall: multiple. Ours.
+        floor: tokens. Ours; set it where an answer cannot be shorter.
+        trend: rollouts.
+        gap: multiple of the mean correct length.
+        truncation: share of completions.
+        truncation_once: share of completions.
+        sudden: multiple of the smallest length of the last ``sudden_within`` rollouts that is critical together with
+            ``truncation_sudden`` cut completions and ``sudden_entropy`` times the smallest entropy. Ours, like these.
+        sudden_within: rollouts.
+        sudden_entropy: multiple.
+        truncation_sudden: share of completions.
+        patience: rollouts.
+        flat: rise of the reward that still counts as none. Ours.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("length", "length/correct", "length/incorrect", "truncated", "reward", "entropy")
+
+    def __init__(
+        self,
+        growth: float = 1.5,
+        fall: float = 0.5,
+        floor: float = 1.5,
+        trend: int = 50,
+        gap: float = 1.0,
+        truncation: float = 0.1,
+        truncation_once: float = 0.3,
+        sudden: float = 1.1,
+        sudden_within: int = 15,
+        sudden_entropy: float = 1.3,
+        truncation_sudden: float = 0.05,
+        patience: int = 10,
+        flat: float = 0.02,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("LengthMonitor", growth=growth, fall=fall, trend=trend, gap=gap, patience=patience)
+        self.growth, self.fall, self.floor, self.trend, self.gap = growth, fall, floor, trend, gap
+        self.truncation, self.truncation_once = truncation, truncation_once
+        self.patience, self.flat = patience, flat
+        self.sudden, self.sudden_within, self.sudden_entropy = sudden, sudden_within, sudden_entropy
+        self.truncation_sudden = truncation_sudden
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._sudden(step)
+        yield from self._change(step)
+        yield from self._gap(step)
+        yield from self._truncated(step)
+
+    def _better(self, size: int) -> float:
+        """How much the reward has risen over the last ``size`` rollouts."""
+        half = max(1, size // 2)
+        now, then = self.history.mean("reward", min(5, half)), self.history.mean("reward", min(5, half), back=size - 5)
+        return 0.0 if now is None or then is None else now - then
+
+    def _change(self, step: int) -> Iterable[Finding]:
+        size = min(self.trend, self.history.count("length"))
+        if size < self.patience:
+            return
+        now = self.history.median("length", 3)
+        values = self.history.window("length", size)
+        assert now is not None
+        low = min(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
+        high = max(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
+        (lost, _), fallen = self.history.fall("reward"), self.history.fallen("reward", errors=5.0)
+        cut = self.history.median("truncated", 3) or 0.0
+        if low and now > self.growth * low and self._better(size) < self.flat:
+            bad = fallen or cut > self.truncation_once
+            start = self.history.steps["length"][-size:][values.index(min(values))]
+            yield self.finding(
+                "length_growing",
+                "critical" if bad else "warning",
+                f"completions grew from {low:.3g} to {now:.3g} tokens and the reward did not",
+                ("length", size, now, self.growth * low, low),
+                ("reward lost", 3, lost, 0.15),
+                onset=start,
+                remedies=REMEDIES_LONG,
+            )
+        if now < self.floor or now < self.fall * high:
+            start = self.history.steps["length"][-size:][values.index(max(values))]
+            yield self.finding(
+                "length_falling",
+                "critical" if fallen else "info",
+                f"completions shrank from {high:.3g} to {now:.3g} tokens",
+                ("length", size, now, max(self.floor, self.fall * high), high),
+                ("reward lost", 3, lost, 0.15),
+                onset=start,
+                remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
+            )
+
+    def _sudden(self, step: int) -> Iterable[Finding]:
+        """Growth into the limit with rising entropy, whatever the reward says: it may be paid for length."""
+        history, size = self.history, min(self.sudden_within, self.history.count("length") - 3)
+        if size < 5 or history.count("entropy") < size + 3:
+            return
+        now, cut = history.median("length", 3) or 0.0, history.median("truncated", 3) or 0.0
+        unsure = history.median("entropy", 3) or 0.0
+        low, calm = (
+            min(history.median(key, 3, back) or 0.0 for back in range(3, size + 1)) for key in ("length", "entropy")
+        )
+        if now > self.sudden * low and cut > self.truncation_sudden and unsure > self.sudden_entropy * calm:
+            yield self.finding(
+                "length_growing",
+                "critical",
+                f"completions grow into the limit: {low:.3g} to {now:.3g} tokens, {cut:.0%} cut, and entropy rises",
+                ("length", size, now, self.sudden * low, low),
+                ("truncated", 3, cut, self.truncation_sudden),
+                ("entropy", size, unsure, self.sudden_entropy * calm, calm),
+                onset=history.began("truncated", lambda value: value > 0, step),
+                remedies=("check that no reward pays for length", *REMEDIES_LONG),
+            )
+
+    def _gap(self, step: int) -> Iterable[Finding]:
+        right, wrong = self.history.median("length/correct", 10), self.history.median("length/incorrect", 10)
+        if right is None or wrong is None or self.history.count("length/correct") < self.patience:
+            return
+        gap = wrong - right
+        if gap > self.gap * right:
+            yield self.finding(
+                "length_gap",
+                "warning",
+                f"incorrect completions are {gap:.3g} tokens longer than correct ones",
+                ("length/incorrect - length/correct", 10, gap, self.gap * right),
+                remedies=REMEDIES_LONG,
+            )
+            return
+        if min(self.history.count("length/incorrect"), self.history.count("length/correct")) < self.trend:
+            return
+        right_before = self.history.median("length/correct", 10, back=self.trend - 10)
+        wrong_before = self.history.median("length/incorrect", 10, back=self.trend - 10)
+        assert right_before is not None
+        assert wrong_before is not None
+        before = wrong_before - right_before
+        if gap > max(1.2 * before, before + 0.1 * right) and self._better(self.trend) < self.flat:
+            yield self.finding(
+                "length_gap",
+                "info",
+                f"incorrect completions grow while the reward is flat: {gap:.3g} tokens longer, {before:.3g} before",
+                ("length/incorrect - length/correct", self.trend, gap, 1.2 * before, before),
+                onset=step - self.trend,
+                remedies=REMEDIES_LONG,
+            )
+
+    def _truncated(self, step: int) -> Iterable[Finding]:
+        now = self.history.now("truncated", step)
+        if now is None:
+            return
+        lasting = self.history.holds("truncated", self.patience, lambda value: value > self.truncation)
+        if now > self.truncation_once or lasting:
+            bound = self.truncation_once if now > self.truncation_once else self.truncation
+            remedies = ["raise the length limit (max_new_tokens)", "add a soft penalty on overlong completions"]
+            if now <= 0.5:
+                remedies.append("mask truncated completions")  # above, nearly nothing would be left
+            yield self.finding(
+                "truncated",
+                "warning",
+                f"{now:.0%} of the completions hit the length limit",
+                ("truncated", self.patience if lasting else 1, now, bound),
+                onset=self.history.began("truncated", lambda value: value > self.truncation, step),
+                remedies=tuple(remedies),
+            )

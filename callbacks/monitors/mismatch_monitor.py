@@ -1,0 +1,158 @@
+"""Do engine and learner agree on what was sampled, and does everything that was sampled reach the loss?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+REMEDIES = (
+    "check that the engine got the last weights (a sync that failed or was skipped)",
+    "apply temperature, top_p and top_k on both sides or on neither",
+    "compare prompt ids and chat template of both sides",
+    "check the number format of the engine and of the LM head",
+    "correct with token weights capped at 2 (sampler_correction: tis_token)",
+)
+
+
+class MismatchMonitor(Monitor):
+    """Sampler against learner, on the sampled tokens and before any update; and the way of the tokens into the loss.
+
+    Findings: ``sampler_mismatch`` (any bound below is left; critical on-policy, where both sides should hold the same
+    weights, or where the effective sample size falls below ``ess_stop``), ``impossible_tokens`` (the engine was sure of
+    tokens that the learner holds for impossible: wrong template, tokenizer or weights), ``tokens_missing`` (the
+    learner's mask leaves generated tokens out), ``groups_mixed`` (completions of several prompts share a group).
+
+    Weights one or two rollouts old differ too little for absolute bounds. So the mean gap of log-probabilities is also
+    compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone.
+
+    Args:
+        weight: bounds of the mean weight c = pi_old / pi_sampler. This and the next four are the healthy ranges of
+            verl's guide to rollout correction.
+        ess: effective sample size as a share.
+        weight_std: standard deviation of c.
+        kl: nats, by k1 and k3.
+        chi2: mean c^2 - 1.
+        prob_max: largest |pi_old - pi_sampler|, for ``patience`` rollouts in a row. Ours.
+        perplexity: bounds of the learner's perplexity over the sampler's. Ours.
+        impossible: share of impossible tokens that is critical; any at all is a warning. Ours.
+        growth: multiple of the first rollout's mean gap, for ``patience`` rollouts, on-policy. Ours.
+        least: nats; a gap below it is never called grown. Ours.
+        ess_stop: effective sample size that is critical under any staleness.
+        patience: rollouts.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("mismatch/logprob", "mismatch/prob_max", "mismatch/k3")
+    also_saved: ClassVar[tuple[str, ...]] = ("_first_gap",)
+
+    def __init__(
+        self,
+        weight: tuple[float, float] = (0.5, 2.0),
+        ess: float = 0.3,
+        weight_std: float = 1.0,
+        kl: float = 0.1,
+        chi2: float = 1.0,
+        prob_max: float = 0.9,
+        perplexity: tuple[float, float] = (0.9, 1.1),
+        impossible: float = 1e-3,
+        growth: float = 10.0,
+        least: float = 5e-3,
+        ess_stop: float = 0.1,
+        patience: int = 3,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("MismatchMonitor", weight_std=weight_std, kl=kl, chi2=chi2, growth=growth, least=least)
+        self.weight, self.ess, self.weight_std, self.kl, self.chi2 = weight, ess, weight_std, kl, chi2
+        self.prob_max, self.perplexity, self.impossible = prob_max, perplexity, impossible
+        self.growth, self.least, self.ess_stop, self.patience = growth, least, ess_stop, patience
+        self._first_gap: float | None = None
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._plumbing(metrics)
+        if "mismatch/logprob" not in metrics:
+            return
+        if self._first_gap is None and step == 1:
+            self._first_gap = metrics["mismatch/logprob"]
+        stale = metrics.get("staleness", 0.0) > 0
+        left = [e for e in self._bounds(metrics) if not math.isnan(e.value)]
+        if not stale:
+            left += self._grown(step)
+        if left:
+            starved = metrics.get("mismatch/ess", 1.0) < self.ess_stop
+            known = self.history.window("mismatch/logprob", self.memory)
+            usual = min(known)
+            onset = self.history.began("mismatch/logprob", lambda value: value > max(3 * usual, self.least), step)
+            names = ", ".join(e.metric.partition("/")[2] for e in left)
+            yield self.finding(
+                "sampler_mismatch",
+                "warning" if stale and not starved else "critical",
+                f"engine and learner disagree on the sampled tokens ({names})",
+                *left,
+                onset=onset,
+                remedies=REMEDIES[-1:] + REMEDIES[:-1] if stale else REMEDIES,
+            )
+        share = metrics.get("mismatch/impossible", 0.0)
+        if share > 0:
+            yield self.finding(
+                "impossible_tokens",
+                "critical" if share > self.impossible and not stale else "warning",
+                f"{share:.2%} of the tokens were likely for the engine and impossible for the learner",
+                ("mismatch/impossible", 1, share, self.impossible),
+                remedies=REMEDIES,
+            )
+
+    def _bounds(self, metrics: Mapping[str, float]) -> list[Evidence]:
+        """The bounds that this rollout leaves."""
+        found: list[Evidence] = []
+
+        def outside(key: str, value: float, low: float, high: float, window: int = 1) -> None:
+            if not low <= value <= high and not math.isnan(value):
+                found.append(Evidence(key, window, value, low if value < low else high))
+
+        inf, nan = math.inf, math.nan
+        mean, square = metrics.get("mismatch/weight", nan), metrics.get("mismatch/weight_sq", nan)
+        outside("mismatch/weight", mean, *self.weight)
+        outside("mismatch/weight_std", math.sqrt(max(0.0, square - mean * mean)), -inf, self.weight_std)
+        outside("mismatch/ess", metrics.get("mismatch/ess", nan), self.ess, inf)
+        outside("mismatch/k1", metrics.get("mismatch/k1", nan), -self.kl, self.kl)
+        outside("mismatch/k3", metrics.get("mismatch/k3", nan), -self.kl, self.kl)
+        outside("mismatch/chi2_token", metrics.get("mismatch/chi2_token", nan), -inf, self.chi2)
+        learner, sampler = (metrics.get(f"mismatch/{side}_perplexity", nan) for side in ("learner", "sampler"))
+        outside("mismatch/perplexity_ratio", learner / sampler, *self.perplexity)
+        if self.history.holds("mismatch/prob_max", self.patience, lambda value: value > self.prob_max):
+            outside("mismatch/prob_max", metrics.get("mismatch/prob_max", nan), -inf, self.prob_max, self.patience)
+        return found
+
+    def _grown(self, step: int) -> list[Evidence]:
+        if self._first_gap is None:
+            return []
+        bound = max(self.growth * self._first_gap, self.least)
+        if not self.history.holds("mismatch/logprob", self.patience, lambda value: value > bound):
+            return []
+        now = self.history.mean("mismatch/logprob", self.patience) or 0.0
+        return [Evidence("mismatch/logprob", self.patience, now, bound, self._first_gap)]
+
+    def _plumbing(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        missing = metrics.get("tokens/missing", 0.0)
+        if missing != 0:
+            yield self.finding(
+                "tokens_missing",
+                "critical",
+                f"{missing:.1%} of the generated tokens are not in the learner's mask",
+                ("tokens/missing", 1, missing, 0.0),
+                remedies=("make masks from lengths, never from token ids: the end token may equal the padding token",),
+            )
+        mixed = metrics.get("groups/mixed_prompts", 0.0)
+        if mixed != 0:
+            yield self.finding(
+                "groups_mixed",
+                "critical",
+                f"{mixed:.1%} of the completions are in a group of another prompt",
+                ("groups/mixed_prompts", 1, mixed, 0.0),
+                remedies=("keep completions, rewards and group ids in one order; shuffle whole groups only",),
+            )

@@ -1,0 +1,157 @@
+"""How far does the policy move on one rollout, and is it itself before the first update?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+REMEDIES = ("take fewer updates on each rollout", "lower the learning rate", "lower clip_high and clip_low")
+REMEDIES_FAULT = (
+    "look for dropout that is active in the learner",
+    "apply the temperature in both passes",
+    "use the same kernels and number format in both passes",
+)
+
+
+class RatioMonitor(Monitor):
+    """Importance ratio, KL between the policy before and after, clip fractions by side.
+
+    Findings: ``first_update_ratio`` and ``first_update_clip`` (with one optimizer step a rollout ratio and clip
+    fractions are known beforehand: 1 and 0; anything else is a fault in the code that computes them),
+    ``policy_change`` (mean |ratio - 1| above ``gap``, KL(old || new) by k3 above ``kl``, or mean |pi - pi_old| doubled
+    within ``double_within`` rollouts while above ``delta``), ``clipping`` (a clip fraction above ``clip``, or one side
+    more than ``one_sided`` times the other). ``clipping`` alone is no diagnosis; it is evidence for others.
+
+    Args:
+        first_gap: bound on mean |ratio - 1| of a single update: rounding, 1e-6 in float32 and 1e-2 in bfloat16.
+        gap: the clip range, usually 0.2.
+        kl: nats.
+        double_within: rollouts.
+        delta: mean |pi - pi_old| below which doubling says nothing. Ours.
+        clip: share of tokens; raise it to 0.2 for GSPO, whose sequence clip stops 10 to 15 %.
+        one_sided: multiple.
+        patience: rollouts that ``gap``, ``kl`` and ``clip`` must be exceeded in a row. Ours.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = (
+        "ratio/gap",
+        "kl/old_k3",
+        "clip/low",
+        "clip/high",
+        "policy/delta_prob_abs",
+        "optimizer_steps",
+        "skipped_steps",
+    )
+
+    def __init__(
+        self,
+        first_gap: float = 1e-2,
+        gap: float = 0.2,
+        kl: float = 0.05,
+        double_within: int = 20,
+        delta: float = 0.02,
+        clip: float = 0.1,
+        one_sided: float = 5.0,
+        patience: int = 3,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("RatioMonitor", first_gap=first_gap, gap=gap, kl=kl, clip=clip, one_sided=one_sided, patience=patience)
+        self.first_gap, self.gap, self.kl, self.double_within, self.delta = first_gap, gap, kl, double_within, delta
+        self.clip, self.one_sided, self.patience = clip, one_sided, patience
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        if self._single(step):
+            yield from self._faults(metrics)
+            return
+        yield from self._change(step)
+        yield from self._clipping(step)
+
+    def _single(self, step: int) -> bool:
+        """Whether this rollout had one optimizer step, or none. False where that is not logged."""
+        taken = 0.0
+        for key in ("optimizer_steps", "skipped_steps"):
+            values = self.history.window(key, 2)
+            if len(values) == 2:
+                taken += values[1] - values[0]
+            elif key == "optimizer_steps" and not (values and step == 1):
+                return False
+            elif values:
+                taken += values[0]
+        return taken <= 1
+
+    def _faults(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        gap = metrics.get("ratio/gap", 0.0)
+        if not gap <= self.first_gap:
+            yield self.finding(
+                "first_update_ratio",
+                "critical",
+                f"the ratio of the first update is not 1: mean |ratio - 1| is {gap:.2g}",
+                ("ratio/gap", 1, gap, self.first_gap),
+                remedies=REMEDIES_FAULT,
+            )
+        for side in ("clip/low", "clip/high"):
+            share = metrics.get(side, 0.0)
+            if share > 0:
+                yield self.finding(
+                    "first_update_clip",
+                    "critical",
+                    f"tokens are clipped in the first update, where the ratio is 1: {side} {share:.2g}",
+                    (side, 1, share, 0.0),
+                    remedies=REMEDIES_FAULT,
+                )
+
+    def _change(self, step: int) -> Iterable[Finding]:
+        for key, bound in (("ratio/gap", self.gap), ("kl/old_k3", self.kl)):
+            # mypy gives a lambda with a default no type.
+            if self.history.holds(key, self.patience, lambda value, bound=bound: value > bound):  # type: ignore[misc]
+                value = self.history.last(key) or 0.0
+                yield self.finding(
+                    "policy_change",
+                    "warning",
+                    f"the policy moves far on one rollout: {key} {value:.2g}",
+                    (key, self.patience, value, bound),
+                    # mypy gives a lambda with a default no type.
+                    onset=self.history.began(key, lambda value, bound=bound: value > bound, step),  # type: ignore[misc]
+                    remedies=REMEDIES,
+                )
+                return
+        key = "policy/delta_prob_abs"
+        now, then = self.history.median(key, 3), self.history.median(key, 3, back=self.double_within - 3)
+        enough = self.history.count(key) >= self.double_within
+        if enough and now is not None and then is not None and now > max(2 * then, self.delta):
+            yield self.finding(
+                "policy_change",
+                "info",
+                f"the policy moves twice as far on a rollout as {self.double_within} rollouts ago",
+                (key, self.double_within, now, 2 * then, then),
+                onset=step - self.double_within,
+                remedies=REMEDIES,
+            )
+
+    def _clipping(self, step: int) -> Iterable[Finding]:
+        low, high = (self.history.median(side, self.patience) or 0.0 for side in ("clip/low", "clip/high"))
+        for side, share, other in (("clip/low", low, high), ("clip/high", high, low)):
+            if self.history.holds(side, self.patience, lambda value: value > self.clip):
+                yield self.finding(
+                    "clipping",
+                    "info",
+                    f"{share:.1%} of the tokens are stopped at {side}",
+                    (side, self.patience, share, self.clip),
+                    onset=self.history.began(side, lambda value: value > self.clip, step),
+                    remedies=(*REMEDIES, "if rare tokens are clipped (clip/old_prob is low): clip_high 0.28, or cispo"),
+                )
+                return
+            if share > 0.03 and share > self.one_sided * other:
+                yield self.finding(
+                    "clipping",
+                    "info",
+                    f"clipping is one-sided: {side} {share:.1%}, the other side {other:.1%}",
+                    (side, self.patience, share, self.one_sided * other),
+                    remedies=REMEDIES,
+                )
+                return

@@ -1,0 +1,137 @@
+"""Does the reward still stand for the thing that is wanted?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+NO_TERMS = ("reward/std", "reward/contradiction")
+REMEDIES = (
+    "read 20 completions with a high reward: what do they have in common?",
+    "lower the weight of the term that rises, or pay it only where the other is earned",
+    "return to the best held-out checkpoint and stop",
+)
+
+
+class RewardHackingMonitor(Monitor):
+    """Reward terms against each other, training against held-out reward, and the format against its bound.
+
+    Findings: ``reward_terms_diverge`` (over ``window`` rollouts one logged ``reward/<name>`` rises by more than
+    ``rise`` while another falls by more than ``fall`` of what it was; critical), ``held_out_falls`` (the training
+    reward rises by more than ``train_rise`` over ``train_window`` rollouts while ``val/reward`` falls by more than
+    ``errors`` standard errors from its best), ``format_lost`` (``format_key`` falls below ``format_share`` of its best:
+    2508.03772 marks the onset of a collapse at 9 of 10).
+
+    Args:
+        window: rollouts. Ours.
+        rise: in units of the reward term. Ours.
+        fall: share of what the term was. Ours.
+        smooth: rollouts of the means that are compared.
+        train_window: rollouts.
+        train_rise: in units of the reward.
+        errors: standard errors.
+        held_out: number of held-out completions, for the standard error of a share.
+        format_key: logged reward that pays for the form of an answer.
+        format_share: share of its best.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("reward", "val/reward")
+
+    def __init__(
+        self,
+        window: int = 50,
+        rise: float = 0.05,
+        fall: float = 0.2,
+        smooth: int = 5,
+        train_window: int = 100,
+        train_rise: float = 0.02,
+        errors: float = 2.0,
+        held_out: int = 100,
+        format_key: str = "reward/format",
+        format_share: float = 0.9,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("RewardHackingMonitor", window=window, rise=rise, fall=fall, smooth=smooth, held_out=held_out)
+        self.window, self.rise, self.fall, self.smooth = window, rise, fall, smooth
+        self.train_window, self.train_rise, self.errors, self.held_out = train_window, train_rise, errors, held_out
+        self.format_key, self.format_share = format_key, format_share
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        for key in metrics:
+            if key.startswith("reward/") and key not in NO_TERMS:
+                self.history.watch(key)
+        if metrics.get("val/reward") == self.history.last("val/reward"):  # the last evaluation's, logged again
+            metrics = {key: value for key, value in metrics.items() if key != "val/reward"}
+        return super().observe(step, metrics)
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._diverge(step)
+        yield from self._held_out(step)
+        yield from self._format(step)
+
+    def _means(self, key: str) -> list[float]:
+        """Means of ``smooth`` rollouts, oldest first, over the window."""
+        values = self.history.window(key, self.window)
+        return [math.fsum(values[i : i + self.smooth]) / self.smooth for i in range(len(values) - self.smooth + 1)]
+
+    def _diverge(self, step: int) -> Iterable[Finding]:
+        terms = {key: means for key in self.history.values if key.startswith("reward/") and (means := self._means(key))}
+        for down, low in terms.items():
+            best = max(low)
+            if best <= 0 or low[-1] > (1 - self.fall) * best:
+                continue
+            peak = low.index(best)
+            for up, high in terms.items():
+                since = min(peak, len(high) - 1)
+                if up != down and high[-1] - high[since] > self.rise:
+                    yield self.finding(
+                        "reward_terms_diverge",
+                        "critical",
+                        f"{up} rises while {down} falls",
+                        (up, self.window, high[-1], high[since] + self.rise, high[since]),
+                        (down, self.window, low[-1], (1 - self.fall) * best, best),
+                        onset=self.history.steps[down][-self.window :][peak] + self.smooth - 1,
+                        remedies=REMEDIES,
+                    )
+                    return
+
+    def _held_out(self, step: int) -> Iterable[Finding]:
+        held = self.history.values["val/reward"]
+        size = min(self.train_window, self.history.count("reward"))
+        if len(held) < 2 or size < 2 * self.smooth:
+            return
+        now = self.history.mean("reward", self.smooth) or 0.0
+        then = self.history.mean("reward", self.smooth, back=size - self.smooth) or 0.0
+        best = max(held)
+        share = min(max(best, 0.0), 1.0)
+        error = math.sqrt(max(share * (1 - share), 0.01) / self.held_out)
+        if now - then > self.train_rise and held[-1] < best - self.errors * error:
+            yield self.finding(
+                "held_out_falls",
+                "critical",
+                "the training reward rises while the held-out reward falls",
+                ("reward", size, now, then + self.train_rise, then),
+                ("val/reward", len(held), held[-1], best - self.errors * error, best),
+                onset=self.history.steps["val/reward"][held.index(best)],
+                remedies=REMEDIES,
+            )
+
+    def _format(self, step: int) -> Iterable[Finding]:
+        if not self.history.values.get(self.format_key):
+            return
+        best, now = self.history.best(self.format_key, self.smooth), self.history.mean(self.format_key, self.smooth)
+        if best is not None and now is not None and best > 0 and now < self.format_share * best:
+            yield self.finding(
+                "format_lost",
+                "warning",
+                f"{self.format_key} fell to {now:.2g} from {best:.2g}: an early sign of collapse",
+                (self.format_key, self.smooth, now, self.format_share * best, best),
+                onset=self.history.began(self.format_key, lambda value: value < best, step),
+                remedies=("look at the entropy: it turns at the same time", "weigh conflicting tokens (recipe gtpo)"),
+            )

@@ -1,0 +1,171 @@
+"""Is there anything to learn from, and can the rewards be believed?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+
+class SignalMonitor(Monitor):
+    """Groups without a gradient, the batch that is left, and rewards that contradict themselves.
+
+    Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
+    is lost; only ``info`` where most of them are solved), ``all_wrong`` (the share without any reward is above
+    ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts), ``small_batch`` (fewer than ``batch`` groups
+    with a gradient), ``reward_noise`` (equal completions to one prompt get different rewards, or different advantages),
+    ``reward_inverted`` (better completions get the smaller advantage), ``reward_failures`` (rewards time out or fail).
+
+    The noise test is exact for a reward that depends on the completion alone: such a reward never contradicts itself,
+    so a few contradicting pairs are proof. It needs equal completions, which short answers give in plenty. With a
+    reward that is drawn (a model as judge) set ``actions: {reward_noise: log}``.
+
+    Args:
+        zero_gradient: share of groups.
+        all_wrong: share of groups.
+        hopeless: share of groups. Ours.
+        patience: rollouts. Ours.
+        batch: groups with a gradient.
+        smooth: rollouts of the median.
+        noise: share of contradicting pairs that is critical. Ours.
+        pairs: contradicting pairs in the last ``smooth`` rollouts that are enough to say so. Ours.
+        inverted: share of groups, for ``smooth`` rollouts. Ours: chance alone gives 0.5.
+        failures: share of completions; critical above one half. Ours.
+        actions: see :class:`Monitor`.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = (
+        "groups/zero_gradient",
+        "groups/all_correct",
+        "groups/all_wrong",
+        "groups/count",
+        "groups/equal_pairs",
+        "reward/contradiction",
+        "advantage/contradiction",
+        "advantage/inverted",
+    )
+
+    def __init__(
+        self,
+        zero_gradient: float = 0.5,
+        all_wrong: float = 0.5,
+        hopeless: float = 0.95,
+        patience: int = 20,
+        batch: int = 32,
+        smooth: int = 10,
+        noise: float = 0.02,
+        pairs: int = 10,
+        inverted: float = 0.9,
+        failures: float = 0.1,
+        actions: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(actions)
+        positive("SignalMonitor", zero_gradient=zero_gradient, patience=patience, smooth=smooth, pairs=pairs)
+        self.zero_gradient, self.all_wrong, self.hopeless, self.patience = zero_gradient, all_wrong, hopeless, patience
+        self.batch, self.smooth, self.noise, self.pairs = batch, smooth, noise, pairs
+        self.inverted, self.failures = inverted, failures
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._groups(step)
+        yield from self._noise("reward/contradiction", "rewards")
+        if not math.isfinite(
+            metrics.get("value/outside", math.nan)
+        ):  # else the critic's values are in the advantages: CriticMonitor's concern
+            yield from self._noise("advantage/contradiction", "advantages")
+        yield from self._inverted()
+        yield from self._failures(metrics)
+
+    def _groups(self, step: int) -> Iterable[Finding]:
+        history, size = self.history, self.smooth
+        if history.count("groups/zero_gradient") < size:
+            return
+        zero, wrong = history.median("groups/zero_gradient", size), history.median("groups/all_wrong", size)
+        right = history.median("groups/all_correct", size)
+        assert zero is not None
+        if wrong is not None and wrong > self.all_wrong:
+            lasts = history.holds("groups/all_wrong", self.patience, lambda value: value > self.hopeless)
+            yield self.finding(
+                "all_wrong",
+                "critical" if lasts else "warning",
+                f"{wrong:.0%} of the groups have no completion with a reward",
+                ("groups/all_wrong", size, wrong, self.hopeless if lasts else self.all_wrong),
+                onset=history.began("groups/all_wrong", lambda value: value > self.all_wrong, step),
+                remedies=(
+                    "take easier prompts, or filter them by pass rate",
+                    "take larger groups",
+                    "train format first",
+                ),
+            )
+        elif zero > self.zero_gradient:
+            solved = right is not None and right > zero / 2
+            yield self.finding(
+                "zero_gradient",
+                "info" if solved else "warning",
+                f"{zero:.0%} of the groups have equal rewards and no gradient"
+                + (", most of them because they are solved" if solved else ""),
+                ("groups/zero_gradient", size, zero, self.zero_gradient),
+                onset=history.began("groups/zero_gradient", lambda value: value > self.zero_gradient, step),
+                remedies=(
+                    "sample until groups are mixed (recipe dapo)",
+                    "filter prompts by pass rate",
+                    "larger groups",
+                ),
+            )
+        groups = history.last("groups/count")
+        if groups is not None and groups * (1 - zero) < self.batch:
+            yield self.finding(
+                "small_batch",
+                "info",
+                f"{groups * (1 - zero):.0f} groups of a rollout have a gradient: a small batch",
+                ("groups/count mixed", size, groups * (1 - zero), self.batch),
+                remedies=("more prompts in each rollout (prompts_per_rollout)",),
+            )
+
+    def _noise(self, key: str, what: str) -> Iterable[Finding]:
+        history = self.history
+        pairs = dict(zip(history.steps["groups/equal_pairs"], history.values["groups/equal_pairs"], strict=True))
+        # By step: a rollout without an equal pair logs no share.
+        both = [(pairs.get(s, 0.0), v) for s, v in zip(history.steps[key], history.values[key], strict=True)]
+        recent = both[-self.smooth :]
+        against, total = sum(n * share for n, share in recent), sum(n for n, _ in recent)
+        if against < self.pairs or not total:
+            return
+        share = against / total
+        yield self.finding(
+            "reward_noise",
+            "critical" if share > self.noise else "warning",
+            f"{share:.1%} of the pairs of equal completions get different {what}",
+            (key, len(recent), share, self.noise),
+            onset=history.began(key, lambda value: value > 0, self.step),
+            remedies=(
+                "judge the same completion twice and mend the reward until both verdicts agree",
+                "if the reward is drawn on purpose, average several draws",
+            ),
+        )
+
+    def _inverted(self) -> Iterable[Finding]:
+        if self.history.holds("advantage/inverted", self.smooth, lambda value: value > self.inverted):
+            share = self.history.mean("advantage/inverted", self.smooth) or 0.0
+            yield self.finding(
+                "reward_inverted",
+                "critical",
+                f"in {share:.0%} of the groups the better completions have the smaller advantage",
+                ("advantage/inverted", self.smooth, share, self.inverted),
+                onset=self.history.began("advantage/inverted", lambda value: value > self.inverted, self.step),
+                remedies=("look for a flipped sign or flipped labels between the reward and the advantage",),
+            )
+
+    def _failures(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        for key, value in sorted(metrics.items()):
+            if key.startswith(("timeouts/", "failed/")) and value > self.failures:
+                yield self.finding(
+                    "reward_failures",
+                    "critical" if value > 0.5 else "warning",
+                    f"{value:.0%} of the completions were not judged ({key})",
+                    (key, 1, value, self.failures),
+                    remedies=("raise the reward's time limit", "look at the completions it fails on"),
+                )
+                return

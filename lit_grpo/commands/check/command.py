@@ -1,0 +1,89 @@
+"""``lit-grpo check --config FILE``: the preflight on the command line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lit_grpo.cli import DONE, FAILED
+from lit_grpo.cli.arguments import CommandParser
+from lit_grpo.cli.early import check_early
+from lit_grpo.cli.layers import config_files, read_layers
+from lit_grpo.cli.training import _quiet
+from lit_grpo.errors import StopRun, UserError
+from lit_grpo.utils.logging import at_level
+
+EXAMPLES = """\
+Everything else is as for `lit-grpo fit`: several --config, and any key as --data.group_size 16.
+Nothing is written but the table and FILE. The exit code is 0 if nothing failed, else 1; 2 for bad input.
+
+examples:
+  lit-grpo check --config configs/quickstart.yaml
+  lit-grpo check --config configs/gsm8k_smollm2_cpu.yaml --prompts 16 --json check.json
+"""
+
+
+def run(command: str, argv: list[str]) -> int:
+    """Run the preflight, print the table, and return the exit code."""
+    parser = CommandParser(command, "Look at a configuration before GPU hours are spent on it.", EXAMPLES)
+    parser.add_argument("--config", metavar="FILE", action="append", help="as for fit; may be given several times")
+    parser.add_argument("--prompts", metavar="N", type=int, default=32, help="prompts to sample from (32)")
+    parser.add_argument("--gold-format", metavar="TEXT", help="how the verifier wants an answer, with {answer} in it")
+    parser.add_argument("--no-step", action="store_true", help="leave out the training step: no memory, no time")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    args, rest = parser.parse_known_args(argv)
+    if args.prompts < 1:
+        raise UserError(f"--prompts is {args.prompts}, must be at least 1", where="command line")
+    if args.gold_format is not None and "{answer}" not in args.gold_format:
+        raise UserError("--gold-format has no {answer}", where="command line", remedy=r"as in '\boxed{{answer}}'")
+    rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
+    layers = read_layers(rest, "fit")
+    check_early("fit", rest, layers, parser.options())  # before anything heavy is imported
+    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
+        sys.path.append(str(Path.cwd()))
+    _quiet()
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+    from lit_grpo.cli.building import BuildingCLI
+    from lit_grpo.commands.check.preflight import Preflight
+    from lit_grpo.commands.check.prompts import rendered
+    from lit_grpo.commands.check.result import Result, show, write_json
+
+    preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
+    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
+        cli = BuildingCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
+        try:
+            cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        except (UserError, KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:  # whatever engine, reward or step raise is what the preflight is there to find
+            preflight.results.append(broken(preflight.at, error))
+    if not cli.trainer.is_global_zero:
+        return DONE
+    results: list[Result] = preflight.results
+    show(results)
+    if shown := rendered(results):
+        print(shown)
+    if args.json:
+        about: dict[str, Any] = {"config": config_files(rest, "fit"), "prompts": args.prompts}
+        write_json(results, Path(args.json), about)
+        print(f"results: {args.json}")
+    return FAILED if any(r.status == "fail" for r in results) else DONE
+
+
+def broken(at: str, error: Exception) -> Any:
+    """The line of the table for something that raised."""
+    from lit_grpo.commands.check.result import Result
+
+    text = error.reason if isinstance(error, StopRun) else str(error).strip() or type(error).__name__
+    text = text if len(text) <= 600 else f"{text[:600]} ..."
+    name = type(error).__name__
+    if "out of memory" in text.lower():
+        remedy = "lower model.micro_batch_tokens or data.engine.gpu_memory_utilization, set model.policy.logits_chunk"
+    elif isinstance(error, StopRun):
+        remedy = "the run itself would stop here"
+    else:
+        remedy = "LIT_GRPO_DEBUG=1 lit-grpo fit with the same arguments shows where"
+    return Result("one step" if "step" in at else "sampling", "fail", f"while {at}: {name}: {text}", remedy)

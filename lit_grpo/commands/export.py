@@ -1,0 +1,237 @@
+"""``lit-grpo export``: a checkpoint becomes a Hugging Face model folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lit_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from lit_grpo.policy.config import PolicyConfig
+
+PREFIX = "policy.model."
+"""Of the policy's weights in a checkpoint's ``state_dict``."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    architecture: str
+    parameters: int
+    """Tied ones once."""
+    dtype: str
+
+
+def run(command: str, argv: list[str]) -> int:
+    """The command."""
+    from lit_grpo.cli.arguments import CommandParser
+
+    parser = CommandParser(
+        command,
+        "Write the policy of a checkpoint as a Hugging Face model folder: weights, configuration, generation\n"
+        "configuration and tokenizer. Only the checkpoint is read, and the configuration and tokenizer of the model\n"
+        "that training began with.",
+        "example:\n  lit-grpo export --checkpoint runs/NAME --output models/mine --dtype bfloat16",
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="checkpoint, or the folder of a run")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="number format of the weights; as trained if left out")
+    parser.add_argument("--base", metavar="DIR", help="where the model that training began with is now, if it moved")
+    parser.add_argument("--force", action="store_true", help="replace a model folder that is there")
+    options = parser.parse_args(argv)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    done = export(options.checkpoint, options.output, dtype=options.dtype, base=options.base, force=options.force)
+    print(f"{options.output}: {done.architecture}, {done.parameters / 1e6:.3g} M parameters, {done.dtype}")
+    return 0
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    force: bool = False,
+) -> Exported:
+    """Write the policy in ``checkpoint`` to the folder ``output``, whole or not at all.
+
+    Args:
+        checkpoint: a file, a folder of shards, or the folder of a run (its last checkpoint).
+        output: the folder to write.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the format of training.
+        base: the model folder that gives configuration and tokenizer, in place of the one named in the checkpoint.
+        force: replace ``output`` if it holds a model.
+
+    Raises:
+        UserError: no such checkpoint, one of something else, an output folder that is not empty.
+    """
+    path, target = _find(Path(checkpoint)), Path(output)
+    _check_target(target, force)
+    content = _read(path)
+    policy = _policy_config(content, path, base)
+    weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
+    if not weights:
+        raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
+    if policy.quantization is not None:
+        weights = _over_quantized(policy, content["state_dict"])
+        policy = replace(policy, lora=None, quantization=None)
+    elif policy.lora is not None:
+        from lit_grpo.policy.model.lora import merged
+
+        weights = dict(merged(weights, policy.lora.alpha / policy.lora.rank))
+        policy = replace(policy, lora=None)  # what is written has no adapters, and peft is not needed
+    model = _model(policy, weights, dtype, path)
+    _write(model, policy, target)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Exported(target, type(model).__name__, count, str(model.dtype).removeprefix("torch."))
+
+
+def _find(path: Path) -> Path:
+    if (path / "checkpoints" / "last.ckpt").exists():
+        return path / "checkpoints" / "last.ckpt"
+    if path.is_file() or (path / "meta.pt").is_file():
+        return path
+    if path.is_dir():
+        raise UserError(
+            f"the folder {path} is neither a sharded checkpoint nor the folder of a run with checkpoints",
+            where="--checkpoint",
+            remedy="give a file like runs/NAME/checkpoints/rollout-000100.ckpt, or the folder runs/NAME",
+        )
+    raise UserError(f"there is no checkpoint {path}", where="--checkpoint", remedy=_neighbours(path))
+
+
+def _neighbours(path: Path) -> str | None:
+    near = sorted(p.name for p in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+    return f"{path.parent} has {', '.join(near)}" if near else None
+
+
+def _check_target(target: Path, force: bool) -> None:
+    if target.is_file():
+        raise UserError(f"{target} is a file", where="--output", remedy="name a folder")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise UserError(
+            f"the folder {target} is not empty",
+            where="--output",
+            remedy="name another one, or add --force to replace it",
+        )
+    if not (target / "config.json").is_file():
+        # --force must not be able to empty somebody's home.
+        raise UserError(
+            f"the folder {target} holds something that is no model, and --force replaces only model folders",
+            where="--output",
+            remedy="name another one",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        if path.is_dir():
+            from lit_grpo.distributed.checkpoint import read_sharded
+
+            content: Any = read_sharded(path, optimizers=False)
+        else:
+            content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0][:200]
+        raise UserError(f"the checkpoint {path} cannot be read: {first}", where="--checkpoint") from error
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise UserError(f"{path} is no checkpoint of a Lightning run", where="--checkpoint")
+    return content
+
+
+def _policy_config(content: dict[str, Any], path: Path, base: str | os.PathLike[str] | None) -> PolicyConfig:
+    from lit_grpo.policy.config import PolicyConfig
+    from lit_grpo.utils.dataclasses import from_plain
+
+    plain = content.get("hyper_parameters", {}).get("policy")
+    try:
+        policy = from_plain(PolicyConfig, plain)
+    except TypeError as error:
+        raise UserError(
+            f"the checkpoint {path} does not say which model it trained: {error}",
+            where="--checkpoint",
+            remedy="give one that lit-grpo fit wrote",
+        ) from error
+    return replace(policy, path=str(base), tiny=None) if base is not None else policy
+
+
+def _over_quantized(policy: PolicyConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint holds adapters; the weights under them come from the model's folder, in 4 bits as in training."""
+    from lit_grpo.policy.forward.policy import Policy
+    from lit_grpo.policy.model.load import load_model
+
+    own = Policy(load_model(policy))
+    kept = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
+    own.load_state_dict({k: v for k, v in kept.items() if not k.startswith("value_head.")})
+    return {name: tensor.cpu().clone() for name, tensor in own.named_weights()}
+
+
+def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, path: Path) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lit_grpo.policy.model.load import load_model_config
+
+    try:
+        config = load_model_config(policy)
+    except UserError as error:
+        remedy = "if the folder has moved, say where it is now with --base"
+        raise UserError(error.what, where=f"policy of {path}", remedy=remedy) from error
+    kind = getattr(torch, dtype) if dtype else next(iter(weights.values())).dtype
+    with torch.device("meta"):  # no time and memory for weights that are replaced at once
+        model = AutoModelForCausalLM.from_config(config, dtype=kind)
+    weights = {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    model.tie_weights()
+    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if missing or unexpected:
+        wrong = f"{missing[0]} is missing" if missing else f"{unexpected[0]} has no place in it"
+        raise UserError(
+            f"the weights of {path} do not fit {type(model).__name__}: {wrong} "
+            f"({len(missing)} missing, {len(unexpected)} too many)",
+            where="--base" if policy.tiny is None else "--checkpoint",
+            remedy="give the model that training began with",
+        )
+    return model
+
+
+def _write(model: PreTrainedModel, policy: PolicyConfig, target: Path) -> None:
+    from lit_grpo.policy.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(policy)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    aside = target.with_name(f".{target.name}.old-{os.getpid()}")
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        base = Path(policy.path).expanduser() / "generation_config.json" if policy.path else None
+        if base is not None and base.is_file():
+            # As it is: transformers refuses to write some of the files that it reads.
+            shutil.copy(base, temporary / base.name)
+        if target.exists():
+            target.rename(aside)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if aside.exists():
+            if target.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(target)

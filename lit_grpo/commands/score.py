@@ -1,0 +1,279 @@
+"""``lit-grpo score``: judge ready completions with the rewards of a run. Needs no model, and neither torch nor
+Lightning."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from lit_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from lit_grpo.rewards.base import Reward
+    from lit_grpo.rewards.combine import OnError
+    from lit_grpo.types import RewardInput
+
+EXAMPLES = """\
+A line of the input: {"prediction": "... \\\\boxed{4}", "answer": "4"}; `gold` stands in for a missing `answer`.
+`id`, `prompt`, `tokens` (how many the prediction has) and `finish_reason` ("length": cut off) are used where they are
+there; rewards see every field.
+A line of the output: {"correct": true, "reward": {"math": 1.0}, "timed_out": false, "seconds": 0.002, ...}. `correct`
+is what the first reward says that judges answers, null where none does.
+
+FILE of --config is a list under `rewards:`, as in a run's configuration, or such a configuration as a whole.
+The math verifier judges where there is none. Exit code 2 for bad input; then nothing has been judged.
+
+examples:
+  lit-grpo score --input pairs.jsonl > verdicts.jsonl
+  zcat pairs.jsonl.gz | lit-grpo score --input - --config reward.yaml --output verdicts.jsonl
+"""
+_CHUNK = 1024
+"""Lines judged together: enough to keep every worker busy, few enough to see results come."""
+
+
+class Totals(NamedTuple):
+    """What is said at the end."""
+
+    lines: int
+    correct: int
+    judged: bool
+    timed_out: int
+    failed: int
+    means: dict[str, float]
+    seconds: float
+
+
+def run(command: str, argv: list[str]) -> int:
+    """The command; 0, or 1 where a reward failed."""
+    from lit_grpo.cli.arguments import CommandParser
+
+    parser = CommandParser(command, "Judge ready completions with any reward. No model is needed.", EXAMPLES)
+    parser.add_argument("--input", required=True, metavar="FILE", help="JSON Lines, gzip or not; - is standard input")
+    parser.add_argument("--config", metavar="FILE", help="YAML with `rewards:`, or the configuration of a run")
+    parser.add_argument("--output", metavar="FILE", help="where the verdicts go; standard output if left out")
+    parser.add_argument("--on-error", choices=("raise", "zero"), help="a reward that fails ends it, or scores 0")
+    options = parser.parse_args(argv)
+    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
+        sys.path.append(str(Path.cwd()))
+    rewards, on_error = read_rewards(options.config)
+    from lit_grpo.rewards.combine import RewardError
+
+    try:
+        for reward in rewards:
+            reward.start()
+        items = read_items(options.input, rewards)
+        with _opened(options.output) as file:
+            totals = judge(items, rewards, options.on_error or on_error, file)
+    except RewardError as error:
+        print(f"lit-grpo {command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads has seen enough
+        sys.stdout = None
+        return 1
+    finally:
+        for reward in rewards:
+            reward.close()
+    print(_summary(totals), file=sys.stderr)
+    return 0
+
+
+def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
+    """The rewards of a configuration file, and what becomes of those that fail.
+
+    Raises:
+        UserError: the file cannot be read, lists no rewards, or one of them is wrong.
+    """
+    if config is None:
+        from lit_grpo.rewards.math.verify import MathReward
+
+        return [MathReward()], "raise"
+    import argparse
+
+    import yaml
+    from jsonargparse import ArgumentParser
+
+    from lit_grpo.cli.explain import Explainer
+    from lit_grpo.cli.layers import find, read_layers
+    from lit_grpo.rewards.base import Reward
+    from lit_grpo.rewards.combine import OnError, check_rewards
+
+    layers = read_layers(["--config", config], "score")
+    loaded = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    whole = loaded if isinstance(loaded, dict) else {}
+    inner = whole["data"] if isinstance(whole.get("data"), dict) else whole
+    prefix = "data." if inner is not whole else ""
+    if not inner.get("rewards"):
+        raise UserError(
+            "the configuration lists no rewards",
+            where=config,
+            remedy="rewards: [{class_path: lit_grpo.rewards.MathReward}]",
+        )
+    known = {"rewards", "on_reward_error"}
+    if not prefix and (unknown := next((key for key in whole if key not in known), None)) is not None:
+        found = find(layers, str(unknown))
+        place = str(found[0].place(found[1])) if found else config
+        raise UserError(
+            f"there is no key `{unknown}`", where=place, remedy=f"the keys here are {' and '.join(sorted(known))}"
+        )
+    names = [prefix + key for key in sorted(known)]
+    explainer = Explainer("score", [], layers, names)
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument(f"--{prefix}rewards", type=list[Reward])
+    parser.add_argument(f"--{prefix}on_reward_error", type=OnError, default="raise")
+    given = {key: value for key, value in inner.items() if key in known}
+    try:
+        parsed = parser.parse_object({"data": given} if prefix else given)
+        built = parser.instantiate(parsed)
+        rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
+        check_rewards(rewards)
+    except (argparse.ArgumentError, ValueError) as error:
+        inner_error: BaseException | None = error
+        while inner_error is not None and not isinstance(inner_error, UserError):
+            inner_error = inner_error.__cause__ or inner_error.__context__
+        if isinstance(inner_error, UserError):
+            raise explainer.locate(inner_error) from error
+        raise explainer.explain(str(error)) from error
+    return rewards, on_error
+
+
+def read_items(source: str, rewards: Sequence[Reward]) -> list[tuple[RewardInput, Any]]:
+    """Every line as what a reward sees, with its ``id`` (None where it has none).
+
+    Raises:
+        UserError: for the first bad line, with file and line.
+    """
+    from lit_grpo.data.sources.jsonl import JsonlPrompts, decoded, json_object
+
+    if source == "-":
+        lines = enumerate(sys.stdin.buffer, start=1)
+        places = ((f"standard input:{number}", line) for number, line in lines if line.strip())
+        records: Iterable[tuple[Mapping[str, Any], str]] = (
+            (json_object(decoded(line, where), where), where) for where, line in places
+        )
+    elif Path(source).is_file():
+        records = JsonlPrompts(source).records()
+    else:
+        raise UserError(f"there is no file {source}", where="--input", remedy="name a JSON Lines file, or - for a pipe")
+    return [(_item(row, where, rewards), row.get("id")) for row, where in records]
+
+
+def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> RewardInput:
+    from lit_grpo.types import Completion, Prompt, RewardInput
+
+    source = str(row.get("source") or "")
+    try:
+        judging = [reward.for_source(source) for reward in rewards]
+    except UserError as error:
+        raise UserError(error.what, where=f"{where}, field `source`", remedy=error.remedy) from error
+    needing = next((reward.name for reward in judging if reward.needs_answer), None)
+    counting = next((reward.name for reward in judging if reward.needs_tokens), None)
+    text = row.get("prediction")
+    if not isinstance(text, str):
+        what = "has no field `prediction`" if text is None else f"has a `prediction` that is {_kind(text)}, not text"
+        raise UserError(
+            f"the line {what}", where=where, remedy=f"it has the fields {', '.join(map(repr, row)) or '(none)'}"
+        )
+    answer = row.get("answer", row.get("gold"))
+    if isinstance(answer, (bool, list, dict)):
+        raise UserError(
+            f"the line has an `answer` that is {_kind(answer)}, not text or a number",
+            where=where,
+            remedy='write it as text, as in "answer": "1, 2"',
+        )
+    if answer is None and needing is not None:
+        raise UserError(
+            f"the line has no field `answer`, and the reward {needing!r} compares with it",
+            where=where,
+            remedy="add the gold answer as text",
+        )
+    tokens = row.get("tokens", 0 if counting is None else None)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        raise UserError(
+            "the line has no field `tokens`" if tokens is None else f"`tokens` is {str(tokens)[:40]!r}",
+            where=where,
+            remedy="give the number of tokens of the prediction"
+            + (f"; the reward {counting!r} goes by it" if counting else ""),
+        )
+    cut = row.get("finish_reason") == "length"
+    ids = (0,) * tokens
+    completion = Completion(0, 0, ids, (), "length" if cut else "stop", 0)
+    question = row.get("prompt", row.get("question"))
+    prompt = Prompt(
+        id=str(row.get("id", where)),
+        question=question if isinstance(question, str) else "",
+        token_ids=(),
+        answer=None if answer is None else str(answer),
+        source=source,
+        extra=dict(row),
+    )
+    return RewardInput(prompt, completion, text)
+
+
+def _kind(value: object) -> str:
+    return {bool: "true or false", list: "a list", dict: "an object"}.get(type(value), "a number")
+
+
+def judge(
+    items: Sequence[tuple[RewardInput, Any]], rewards: Sequence[Reward], on_error: OnError, file: TextIO
+) -> Totals:
+    """Write one line for each item, in order."""
+    from lit_grpo.rewards.base import judging_reward
+    from lit_grpo.rewards.combine import score_all
+
+    began = time.perf_counter()
+    judging = judging_reward(rewards)
+    right = late = broken = 0
+    sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
+    for start in range(0, len(items), _CHUNK):
+        chunk = items[start : start + _CHUNK]
+        scores = score_all(rewards, [item for item, _ in chunk], on_error)
+        for i, (_, identity) in enumerate(chunk):
+            mine = {name: column[i] for name, column in scores.items()}
+            correct = judging.correct(mine[judging.name].value) if judging else None
+            timed_out, failed = any(s.timed_out for s in mine.values()), any(s.failed for s in mine.values())
+            line: dict[str, Any] = {
+                "correct": correct,
+                "reward": {name: score.value for name, score in mine.items()},
+                "timed_out": timed_out,
+                "seconds": round(sum(score.seconds for score in mine.values()), 4),
+                "failed": failed,
+            }
+            if identity is not None:
+                line = {"id": identity, **line}
+            print(json.dumps(line), file=file)
+            right, late, broken = right + bool(correct), late + timed_out, broken + failed
+            for name, score in mine.items():
+                sums[name] += score.value
+        file.flush()
+    means = {name: total / max(1, len(items)) for name, total in sums.items()}
+    return Totals(len(items), right, judging is not None, late, broken, means, time.perf_counter() - began)
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}", where="--output") from error
+    with file:
+        yield file
+
+
+def _summary(totals: Totals) -> str:
+    share = f", {100 * totals.correct / totals.lines:.1f} %" if totals.lines else ""
+    parts = [f"{totals.lines} lines"]
+    if totals.judged:
+        parts.append(f"{totals.correct} correct{share}")
+    parts += [f"mean {name} {mean:.4g}" for name, mean in totals.means.items()]
+    parts += [f"{totals.timed_out} timed out"]
+    if totals.failed:
+        parts.append(f"{totals.failed} failed")
+    return f"{'; '.join(parts)}; {totals.seconds:.1f} s"

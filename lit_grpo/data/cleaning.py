@@ -1,0 +1,169 @@
+"""Duplicates, contradictions and questions of evaluation sets: found, counted by reason, and left out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lit_grpo.data.sources.base import PromptSource, Row
+from lit_grpo.errors import UserError
+
+DUPLICATE, CONFLICT, CONTAMINATED, TOO_LONG = "duplicate", "conflicting answers", "contaminated", "too long"
+"""Why a row may be left out."""
+
+
+@dataclass
+class CleanConfig:
+    """What is left out of the training prompts before the run; nothing unless asked for.
+
+    Attributes:
+        deduplicate: of questions that are equal but for white space and case the first stays; if their answers differ,
+            nobody knows which is right, and none stays.
+        decontaminate: evaluation sets whose questions must not be trained on.
+        held_out: decontaminate against ``val_prompts`` and ``test_prompts`` too.
+        ngram: words in a row that a training question must share with one of an evaluation set to be looked at closely:
+            13, as for GPT-3 (2005.14165, appendix C) and Qwen2.5-Math (2409.12122, section 3).
+        overlap: and then it is left out if the longest common subsequence of their words makes up at least this share
+            of both (twice its length over that of the two): 0.6, as for Qwen2.5-Math, whose report leaves open which
+            length it divides by. By the evaluation question's alone, phrases such as "where m and n are relatively
+            prime positive integers" are enough to condemn. Questions whose letters and digits are all equal are always
+            left out.
+        dropped_file: a JSON object a line for every row that was left out, here or by ``format.on_long``: its id,
+            source, reason, the other row it met, file and line.
+    """
+
+    deduplicate: bool = False
+    decontaminate: list[PromptSource] = field(default_factory=list)
+    held_out: bool = False
+    ngram: int = 13
+    overlap: float = 0.6
+    dropped_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ngram < 2:
+            raise UserError(f"ngram is {self.ngram}", where="data.clean.ngram", remedy="give 2 words or more")
+        if not 0 < self.overlap <= 1:
+            raise UserError(
+                f"overlap is {self.overlap}", where="data.clean.overlap", remedy="give a share above 0, at most 1"
+            )
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that was left out."""
+
+    row: Row
+    reason: str
+    other: str = ""
+    """Id of the row that it repeats, contradicts or gives away."""
+
+
+def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
+    """The rows whose question is new, and the others.
+
+    A row without an answer contradicts nobody; of equal questions the first with an answer stays.
+    """
+    same: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        same[normal(row.question)].append(row)
+    dropped: dict[str, Dropped] = {}
+    for group in same.values():
+        answers: dict[str, Row] = {}
+        for row in group:
+            if row.answer and row.answer.strip():
+                answers.setdefault(normal(row.answer), row)
+        if len(answers) > 1:
+            for row in group:
+                other = next(r for answer, r in answers.items() if answer != normal(row.answer))
+                dropped[row.id] = Dropped(row, CONFLICT, other.id)
+        else:
+            stays = next(iter(answers.values()), group[0])
+            dropped |= {row.id: Dropped(row, DUPLICATE, stays.id) for row in group if row is not stays}
+    return [row for row in rows if row.id not in dropped], list(dropped.values())
+
+
+def decontaminate(
+    rows: Sequence[Row], evaluation: Iterable[Row], *, ngram: int = 13, overlap: float = 0.6
+) -> tuple[list[Row], list[Dropped]]:
+    """The rows that give no question of an evaluation set away, and the others; see :class:`CleanConfig`.
+
+    A question of an evaluation set with fewer than ``ngram`` words can only be found whole.
+    """
+    known = Evaluation(evaluation, ngram, overlap)
+    kept: list[Row] = []
+    dropped: list[Dropped] = []
+    for row in rows:
+        other = known.find(row.question)
+        if other is None:
+            kept.append(row)
+        else:
+            dropped.append(Dropped(row, CONTAMINATED, other.id))
+    return kept, dropped
+
+
+class Evaluation:
+    """Questions that must not be trained on, indexed by their letters and by their runs of words."""
+
+    def __init__(self, rows: Iterable[Row], ngram: int, overlap: float) -> None:
+        self.ngram, self.overlap = ngram, overlap
+        self._by_letters: dict[str, Row] = {}
+        self._by_run: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+        self._ends: set[tuple[str, str]] = set()
+        self._rows: list[tuple[Row, list[str]]] = []
+        for row in rows:
+            self._by_letters.setdefault(letters(row.question), row)
+            found = words(row.question)
+            for run in _runs(found, ngram):
+                self._by_run[run].add(len(self._rows))
+                self._ends.add((run[0], run[-1]))
+            self._rows.append((row, found))
+
+    def find(self, question: str) -> Row | None:
+        """The question of an evaluation set that this one gives away, or None."""
+        if (row := self._by_letters.get(letters(question))) is not None:
+            return row
+        found = words(question)
+        shared = Counter(place for run in self._candidates(found) for place in self._by_run.get(run, ()))
+        for place, _ in shared.most_common():
+            row, wanted = self._rows[place]
+            if 2 * common_subsequence(found, wanted) >= self.overlap * (len(found) + len(wanted)):
+                return row
+        return None
+
+    def _candidates(self, found: Sequence[str]) -> set[tuple[str, ...]]:
+        """Runs that may be known: most are ruled out by their first and last word, without being built."""
+        size = self.ngram
+        starts = (i for i in range(len(found) - size + 1) if (found[i], found[i + size - 1]) in self._ends)
+        return {tuple(found[i : i + size]) for i in starts}
+
+
+def normal(text: str | None) -> str:
+    """Without case, white space collapsed."""
+    return " ".join((text or "").casefold().split())
+
+
+def letters(text: str) -> str:
+    """Letters and digits alone, without case: what is left when two sources punctuate and typeset differently."""
+    return "".join(filter(str.isalnum, text.casefold())) or normal(text)
+
+
+def words(text: str) -> list[str]:
+    """Runs of ASCII letters and digits, and every other letter by itself (Chinese has no spaces)."""
+    return re.findall(r"[a-z0-9]+|[^\W_]", text.casefold())
+
+
+def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence."""
+    before = [0] * (len(b) + 1)
+    for x in a:
+        now = [0]
+        for j, y in enumerate(b):
+            now.append(before[j] + 1 if x == y else max(before[j + 1], now[j]))
+        before = now
+    return before[-1]
+
+
+def _runs(found: Sequence[str], size: int) -> set[tuple[str, ...]]:
+    return {tuple(found[i : i + size]) for i in range(len(found) - size + 1)}

@@ -1,0 +1,125 @@
+"""Prompts from a data set of the Hugging Face hub, or from a local folder that ``datasets`` can load."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lit_grpo.data.sources.table import Record, TableSource, in_memory
+from lit_grpo.errors import UserError, nearest
+
+REACH_SECONDS = 3.0
+"""A hub that does not answer a connection within so long is held for unreachable."""
+
+
+class HubPrompts(TableSource):
+    """One row of one split is one question. Needs the extra ``hub`` (the package datasets).
+
+    Without network a copy in the cache is used, and its lack is said at once (the hub's own client tries for about
+    twenty seconds).
+
+    Args:
+        dataset: name on the hub, or path of a folder.
+        config: name of the configuration, if the data set has several.
+        split: one split; slices such as ``train[:100]`` work too.
+        revision: branch, tag or commit; give a commit for a run that can be repeated.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        config: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        **columns: Any,
+    ) -> None:
+        super().__init__(**columns)
+        self.dataset, self.config, self.split, self.revision = dataset, config, split, revision
+        self.name = self.name or dataset.rstrip("/").split("/")[-1]
+
+    def place(self) -> str:
+        return f"{self.dataset} [{self.split}]"
+
+    def records(self) -> Iterator[Record]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise UserError(
+                "data sets of the hub need the package datasets", where="HubPrompts", remedy="pip install lit-grpo[hub]"
+            ) from error
+        offline = self._unreachable()
+        try:
+            with _offline() if offline else nullcontext():
+                table = datasets.load_dataset(self.dataset, self.config, split=self.split, revision=self.revision)
+        except Exception as error:  # datasets raises a dozen unrelated kinds: network, missing, config, split, schema
+            raise self._explain(error, offline) from error
+        yield from in_memory(table, self.place())
+
+    def _unreachable(self) -> str | None:
+        """Why the hub cannot be asked; None if it can, or need not, since the data set is a folder."""
+        from datasets import config
+
+        if Path(self.dataset).expanduser().exists():
+            return None
+        if config.HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set"
+        address = urlsplit(config.HF_ENDPOINT)
+        port = address.port or (80 if address.scheme == "http" else 443)
+        if urllib.request.getproxies() or reachable(address.hostname or "", port):
+            return None
+        return f"{address.hostname} cannot be reached"
+
+    def _explain(self, error: Exception, offline: str | None) -> UserError:
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if offline is not None and not Path(self.dataset).expanduser().exists():
+            return UserError(
+                f"cannot load the data set {self.dataset!r}: {offline}, and it is not in the cache",
+                where=self.place(),
+                remedy="fetch it once where there is a network, or use JsonlPrompts, CsvPrompts or ParquetPrompts",
+            )
+        guess = nearest(self.split, ("train", "test", "validation")) if "split" in what.lower() else None
+        return UserError(
+            f"cannot load the data set {self.dataset!r}: {what}",
+            where=self.place(),
+            remedy=f"did you mean split: {guess}?"
+            if guess and guess != self.split
+            else "check the name, the configuration and the split; without network use JsonlPrompts or ParquetPrompts",
+        )
+
+
+def reachable(host: str, port: int, seconds: float = REACH_SECONDS) -> bool:
+    """Whether a connection to ``host`` can be opened within ``seconds``, its name looked up included."""
+    opened = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+        except OSError:
+            return
+        opened.set()
+
+    # In a thread, because looking up a name has no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return opened.is_set()
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The hub's client takes what is in the cache and asks nobody."""
+    import huggingface_hub.constants
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before

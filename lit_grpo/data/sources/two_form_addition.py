@@ -1,0 +1,53 @@
+"""Two-digit addition with a short and a long way to answer: small, and with room for length to rise and to fall."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lit_grpo.data.sources.addition import AdditionPrompts
+from lit_grpo.data.sources.base import Row
+
+ALPHABET = "0123456789+=:c"
+"""Every character of questions and answers, for the character tokenizer."""
+ANSWER = r":(\d+)$"
+"""The answer in a completion of either form, for :class:`lit_grpo.rewards.ExactMatch`."""
+MAX_NEW_TOKENS = 24
+"""Twice the long form: a policy whose completions grow has somewhere to grow to."""
+
+
+class TwoFormAddition(AdditionPrompts):
+    """Sums of two numbers from 10 to 99, such as ``27+15=``.
+
+    An answer ends in a colon and the sum. It may be given at once, ``:42``, or after the sum of the units and what they
+    carry, ``7+5=12c1:42``. Row columns ``short`` and ``long`` hold both, for supervised training. With the end token
+    the short form has 4 or 5 tokens and the long one 11 to 13, so a policy that mixes them can move either way: the
+    short form is quick, the long form easier to get right.
+
+    Args:
+        n: how many problems to draw, all different. Left out: all 8,100.
+        seed: order in which problems are drawn.
+        skip: leave out the first ones drawn: with equal ``seed``, ``n: 100`` and ``n: 100, skip: 100`` are disjoint.
+        name: of the source; the ids are ``name/27+15``.
+
+    Raises:
+        UserError: an argument out of range.
+    """
+
+    def __init__(self, n: int | None = None, seed: int = 0, skip: int = 0, name: str = "two_form_addition") -> None:
+        super().__init__(digits=2, n=n, seed=seed, skip=skip, name=name)
+
+    def _row(self, numbers: tuple[int, ...]) -> Row:
+        row = super()._row(numbers)
+        a, b = numbers
+        return replace(row, extra={**row.extra, "short": short_form(a, b), "long": long_form(a, b)})
+
+
+def short_form(a: int, b: int) -> str:
+    """``:42`` for 27 and 15."""
+    return f":{a + b}"
+
+
+def long_form(a: int, b: int) -> str:
+    """``7+5=12c1:42`` for 27 and 15: units, their sum, what is carried, and the answer."""
+    units = a % 10 + b % 10
+    return f"{a % 10}+{b % 10}={units}c{units // 10}:{a + b}"

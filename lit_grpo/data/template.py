@@ -1,0 +1,282 @@
+"""From a row to a prompt: the chat template is applied and the text is tokenised here, once, and never again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lit_grpo.data.sources.base import Row
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.types import Prompt
+
+_SLOT = "{question}"
+_OWN_NAMES = ("auto", "chat", "none")
+
+
+class NamedTemplate(NamedTuple):
+    """A prompt as plain text with ``{question}`` and, where it has a place for a system prompt, ``{system}``."""
+
+    text: str
+    system: str | None = None
+    """What stands for ``{system}`` where the user gives none."""
+    markers: tuple[str, ...] = ()
+    """Pieces that must each be one token of the tokenizer, or the model has never seen anything like it."""
+
+
+NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
+    # The template decides how a base model begins (Dr. GRPO, 2503.20783, section 2.1 and its templates 1 and 2).
+    "qwen_math": NamedTemplate(
+        "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+        "Please reason step by step, and put your final answer within \\boxed{}.",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    # DeepSeek-R1 (2501.12948, table 1) in the form of Dr. GRPO: the completion begins inside <think>.
+    "r1": NamedTemplate(
+        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+        "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
+        "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+        "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
+        "User: {question}\nAssistant: <think>"
+    ),
+}
+
+
+class PromptTooLongError(UserError):
+    """A prompt has more tokens than ``max_prompt_tokens``."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """What :meth:`PromptFormat.encode_all` gives back."""
+
+    prompts: list[Prompt]
+    too_long: list[Row]
+    """Rows left out because they have more than ``max_prompt_tokens``."""
+
+
+@dataclass
+class PromptFormat:
+    """How a row becomes token ids.
+
+    Attributes:
+        chat_template: ``auto``: the tokenizer's own template if it has one, else plain text. ``chat``: the tokenizer's
+            own template, which it must have. ``none``: plain text. ``qwen_math``, ``r1``: a named template, see
+            ``NAMED_TEMPLATES``. Text that holds ``{question}`` is a template of your own, with ``{system}`` where the
+            system prompt goes. Anything that holds ``{{`` or ``{%`` is a Jinja template, and anything that ends in
+            ``.jinja`` a file with one.
+        system_prompt: first message of the chat; with ``none`` it stands before the question, with an empty line
+            between them; in a named template or one of your own it takes the place of ``{system}``.
+        question_format: text around ``{question}``. Other braces are left as they are, so ``\\boxed{}`` needs no care.
+        max_prompt_tokens: longest prompt allowed, template and special tokens included. None: any length.
+        on_long: ``error`` stops at the first longer prompt; ``drop`` leaves it out (``encode_all``).
+    """
+
+    chat_template: str = "auto"
+    system_prompt: str | None = None
+    question_format: str = _SLOT
+    max_prompt_tokens: int | None = None
+    on_long: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        if _SLOT not in self.question_format:
+            raise UserError(
+                f"question_format {self.question_format!r} has no {_SLOT}, so every prompt would be the same",
+                where="question_format",
+                remedy=f"write {_SLOT} where the question goes",
+            )
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise UserError(f"max_prompt_tokens is {self.max_prompt_tokens}", where="max_prompt_tokens")
+        if self.on_long not in {"error", "drop"}:
+            raise UserError(f"on_long is {self.on_long!r}", where="on_long", remedy="write error or drop")
+        self._jinja: str | None = None
+        self._text: NamedTemplate | None = None
+        self._read_template()
+        self._check_system_prompt()
+
+    def encode(self, row: Row, tokenizer: Any, source: str = "") -> Prompt:
+        """Apply the template and tokenise, once.
+
+        Args:
+            row: the question.
+            tokenizer: of transformers; its ``chat_template`` is read, nothing in it is changed.
+            source: name of the data set, kept in the prompt.
+
+        Raises:
+            PromptTooLongError: the prompt is longer than ``max_prompt_tokens``, whatever ``on_long`` says.
+            UserError: no chat template where one is needed, text the tokenizer refuses, an empty prompt, or two
+                beginning-of-sequence tokens.
+        """
+        question = self.question_format.replace(_SLOT, row.question)
+        ids = self._token_ids(question, tokenizer, row)
+        where = row.where or row.id
+        if not ids:
+            raise UserError(f"row {row.id!r} gives an empty prompt", where=where, remedy="mend or remove the row")
+        bos = getattr(tokenizer, "bos_token_id", None)
+        if bos is not None and ids[:2] == [bos, bos]:
+            raise UserError(
+                f"the prompt of row {row.id!r} begins with two beginning-of-sequence tokens",
+                where=where,
+                remedy="the tokenizer adds one by itself: take it out of the template or the text",
+            )
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise PromptTooLongError(
+                f"the prompt of row {row.id!r} has {len(ids)} tokens, more than max_prompt_tokens "
+                f"= {self.max_prompt_tokens}",
+                where=where,
+                remedy="raise max_prompt_tokens, or leave such rows out with on_long: drop",
+            )
+        return Prompt(row.id, row.question, tuple(ids), row.answer, row.source or source, row.extra)
+
+    def encode_all(self, rows: Iterable[Row], tokenizer: Any, source: str = "") -> EncodedPrompts:
+        """Encode every row, in order; with ``on_long: drop`` too long ones are left out and given back.
+
+        Raises:
+            UserError: as :meth:`encode`; or every row was dropped.
+        """
+        prompts: list[Prompt] = []
+        too_long: list[Row] = []
+        for row in rows:
+            try:
+                prompts.append(self.encode(row, tokenizer, source))
+            except PromptTooLongError:
+                if self.on_long == "error":
+                    raise
+                too_long.append(row)
+        if too_long and not prompts:
+            raise UserError(
+                f"all {len(too_long)} prompts are longer than max_prompt_tokens = {self.max_prompt_tokens}",
+                where=source or "max_prompt_tokens",
+                remedy="raise max_prompt_tokens",
+            )
+        return EncodedPrompts(prompts, too_long)
+
+    def uses_chat(self, tokenizer: Any) -> bool:
+        """True if prompts are chats made by a Jinja template, False if they are plain text or a text template.
+
+        Raises:
+            UserError: ``chat_template`` is ``chat`` and the tokenizer has none.
+        """
+        if self._jinja is not None:
+            return True
+        if self._text is not None:
+            return False
+        own = getattr(tokenizer, "chat_template", None)
+        if self.chat_template == "chat" and not own:
+            raise UserError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__!r} has no chat "
+                "template",
+                where="chat_template",
+                remedy="write chat_template: none for plain text, or give a Jinja template",
+            )
+        return self.chat_template != "none" and bool(own)
+
+    def describe(self, tokenizer: Any) -> str:
+        """In words, which template prompts go through."""
+        if self.chat_template in NAMED_TEMPLATES:
+            return f"template {self.chat_template}"
+        if self._text is not None:
+            return "a text template of your own"
+        if self._jinja is not None:
+            return f"Jinja template {self.chat_template if self.chat_template.endswith('.jinja') else 'of your own'}"
+        return "the tokenizer's chat template" if self.uses_chat(tokenizer) else "plain text, no template"
+
+    def identity(self, tokenizer: Any) -> dict[str, str]:
+        """All that decides how a question becomes text, by name: equal identities, equal prompts."""
+        own: Any = getattr(tokenizer, "chat_template", None)
+        template = self._text.text if self._text is not None else self._jinja
+        if template is None:
+            template = str(own) if self.uses_chat(tokenizer) else ""
+        return {
+            "chat_template": template,
+            "system_prompt": self.system_prompt or "",
+            "question_format": self.question_format,
+        }
+
+    def doubts(self, tokenizer: Any) -> list[str]:
+        """What about the template does not fit the tokenizer, one sentence each."""
+        found = []
+        for marker in self._text.markers if self._text is not None else ():
+            if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) != 1:
+                found.append(f"the template {self.chat_template} uses {marker}, which is no token of this tokenizer")
+        if self.uses_chat(tokenizer) and "strftime_now" in self.identity(tokenizer)["chat_template"]:
+            found.append("the chat template writes the date into every prompt, so a run resumed tomorrow has others")
+        return found
+
+    def _token_ids(self, question: str, tokenizer: Any, row: Row) -> list[int]:
+        chat = self.uses_chat(tokenizer)
+        try:
+            if not chat:
+                text = self._plain_text(question)
+                return list(tokenizer(text, add_special_tokens=True)["input_ids"])
+            messages = [{"role": "user", "content": question}]
+            if self.system_prompt is not None:
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+            encoded = tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._jinja,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+            )
+            return list(encoded["input_ids"])
+        except Exception as error:  # tokenizers raise plain Exception, templates whatever Jinja raises
+            raise UserError(
+                f"the {'chat template' if chat else 'tokenizer'} cannot take row {row.id!r}: "
+                f"{type(error).__name__}: {error}",
+                where=row.where or row.id,
+                remedy="mend the row, or choose another chat_template or tokenizer",
+            ) from error
+
+    def _plain_text(self, question: str) -> str:
+        if self._text is None:
+            return question if self.system_prompt is None else f"{self.system_prompt}\n\n{question}"
+        parts = {"system": self.system_prompt or self._text.system or "", "question": question}
+        # In one go: what stands in for a slot may itself hold the name of one.
+        return re.sub(r"\{(system|question)\}", lambda found: parts[found[1]], self._text.text)
+
+    def _read_template(self) -> None:
+        """Find out what kind of template ``chat_template`` is."""
+        value = self.chat_template
+        if value in _OWN_NAMES:
+            return
+        if value in NAMED_TEMPLATES:
+            self._text = NAMED_TEMPLATES[value]
+        elif re.search(r"(?<!\{)\{question\}(?!\})", value):
+            self._text = NamedTemplate(value)
+        elif "{{" in value or "{%" in value:
+            self._jinja = value
+        elif value.endswith(".jinja"):
+            try:
+                self._jinja = Path(value).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"cannot read the chat template {value!r}: {error}", where="chat_template") from error
+        else:
+            names = [*_OWN_NAMES, *NAMED_TEMPLATES]
+            guess = nearest(value, names)
+            raise UserError(
+                f"unknown chat_template {value!r}",
+                where="chat_template",
+                remedy=f"write {guess}"
+                if guess
+                else f"write one of {', '.join(names)}, text with {_SLOT}, a Jinja template or a .jinja file",
+            )
+
+    def _check_system_prompt(self) -> None:
+        if self._text is None:
+            return
+        has_place = "{system}" in self._text.text
+        if self.system_prompt is not None and not has_place:
+            raise UserError(
+                f"the template {self.chat_template!r} has no place for a system prompt",
+                where="system_prompt",
+                remedy="leave system_prompt out, or write a template of your own with {system} in it",
+            )
+        if has_place and self.system_prompt is None and self._text.system is None:
+            raise UserError(
+                "the template has a place for a system prompt, {system}, and there is none",
+                where="system_prompt",
+                remedy="set system_prompt, or take {system} out",
+            )

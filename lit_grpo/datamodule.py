@@ -1,0 +1,447 @@
+"""RolloutDataModule: prompts in, rollouts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
+from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
+from lit_grpo.engines import check_engine, make_engine
+from lit_grpo.engines.config import EngineConfig
+from lit_grpo.errors import UserError
+from lit_grpo.evaluation.judging import judge
+from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
+from lit_grpo.policy.model.load import end_token_ids, load_model_config
+from lit_grpo.rewards import Reward, check_rewards, total_range
+from lit_grpo.rewards.base import judging_reward
+from lit_grpo.rewards.combine import OnError, refuse_doubles
+from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty, judge_of
+from lit_grpo.rollout.generator import RolloutProducer
+from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
+from lit_grpo.rollout.prompt_order import make_order
+from lit_grpo.rollout.refill import OnShort, alone
+from lit_grpo.rollout.supervised import DemonstrationFormat, DemonstrationProducer, encode_demonstrations
+from lit_grpo.types import Prompt, Rollout, Sampling
+from lit_grpo.utils import random as rng
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Streams rollouts to :class:`lit_grpo.LitGRPO`: each is sampled with the weights that the previous step left.
+
+    Data, rewards and limits are checked in ``setup``, before any model is loaded.
+
+    Args:
+        prompts: where training questions come from; ``validate`` and ``test`` need none.
+        rewards: what completions are judged by; the total is their weighted sum.
+        group_size: completions of each prompt (G).
+        prompts_per_rollout: prompts of each rollout, over all ranks.
+        rollouts: length of the run.
+        engine: what samples.
+        sampling: how training completions are drawn.
+        format: how a question becomes token ids.
+        clean: what is left out of the training questions: duplicates, questions of evaluation sets.
+        difficulty: training questions that are solved or out of reach come up less often; None: all equally often.
+        val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
+        test: the same for ``test`` and ``predict``.
+        val_prompts: one more set, named after its source: ``{class_path: lit_grpo.data.JsonlPrompts, ...}``.
+        test_prompts: likewise.
+        eval_sampling: how evaluation completions are drawn; None: one a prompt greedily, several as in training.
+        eval_group_size: completions of each evaluation prompt, for sets that do not say.
+        demonstrations: what supervised fine-tuning (``objective: {recipe: sft}``) teaches.
+        on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
+        max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
+            groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
+            prompts of a rollout; what is no longer needed is cancelled).
+        on_short_rollout: what happens then: uniform groups, which have no gradient, fill the rollout up, with a warning
+            and ``sampling/short`` (``fill``), or the run ends (``error``). It ends too without any mixed group.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSource | None = None,
+        rewards: list[Reward] | None = None,
+        group_size: int = 8,
+        prompts_per_rollout: int = 16,
+        rollouts: int = 100,
+        engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
+        sampling: Sampling = Sampling(),  # noqa: B008
+        format: PromptFormat = PromptFormat(),  # noqa: B008
+        clean: CleanConfig = CleanConfig(),  # noqa: B008
+        difficulty: DifficultyConfig | None = None,
+        val: dict[str, EvaluationSet] | None = None,
+        test: dict[str, EvaluationSet] | None = None,
+        val_prompts: PromptSource | None = None,
+        test_prompts: PromptSource | None = None,
+        eval_sampling: Sampling | None = None,
+        eval_group_size: int = 1,
+        demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
+        on_reward_error: OnError = "raise",
+        max_generation_rounds: int = 10,
+        on_short_rollout: OnShort = "fill",
+    ) -> None:
+        super().__init__()
+        self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
+        self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
+        self.sampling, self.clean, self.difficulty = sampling, clean, difficulty
+        self.val, self.test = dict(val or {}), dict(test or {})
+        self.val_prompts, self.test_prompts = val_prompts, test_prompts
+        self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
+        self.demonstrations = demonstrations
+        self._solutions: dict[str, tuple[int, ...]] = {}
+        self.on_reward_error = on_reward_error
+        self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
+        self._sets: dict[str, PromptSet] = {}
+        self._producer: RolloutProducer | None = None
+        self.evaluations: dict[str, list[ResolvedSet]] = {}
+        """Sets of ``val`` and ``test``, once they are set up."""
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_generation_rounds"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
+        if self.sampling.max_new_tokens < 1:
+            raise UserError("max_new_tokens must be at least 1", where="data.sampling.max_new_tokens")
+        if self.sampling.temperature <= 0:
+            raise UserError(
+                f"training at temperature {self.sampling.temperature} explores nothing: "
+                "all completions of a group would be the same",
+                where="data.sampling.temperature",
+                remedy="set a temperature above 0, usually 1.0",
+            )
+        if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
+            raise UserError(
+                "training needs samples of the whole distribution: top_p and top_k change the probabilities "
+                "that the learner compares with",
+                where="data.sampling",
+                remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
+            )
+        check_rewards(self.rewards)
+        if self.difficulty is not None:
+            judge_of(self.rewards, "data.difficulty")
+
+    # ---------------------------------------------------------------------------------------------- set-up
+
+    @property
+    def _module(self) -> Any:
+        if self.trainer is None:
+            raise RuntimeError("RolloutDataModule works inside a Trainer: trainer.fit(module, datamodule=data)")
+        return self.trainer.lightning_module
+
+    @property
+    def _wants_experts(self) -> bool:
+        """Whether completions are to say which experts their tokens went through."""
+        return self._trainer.state.fn == "fit" and getattr(self._module, "routing_replay", "none") == "sampler"
+
+    def setup(self, stage: str) -> None:
+        trainer, module = self._trainer, self._module
+        if not hasattr(module, "named_weights"):
+            raise UserError(
+                f"{type(module).__name__} has no named_weights(), so the engine cannot follow it",
+                where="model",
+                remedy="use lit_grpo.LitGRPO or a subclass",
+            )
+        if stage != "fit" or not self._supervised or self.val or self.val_prompts:
+            check_engine(self.engine_config, self._wants_experts)
+            for reward in self.rewards:  # workers load their libraries while the model and the engine load
+                reward.start()
+        if stage == "fit":
+            self._check_answers_are_looked_for()
+            if self._ahead and self.engine_config.sleep:
+                raise UserError(
+                    "an engine that samples beside the learner cannot sleep meanwhile",
+                    where="data.engine.sleep",
+                    remedy="set data.engine.sleep: 0, or model.max_staleness: 0",
+                )
+            module.prepare_for(
+                rollouts=self.rollouts * max(1, self._trainer.max_epochs or 1),
+                group_size=self.group_size,
+                prompts_per_rollout=self.prompts_per_rollout,
+                max_new_tokens=self.sampling.max_new_tokens,
+                reward_range=total_range(self.rewards),
+            )
+            if self.prompts_per_rollout % trainer.world_size:
+                raise UserError(
+                    f"{self.prompts_per_rollout} prompts per rollout cannot be shared out over "
+                    f"{trainer.world_size} processes",
+                    where="data.prompts_per_rollout",
+                    remedy=f"choose a multiple of {trainer.world_size}",
+                )
+            self._resolve("val", self.val, self.val_prompts)
+            if self.prompts is None:
+                raise UserError(
+                    "`fit` needs questions to train on, and data.prompts is not set",
+                    where="data.prompts",
+                    remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
+                )
+            self._encode("train", self.prompts, "data.prompts", self.format)
+        elif stage == "validate":
+            self._need(self._resolve("val", self.val, self.val_prompts), "val", stage)
+        elif stage == "test":
+            self._need(self._resolve("test", self.test, self.test_prompts), "test", stage)
+        else:
+            single = self.test_prompts if self.test or self.test_prompts else self.prompts
+            self._need(self._resolve("test", self.test, single), "test", stage)
+        for key, sets in self.evaluations.items():
+            for one in sets:
+                self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
+        self._tell()
+
+    @property
+    def _supervised(self) -> bool:
+        """Completions are the data's solutions: no engine is started for them."""
+        return bool(getattr(getattr(self._module, "objective", None), "demonstrations", False))
+
+    def _check_answers_are_looked_for(self) -> None:
+        shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
+        refuse_doubles(self.rewards, shaping)
+        if getattr(shaping, "invalid_entropy", None) is not None and not any(r.finds_answer for r in self.rewards):
+            raise UserError(
+                "no reward tells which completions have no parsable answer, which invalid_entropy needs",
+                where="model.objective.invalid_entropy",
+                remedy="use MathReward, ExactMatch with extract, or a reward of yours with finds_answer = True; "
+                "with weight 0 it changes nothing else",
+            )
+
+    @property
+    def _ahead(self) -> int:
+        """Rollouts sampled before their turn: as many as the module takes stale ones."""
+        return int(getattr(self._module, "max_staleness", 0)) if self._trainer.state.fn == "fit" else 0
+
+    def _resolve(self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None) -> list[ResolvedSet]:
+        judge = judging_reward(self.rewards)
+        self.evaluations[key] = resolve_sets(
+            key,
+            sets,
+            single,
+            samples=self.eval_group_size,
+            sampling=self.eval_sampling,
+            training=self.sampling,
+            selectors=[reward.name for reward in self.rewards],
+            judging=None if judge is None else judge.name,
+        )
+        return self.evaluations[key]
+
+    def _need(self, sets: list[ResolvedSet], name: str, stage: str) -> None:
+        if not sets:
+            raise UserError(
+                f"`{stage}` needs questions, and data.{name} names no set",
+                where=f"data.{name}",
+                remedy=f"a benchmark by name, `{name}: {{gsm8k: {{samples: 8}}}}`, or "
+                f"`{name}: {{mine: {{path: questions.jsonl}}}}`",
+            )
+
+    @property
+    def _most_new_tokens(self) -> int:
+        parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
+        return max(self.sampling.max_new_tokens, *(part.sampling.max_new_tokens for part in parts), 0)
+
+    @property
+    def _encoded(self) -> dict[str, list[Prompt]]:
+        return {key: one.prompts for key, one in self._sets.items()}
+
+    def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
+        """Read, check, clean and tokenise a source, once."""
+        if key in self._sets:
+            return
+        training = key == "train"
+        found = prepare(
+            source,
+            where,
+            form=form,
+            tokenizer=self._module.tokenizer,
+            rewards=self.rewards,
+            clean=self.clean if training else None,
+            held_out=self._held_out() if training and self.clean.held_out else (),
+        )
+        self._check_lengths(found.prompts, found.places, where)
+        if training and self._supervised:
+            ends = end_token_ids(self._module.policy_config, self._module.tokenizer)
+            limit = self.sampling.max_new_tokens
+            self._solutions = encode_demonstrations(
+                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.places
+            )
+            found.keep(self._solutions, "with a solution that is too long")
+        self._sets[key] = found
+        for line in found.account():
+            rank_zero_info(line)
+
+    def _held_out(self) -> list[PromptSource]:
+        """Sources of all evaluation sets, also of those that this stage does not use."""
+        before = dict(self.evaluations)
+        sets = [*self._resolve("val", self.val, self.val_prompts), *self._resolve("test", self.test, self.test_prompts)]
+        self.evaluations = before
+        return [one.source for one in sets]
+
+    def _tell(self) -> None:
+        """Say what the prompts are made with, and what looks wrong with them; write down what was left out."""
+        tokenizer = self._module.tokenizer
+        rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
+        for doubt in self.format.doubts(tokenizer):
+            rank_zero_warn(f"data.format: {doubt}.")
+        for key, held_out in self._sets.items() if "train" in self._sets else ():
+            if key != "train" and (count := in_both(self._sets["train"].prompts, held_out.prompts)):
+                rank_zero_info(
+                    f"{count:,} training questions are also in {held_out.name}; data.clean: {{held_out: true}} "
+                    "leaves them out"
+                )
+        if self.clean.dropped_file is not None and self._trainer.is_global_zero:
+            write_dropped(list(self._sets.values()), self.clean.dropped_file)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the prompts depends on, so that a resumed run can be held to it."""
+        if "train" not in self._sets:
+            return {}
+        return {"format": self.format.identity(self._module.tokenizer), "prompts": self._sets["train"].identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict and "train" in self._sets and self._trainer.state.fn == "fit":
+            check_resumed(state_dict, self.state_dict())
+
+    def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
+        limit = getattr(load_model_config(self._module.policy_config), "max_position_embeddings", None)
+        if limit is None or not prompts:
+            return
+        longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        new = self._most_new_tokens
+        if len(longest.token_ids) + new > limit:
+            raise UserError(
+                f"the prompt of row {longest.id!r} has {len(longest.token_ids)} tokens; with {new} new tokens that is "
+                f"more than the {limit} positions of the model",
+                where=places.get(longest.id) or where,
+                remedy="lower data.sampling.max_new_tokens"
+                + (
+                    f", or set data.format: {{max_prompt_tokens: {limit - new}, on_long: drop}}"
+                    if limit - new > 0
+                    else f" below {limit - len(longest.token_ids) + 1}"
+                ),
+            )
+
+    @property
+    def producer(self) -> RolloutProducer:
+        """Engine and rewards, made when the first rollout is wanted."""
+        if self._producer is None:
+            module = self._module
+            longest = max(len(p.token_ids) for prompts in self._encoded.values() for p in prompts)
+            engine = make_engine(
+                self.engine_config,
+                policy=module.policy,
+                policy_config=module.policy_config,
+                tokenizer=module.tokenizer,
+                end_token_ids=end_token_ids(module.policy_config, module.tokenizer),
+                max_model_len=longest + self._most_new_tokens,
+                seed=rng.run_seed(),
+                beside_learner=self._ahead > 0,
+                experts=self._wants_experts,
+            )
+            self._producer = RolloutProducer(
+                engine,
+                module,
+                module.tokenizer,
+                self.rewards,
+                rng.run_seed(),
+                self.on_reward_error,
+                sleep_level=self.engine_config.sleep,
+            )
+        return self._producer
+
+    def initial_completions(self, n_prompts: int) -> Rollout:
+        """Completions of the first training prompts, for what is measured before the first update (entropy of the
+        untouched model).
+
+        ``group_size`` samples each of the first ``n_prompts`` prompts of the training order, or of all if there are
+        fewer; from random numbers of their own, so that training samples the same with and without. Every rank makes
+        all of them, and so measures the same.
+        """
+        prompts = self._encoded["train"]
+        order = make_order(prompts, self.producer.seed, self._sets["train"].weights)
+        chosen = [prompts[order[place]] for place in range(min(n_prompts, len(prompts)))]
+        return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
+
+    def teardown(self, stage: str) -> None:
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+
+    # ---------------------------------------------------------------------------------------------- loaders
+
+    def train_dataloader(self) -> RolloutLoader:
+        module, producer = self._module, None
+        if self._supervised:
+            producer = DemonstrationProducer(self._solutions, module, module.tokenizer, rng.run_seed())
+        return RolloutLoader(
+            cast(RolloutProducer, producer or self.producer),
+            self._encoded["train"],
+            count=self.rollouts,
+            prompts_per_rollout=self.prompts_per_rollout,
+            group_size=self.group_size,
+            sampling=self.sampling,
+            rank=self._trainer.global_rank,
+            world_size=self._trainer.world_size,
+            dynamic=self._module.objective.dynamic_sampling,
+            max_rounds=self.max_generation_rounds,
+            on_short=self.on_short_rollout,
+            gather=_Gather() if self._trainer.world_size > 1 else alone,
+            weights=self._sets["train"].weights,
+            difficulty=self._running_difficulty(),
+            ahead=self._ahead,
+        )
+
+    def _running_difficulty(self) -> RunningDifficulty | None:
+        if self.difficulty is None:
+            return None
+        return RunningDifficulty(self.difficulty, self._encoded["train"], self.rewards, self.producer.seed)
+
+    def val_dataloader(self) -> list[EvaluationLoader]:
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> list[EvaluationLoader]:
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> list[EvaluationLoader]:
+        return self._evaluation("test")
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return cast(pl.Trainer, self.trainer)
+
+    def _evaluation(self, key: str) -> list[EvaluationLoader]:
+        """One loader for each way of sampling each set."""
+        return [
+            EvaluationLoader(
+                self.producer,
+                self._encoded[f"{key}/{one.name}"],
+                batch_prompts=self.prompts_per_rollout,
+                group_size=part.samples,
+                sampling=part.sampling,
+                rank=self._trainer.global_rank,
+                world_size=self._trainer.world_size,
+                purpose=f"evaluation/{one.name}",
+                finish=partial(self._judge, part),
+            )
+            for one in self.evaluations.get(key, [])
+            for part in one.parts
+        ]
+
+    def _judge(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> None:
+        rollout.evaluation = judge(rollout, self.rewards, part, seeds)
+
+
+class _Gather:
+    """Exchange over ranks in a process group of its own: a thread may use it beside the learner's collectives."""
+
+    def __init__(self) -> None:
+        self._group = torch.distributed.new_group(backend="gloo")
+
+    def __call__(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank."""
+        out: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(out, value, group=self._group)
+        return out

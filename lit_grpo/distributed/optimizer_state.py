@@ -1,0 +1,55 @@
+"""Optimizer states in checkpoints: quantized moments (``torchao.optim``) as plain tensors, and back.
+
+A checkpoint holds plain types and tensors only, so that it can be read where torchao is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKAGE = "torchao"
+_CLASS, _INNER, _ATTRIBUTES = "tensor_class", "tensors", "attributes"
+
+
+def is_quantized(value: Any) -> bool:
+    return isinstance(value, Tensor) and type(value).__module__.startswith(f"{PACKAGE}.optim.")
+
+
+def to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` in plain types and tensors, which loads where torchao is not installed."""
+    values = {number: {k: _plain_value(v) for k, v in found.items()} for number, found in state["state"].items()}
+    return {**state, "state": values}
+
+
+def to_quantized(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`to_plain`."""
+    values = {number: {k: _quantized_value(v) for k, v in found.items()} for number, found in state["state"].items()}
+    return {**state, "state": values}
+
+
+def _plain_value(value: Any) -> Any:
+    if not is_quantized(value):
+        return value
+    names, attributes = value.__tensor_flatten__()
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {_CLASS: kind, _INNER: {name: getattr(value, name) for name in names}, _ATTRIBUTES: list(attributes)}
+
+
+def _quantized_value(value: Any) -> Any:
+    if not (isinstance(value, dict) and _CLASS in value):
+        return value
+    module, _, name = value[_CLASS].rpartition(".")
+    if not module.startswith(f"{PACKAGE}.optim."):
+        raise ValueError(f"{value[_CLASS]} is no optimizer state")
+    kind: Any = getattr(importlib.import_module(module), name)
+    return kind.__tensor_unflatten__(value[_INNER], value[_ATTRIBUTES])
+
+
+def full_tensor(value: Any) -> Any:
+    """A quantized tensor as the numbers that it stands for, float32; anything else as it is."""
+    return value.dequantize(torch.float32) if is_quantized(value) else value

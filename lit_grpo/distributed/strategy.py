@@ -1,0 +1,191 @@
+"""FSDP2 under Lightning: the strategy behind ``trainer.strategy: fsdp``, and what a sharded run must keep to."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_grpo.distributed.optimizer_state import full_tensor, to_quantized
+from lit_grpo.distributed.sharding import compute_dtype
+from lit_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lit_grpo.module import LitGRPO
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy, all ranks in the data-parallel dimension: ``trainer.strategy: fsdp``.
+
+    Beyond it: ``model.sharding.cpu_offload`` works, and a checkpoint in one file, of a run without sharding, can be
+    gone on from.
+
+    Args:
+        process_group_backend: None: nccl on CUDA (with gloo for offloaded tensors), gloo on CPU.
+        timeout: of a collective.
+    """
+
+    def __init__(
+        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
+    ) -> None:
+        super().__init__(
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes  # only now known
+        super().setup_environment()
+
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self._offloads and self.root_device.type == "cuda":
+            return "cpu:gloo,cuda:nccl"  # norms and gathered weights of offloaded shards are CPU tensors
+        return super()._get_process_group_backend()
+
+    def model_to_device(self) -> None:
+        if not self._offloads:
+            super().model_to_device()
+        elif self.lightning_module is not None:  # offloaded shards stay where they are, all else was made on the device
+            self.lightning_module._device = self.root_device
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill model and optimizers in place from a folder of shards, of any number of ranks, or from one file."""
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        assert self.model is not None
+        load_whole_model(self.model, content.pop("state_dict"))
+        states = content.pop("optimizer_states", [])
+        for optimizer, state in zip(self.optimizers, states, strict=False):  # none in evaluation
+            load_whole_optimizer(optimizer, state)
+        return cast(dict[str, Any], content)
+
+    @property
+    def _offloads(self) -> bool:
+        config = getattr(self.lightning_module, "sharding_config", None)
+        return config is not None and config.cpu_offload
+
+
+@torch.no_grad()
+def load_whole_model(model: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """Take this rank's shards out of whole tensors; every rank has them, nothing is sent.
+
+    Raises:
+        UserError: other weights than the model's.
+    """
+    own = model.state_dict(keep_vars=True)
+    if own.keys() != weights.keys():
+        different = sorted(own.keys() ^ weights.keys())
+        raise UserError(
+            f"the checkpoint holds other weights than the model: {', '.join(different[:3])} ({len(different)} differ)",
+            where="ckpt_path",
+            remedy="go on with the model settings that the run began with",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(_like(weights[name], tensor))
+
+
+def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Likewise for an optimizer's ``state_dict``, whose parameters are numbered in the order of its groups."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parts = {
+        number: {name: _like(full_tensor(value), parameters[number]) for name, value in values.items()}
+        for number, values in to_quantized(state)["state"].items()
+    }
+    optimizer.load_state_dict({"state": parts, "param_groups": state["param_groups"]})
+
+
+def _like(value: Any, parameter: Any) -> Any:
+    """The shard of a whole tensor where ``parameter`` is sharded and of the same shape, else the value itself."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not isinstance(value, torch.Tensor) or not hasattr(parameter, "placements") or value.shape != parameter.shape:
+        return value
+    mesh = parameter.device_mesh
+    piece = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    return piece.to(parameter.to_local().device)
+
+
+def computing(module: LitGRPO, mesh: DeviceMesh | None) -> tuple[torch.dtype | None, str]:
+    """Number format of the passes, where it is not that of the weights, and the kind of device that makes them."""
+    trainer = module._trainer
+    device = "cpu" if trainer is None else trainer.strategy.root_device.type
+    config = module.policy_config
+    plain = trainer is not None and trainer.precision == "32-true"
+    if device == "cuda" and mesh is None and plain and config.dtype == "float32" and config.tiny is None:
+        rank_zero_info(
+            "The passes compute in float32, several times slower than a GPU can: `trainer.strategy: fsdp` computes in "
+            "bfloat16 and keeps float32 weights, also on one card."
+        )
+    return compute_dtype(module.sharding_config, mesh), device
+
+
+def data_mesh(module: LitGRPO) -> DeviceMesh | None:
+    """The mesh over which a module's models are sharded; None: they are not.
+
+    Raises:
+        UserError: FSDP1, tensor parallelism, or a precision that does not go with shards.
+    """
+    trainer = module._trainer  # the property raises where there is none
+    if trainer is None or not isinstance(strategy := trainer.strategy, ModelParallelStrategy):
+        return None
+    mesh = cast("DeviceMesh", module.device_mesh)
+    if mesh["tensor_parallel"].size() != 1:
+        raise UserError(
+            f"the strategy splits the model over {mesh['tensor_parallel'].size()} devices by tensor parallelism, which "
+            "the learner does not do",
+            where="trainer.strategy",
+            remedy=f"FSDP2Strategy() of lit_grpo.distributed.strategy, or ModelParallelStrategy(data_parallel_size="
+            f"{trainer.world_size}, tensor_parallel_size=1)",
+        )
+    if module.policy_config.quantization is not None:
+        raise UserError(
+            "weights in 4 bits are not split into shards",
+            where="model.policy.quantization",
+            remedy="use `strategy: auto` or `ddp`, or leave quantization out",
+        )
+    if not strategy._save_distributed_checkpoint:
+        raise UserError(
+            "save_distributed_checkpoint=False would mix up the optimizer's parameter groups",
+            where="trainer.strategy",
+            remedy="save in shards, and make one folder of it with `lit-grpo export`",
+        )
+    if "score_sqnorm" in module.objective.requires(module.updates_per_rollout):
+        raise UserError(
+            "bstar_weights: given needs the gradient norm of every single completion, which sharded weights do not "
+            "have: their gradients are summed over ranks as they are made",
+            where="model.objective.bstar_weights",
+            remedy="set bstar_weights to length, logit or token_level, or use `strategy: ddp`",
+        )
+    plain = not isinstance(strategy, FSDP2Strategy)
+    if plain and module.sharding_config.cpu_offload:
+        raise UserError(
+            "Lightning's ModelParallelStrategy moves offloaded shards to the device",
+            where="model.sharding.cpu_offload",
+            remedy="use FSDP2Strategy() of lit_grpo.distributed.strategy",
+        )
+    if plain and trainer.ckpt_path is not None and Path(trainer.ckpt_path).is_file():
+        raise UserError(
+            "Lightning's ModelParallelStrategy would mix up the optimizer's parameter groups of a checkpoint in a file",
+            where="ckpt_path",
+            remedy="use FSDP2Strategy() of lit_grpo.distributed.strategy",
+        )
+    if trainer.precision not in PRECISIONS:
+        raise UserError(
+            f"precision {trainer.precision} does not go with shards, whose weights are held in float32",
+            where="trainer.precision",
+            remedy="leave it at 32-true: model.sharding.param_dtype says in which format is computed",
+        )
+    return mesh["data_parallel"]

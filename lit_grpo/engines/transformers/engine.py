@@ -1,0 +1,349 @@
+"""Sampling with transformers: works on every device and shares the learner's own weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.transformers.kv_cache import GroupCache, attention
+from lit_grpo.types import Completion, Request, Sampling
+
+
+@dataclass
+class _Row:
+    """One completion in the making."""
+
+    request: int
+    sample: int
+    prompt: tuple[int, ...]
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    """[tokens, layers, K] each: of the prompt, then of each token that was fed."""
+
+
+class TransformersEngine:
+    """Batched sampling with a key-value cache, each prompt prefilled once for all its samples.
+
+    Every completion draws from its own stream of uniform numbers, made from its seed alone. What it samples therefore
+    does not depend on the other completions of the batch (up to the rounding of differently shaped matrix products).
+
+    Args:
+        model: a ``*ForCausalLM``; used by reference, so that its weights are always the learner's.
+        end_token_ids: ids that end a completion.
+        batch_size: completions sampled at once.
+        own_weights: sample from a copy of the model, brought up to date by ``sync`` alone: for sampling in a thread
+            while the learner changes its weights. Costs the model's memory once more.
+
+    ``routers``, where it is set to a :class:`lit_grpo.policy.forward.routing.Routers` of the engine's model, records
+    which experts every token goes through.
+    """
+
+    def __init__(
+        self, model: nn.Module, end_token_ids: Sequence[int], batch_size: int = 512, own_weights: bool = False
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, is {batch_size}")
+        self.own_weights = own_weights
+        self.model: Any = copy.deepcopy(model).requires_grad_(False) if own_weights else model
+        self.end_token_ids = tuple(end_token_ids)
+        self.batch_size = batch_size
+        self.shares_prompts: bool | None = None
+        """Whether samples of a prompt share its key-value cache; found out at the first generation."""
+        self._version = -1
+        self.routers: Any = None
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        """Copy the weights, or, where they are the learner's own, note the version alone."""
+        if self.own_weights:
+            self._version = -1
+            self._copy(weights)
+        self._version = version
+
+    @torch.no_grad()
+    def _copy(self, weights: NamedWeights) -> None:
+        own = dict(self.model.named_parameters())
+        for name, weight in weights:
+            if name not in own and name not in self.model.state_dict():
+                raise EngineError(f"the model has no weight {name!r}")
+            if name in own:  # the second name of a tied weight is none of the parameters
+                own.pop(name).copy_(weight)
+        if own:
+            raise EngineError(f"no weights came for {', '.join(sorted(own)[:3])}")
+
+    def close(self) -> None:
+        """Stop listening to routers; nothing else is held."""
+        if self.routers is not None:
+            self.routers.remove()
+            self.routers = None
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """See :class:`lit_grpo.engines.base.RolloutEngine`."""
+        rows = [_Row(r.index, s, r.token_ids, seed) for r in requests for s, seed in enumerate(r.seeds)]
+        # Prompts of like length share a batch, which saves padding; samples of a prompt stay side by side.
+        rows.sort(key=lambda row: (len(row.prompt), row.request, row.sample))
+        learns = self.model.training
+        self.model.eval()  # gradient checkpointing, on in training mode, would drop the key-value cache
+        try:
+            for start in range(0, len(rows), self.batch_size):
+                yield from self._decode(rows[start : start + self.batch_size], sampling)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise EngineError(f"no memory for {self.batch_size} samples at once: {error}", transient=True) from error
+        finally:
+            self.model.train(learns)
+
+    @torch.no_grad()
+    def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[Completion]:
+        device = next(self.model.parameters()).device
+        ends = torch.tensor([*self.end_token_ids, *sampling.stop_token_ids], device=device)
+        uniforms = torch.stack([_uniforms(row.seed, sampling.max_new_tokens) for row in rows]).to(device)
+        if self.shares_prompts is None:
+            self.shares_prompts = self._can_share()
+        logits, cache, positions = self._prefill(rows, device, share=self.shares_prompts)
+        for step in range(sampling.max_new_tokens):
+            ids, logprobs = draw(logits, uniforms[:, step], sampling)
+            for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+                row.ids.append(token)
+                row.logprobs.append(logprob)
+            ended = torch.isin(ids, ends)
+            if step + 1 == sampling.max_new_tokens:
+                for row, stop in zip(rows, ended.tolist(), strict=True):
+                    yield self._completion(row, "stop" if stop else "length")
+                return
+            if bool(ended.any()):
+                for row, stop in zip(rows, ended.tolist(), strict=True):
+                    if stop:
+                        yield self._completion(row, "stop")
+                alive = (~ended).nonzero()[:, 0]
+                if not len(alive):
+                    return
+                rows = [rows[i] for i in alive.tolist()]
+                cache.keep(alive)
+                ids, uniforms, positions = ids[alive], uniforms[alive], positions[alive]
+            positions = positions + 1
+            logits = cache.step(ids, positions)
+            if self.routers is not None:
+                for row, experts in zip(rows, self.routers.seen().cpu().split(1), strict=True):
+                    row.experts.append(experts)
+
+    def _prefill(self, rows: list[_Row], device: torch.device, *, share: bool) -> tuple[Tensor, _Cache, Tensor]:
+        """Run each different prompt once: logits [R, V] of every sample, what it goes on from, its position [R].
+
+        Args:
+            rows: samples of a prompt side by side.
+            device: of the model.
+            share: let the samples of a prompt share its cache, or give each a copy.
+        """
+        from transformers import DynamicCache
+
+        prompts = {row.request: row.prompt for row in rows}
+        texts = list(prompts.values())
+        longest = max(map(len, texts))
+        ids = torch.zeros(len(texts), longest, dtype=torch.long)
+        seen = torch.zeros(len(texts), longest, dtype=torch.long)
+        for i, text in enumerate(texts):  # padded on the left, so that all rows go on at the same place of the cache
+            ids[i, longest - len(text) :] = torch.tensor(text)
+            seen[i, longest - len(text) :] = 1
+        padded = not bool(seen.all())
+        ids, seen = ids.to(device), seen.to(device)
+        positions = (seen.cumsum(1) - 1).clamp(min=0)
+        cache: Any = DynamicCache(config=self.model.config)
+        with _eagerly(self.model):
+            out = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=seen if padded else None,
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+        place = {request: i for i, request in enumerate(prompts)}
+        group = [place[row.request] for row in rows]
+        if self.routers is not None:
+            seen_experts = self.routers.seen().cpu().unflatten(0, ids.shape)
+            for row, i in zip(rows, group, strict=True):
+                row.experts.append(seen_experts[i, longest - len(row.prompt) :])
+        index = torch.tensor(group, device=device)
+        mask = seen if padded else None
+        made: _Cache
+        if share:
+            layers = [(layer.keys, layer.values) for layer in cache.layers]
+            made = _SharedPrompts(self.model, GroupCache(layers, mask, group))
+        else:
+            made = _Copies(self.model, cache, mask, index)
+        return out.logits[index, -1], made, positions[index, -1]
+
+    @torch.no_grad()
+    def _can_share(self) -> bool:
+        """Whether the model decodes through a :class:`GroupCache` as it does through its own; tried on a few tokens."""
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=self.model.config).layers):
+            return False  # sliding windows, linear attention
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        device = next(self.model.parameters()).device
+        rows = [_Row(i, s, (1 % vocabulary, 2 % vocabulary)[: i + 1], 0) for i in range(2) for s in range(2)]
+        found = []
+        try:
+            for share in (False, True):
+                _, cache, positions = self._prefill(rows, device, share=share)
+                for token in (3, 4):
+                    positions = positions + 1
+                    ids = (torch.arange(len(rows), device=device) + token) % vocabulary
+                    logits = cache.step(ids, positions)
+                found.append(logits.float().log_softmax(1))
+        except (NotImplementedError, KeyError, TypeError, AttributeError) as error:
+            rank_zero_info(f"Sampling keeps a copy of the prompt's cache for every completion: {error!r}.")
+            return False
+        gap = float((found[0] - found[1]).abs().max())
+        if not gap <= (1e-3 if logits.dtype == torch.float32 else 0.1):
+            rank_zero_info(
+                "Sampling keeps a copy of the prompt's cache for every completion, since with a shared one "
+                f"log-probabilities differ by {gap:.2g}."
+            )
+            return False
+        return True
+
+    def _completion(self, row: _Row, reason: Any) -> Completion:
+        experts = torch.cat(row.experts) if row.experts else None
+        ids, logprobs = tuple(row.ids), tuple(row.logprobs)
+        return Completion(row.request, row.sample, ids, logprobs, reason, self._version, experts)
+
+
+class _Cache(Protocol):
+    """What rows in the making go on from."""
+
+    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, V] after one more token [R] of every row at its position [R]."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+
+
+class _SharedPrompts:
+    def __init__(self, model: Any, groups: GroupCache) -> None:
+        self.model, self.groups = model, groups
+
+    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        self.groups.make_room()
+        with attention(self.model), _eagerly(self.model):
+            out = self.model(
+                input_ids=ids[:, None],
+                position_ids=positions[:, None],
+                past_key_values=self.groups,
+                groups=self.groups,
+            )
+        self.groups.length += 1
+        return out.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.groups.keep(rows)
+
+
+class _Copies:
+    """A cache row for every sample, prompt included: for models whose attention is more than one of all positions."""
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
+        self.model, self.cache = model, cache
+        self.mask = None if mask is None else mask[index]
+        cache.batch_select_indices(index)
+
+    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)
+        with _eagerly(self.model):
+            out = self.model(
+                input_ids=ids[:, None],
+                position_ids=positions[:, None],
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+            )
+        return out.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask = None if self.mask is None else self.mask[rows]
+
+
+def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Blocks that were compiled for the learner decode uncompiled: other shapes at every step, and other attention.
+
+    By torch alone: engines do not import the policy, whose ``compiling.eagerly`` this is.
+    """
+    if any(part._compiled_call_impl is not None for part in model.modules()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def _uniforms(seed: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the distribution function.
+
+    Args:
+        logits: [R, V].
+        uniform: [R] float64 in [0, 1).
+        sampling: temperature 0 takes the most likely token.
+
+    Returns:
+        ids [R] and the log-probability [R] float32 of each under the distribution it was drawn from (for greedy
+        decoding: under the model's own).
+    """
+    if sampling.temperature == 0.0:
+        logprobs = logits.float().log_softmax(1)
+        best, ids = logprobs.max(1)
+        return ids, best
+    scaled = logits.float() / sampling.temperature
+    if sampling.top_k or sampling.top_p < 1.0:
+        scaled = _restrict(scaled.log_softmax(1), sampling)
+    highest = scaled.max(1, keepdim=True).values
+    mass = (scaled - highest).exp_()
+    # First the block of ids, then the id within it: only one block a row is added up id by id and in float64.
+    blocks = nn.functional.pad(mass, (0, -mass.shape[1] % _BLOCK)).view(len(mass), -1, _BLOCK)
+    sums = blocks.sum(2).double()  # [R, blocks]
+    upto = sums.cumsum(1)
+    total = upto[:, -1:]
+    # Searched strictly to the right, and strictly below the end: an id of probability 0 is never drawn.
+    aim = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(upto, aim, right=True).clamp_(max=upto.shape[1] - 1)
+    before = (upto - sums).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(1)
+    end = inside[:, -1:]
+    rest = torch.minimum((aim - before).clamp_(min=0.0), torch.nextafter(end, torch.zeros_like(end)))
+    ids = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
+    ids = ids.clamp_(max=logits.shape[1] - 1)  # logits that are NaN lead anywhere
+    return ids[:, 0], (scaled.gather(1, ids) - highest - total.log().float())[:, 0]
+
+
+_BLOCK = 256
+"""Ids whose probabilities are added up before one of them is looked for."""
+
+
+def _restrict(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """Minus infinity outside the ``top_k`` likeliest ids and outside the smallest set of mass ``top_p``."""
+    ordered, order = logprobs.sort(1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if sampling.top_k:
+        keep[:, sampling.top_k :] = False
+    if sampling.top_p < 1.0:
+        before = ordered.exp().cumsum(1) - ordered.exp()
+        keep &= before < sampling.top_p
+    dropped = ordered.masked_fill(~keep, float("-inf"))
+    return torch.empty_like(logprobs).scatter(1, order, dropped)

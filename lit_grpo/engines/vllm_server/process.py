@@ -1,0 +1,266 @@
+"""Start a vLLM server on this machine, and end it: also when this process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_grpo.engines.base import EngineError
+from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, INSTALL, KEY
+from lit_grpo.engines.vllm_server.worker import EXTENSION
+from lit_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from lit_grpo.engines.config import EngineConfig, ServerConfig
+
+HOST = "127.0.0.1"
+"""Not reachable from elsewhere: whoever reaches the server can run code in it."""
+STOP_SECONDS = 20.0
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_ROOT = Path(__file__).parents[3]
+"""Put on the server's path, so that its workers find lit_grpo in an uninstalled checkout too."""
+_LAST_LINES = 15
+_LAUNCHER = {
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+"""Says which training process this is; vLLM would take it for its own."""
+
+
+class ServerProcess:
+    """One vLLM server, which can be started again and again.
+
+    Args:
+        model_path: folder with the model's configuration. No weights are read.
+        port: 0 for any free one, the same at every start.
+        engine_args: names and values of vLLM's command line, underscores for dashes; True for a bare flag, None leaves
+            an argument out.
+        env: added to this process's environment.
+        scratch: folder that goes when this process ends, however it ends.
+
+    Raises:
+        UserError: vLLM is not installed, or the port is taken.
+    """
+
+    def __init__(
+        self, model_path: Path, *, port: int, engine_args: Mapping[str, Any], env: Mapping[str, str], scratch: Path
+    ) -> None:
+        _check_installed()
+        self.port = _free_port(port)
+        self.url = f"http://{HOST}:{self.port}"
+        self.scratch = scratch
+        self.log = Path(tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")[1])
+        """Removed at the end, unless a message has named it."""
+        self._keep_log = False
+        self._command = [*_server_command(model_path), *_as_options(engine_args)]
+        self._command += ["--host", HOST, "--port", str(self.port)]
+        inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+        self._env = {**inherited, **_environment(), **env}
+        self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), self._env.get("PYTHONPATH")]))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, seconds: float, ready: Callable[[], bool]) -> None:
+        """Start and wait until ``ready()``.
+
+        Raises:
+            EngineError: the server ended, or was not ready in time. Nothing of it is left.
+        """
+        self.stop()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(_SUPERVISOR), str(self.scratch), *self._command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+        end = time.monotonic() + seconds
+        while not ready():
+            if not self.running:
+                raise EngineError(f"the vLLM server ended before it was ready. {self.last_words()}")
+            if time.monotonic() > end:
+                self.stop()
+                raise EngineError(f"the vLLM server was not ready after {seconds:.0f} s. {self.last_words()}")
+            time.sleep(0.2)
+
+    def last_words(self) -> str:
+        """The end of the server's log, which stays from now on."""
+        self._keep_log = True
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
+        return f"The end of its log ({self.log}):\n  " + "\n  ".join(lines)
+
+    def stop(self) -> None:
+        """End the server and everything it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone already
+            process.stdin.write(b"x")  # see the supervisor
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        # The group outlives its leader if the supervisor itself was killed.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def close(self) -> None:
+        """End the server and remove its files."""
+        self.stop()
+        if not self._keep_log:
+            self.log.unlink(missing_ok=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def check_server_config(config: EngineConfig) -> None:
+    """Quick, imports nothing.
+
+    Raises:
+        UserError: vLLM is needed and not installed, or a setting makes no sense.
+    """
+    server = config.server
+    for name in ("start_seconds", "progress_seconds", "wait_seconds"):
+        if getattr(server, name) <= 0:
+            raise UserError(f"{name} is {getattr(server, name)}, must be above 0", where=f"{KEY}.server.{name}")
+    if server.retries < 0:
+        raise UserError(f"retries is {server.retries}, must be at least 0", where=f"{KEY}.server.retries")
+    if server.url is None:
+        _check_installed()
+        return
+    if not server.url.startswith(("http://", "https://")):
+        raise UserError(
+            f"{server.url!r} is no address of a server", where=f"{KEY}.server.url", remedy="http://HOST:PORT"
+        )
+    for name, given in (("args", config.args), ("server.env", server.env), ("server.port", server.port)):
+        if given:
+            raise UserError(
+                f"{name} is for a server that is started here, and url names one that is running",
+                where=f"{KEY}.{name}",
+                remedy=f"remove it and give it to the running server, or remove {KEY}.server.url",
+            )
+
+
+def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerConfig:
+    """The settings for one of several training processes: each has a server of its own.
+
+    ``{rank}`` in the address and in values of ``env`` becomes the number of the process; a fixed port counts up.
+
+    Raises:
+        UserError: the address is the same for all.
+    """
+    if server.url is not None and processes > 1 and "{rank}" not in server.url:
+        raise UserError(
+            f"{processes} processes train, and each needs a vLLM server of its own, but {server.url} is one address",
+            where=f"{KEY}.server.url",
+            remedy="put {rank} where the addresses differ (http://127.0.0.1:800{rank} for 8000, 8001, ...), or leave "
+            "url out to have the servers started",
+        )
+    number = str(rank)
+    return replace(
+        server,
+        url=None if server.url is None else server.url.replace("{rank}", number),
+        port=server.port + rank if server.port else 0,
+        env={name: value.replace("{rank}", number) for name, value in server.env.items()},
+    )
+
+
+def _check_installed() -> None:
+    if find_spec("vllm") is None:
+        raise UserError(
+            "a vLLM server cannot be started: vLLM is not installed",
+            where=f"{KEY}.name",
+            remedy=f"{INSTALL}; or give the address of a running server as {KEY}.server.url",
+        )
+
+
+def default_engine_args() -> dict[str, Any]:
+    """What a server must be started with, here or by hand, and what makes it fast on this machine."""
+    args: dict[str, Any] = {
+        "load_format": "dummy",  # weights come with the first sync; nothing is sampled before
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        "enable_scale_out": True,  # /inference/v1/generate: ids in, ids out
+        "disable_uvicorn_access_log": True,
+    }
+    if not torch.cuda.is_available():  # as for the engine in this process
+        # A prompt that is split over two steps kills vLLM's CPU engine if its request has a seed.
+        return {**args, "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
+    return {**args, "compilation_config": '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'}
+
+
+def _environment() -> dict[str, str]:
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, /update_weight_version
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "HF_HUB_OFFLINE": "1",  # the folder is complete
+    }
+    if not torch.cuda.is_available():
+        env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(CPU_CACHE_BYTES // 2**30))
+    return env
+
+
+def _server_command(model_path: Path) -> list[str]:
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        # The CPU build is a package of another name, which `vllm serve` does not get over.
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path)]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)]
+
+
+def _as_options(args: Mapping[str, Any]) -> list[str]:
+    options = []
+    for name, value in args.items():
+        flag = name.replace("_", "-")
+        if value is True:
+            options.append(f"--{flag}")
+        elif value is False:
+            options.append(f"--no-{flag}")
+        elif value is not None:
+            options += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return options
+
+
+def _free_port(port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that ended just now does not count
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} is in use, so no vLLM server can be started on it",
+                where=f"{KEY}.server.port",
+                remedy=f"set it to 0 (any free one); if a vLLM server runs there, set {KEY}.server.url to use it",
+            ) from error
+        return int(probe.getsockname()[1])

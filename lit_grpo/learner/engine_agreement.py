@@ -1,0 +1,130 @@
+"""Always on and nearly free: engine and learner must agree before the first update of every rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_grpo.errors import StopRun
+from lit_grpo.learner.metric_sums import Reduce
+from lit_grpo.objectives.tensors import masked
+from lit_grpo.policy.forward.attention import to_device
+from lit_grpo.types import Experience, Rollout
+
+RATIO_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Bound on mean |ratio - 1| before the first update, by the learner's dtype; others: 2e-2. Rounding alone gives about
+1e-6 in float32 and 1e-2 in bfloat16."""
+
+ENGINE_CAUSES = (
+    "the engine does not hold the learner's weights (a sync that failed or was skipped)",
+    "temperature, top_p or top_k applied on one side only",
+    "prompt ids that differ (template, BOS, truncation)",
+    "a number format of the engine too coarse for the model (engine.dtype)",
+    "dropout active in the learner",
+)
+LEARNER_CAUSES = (
+    "dropout active in the learner",
+    "weights changed between the two passes",
+    "temperature applied in one pass only",
+    "kernels that differ between the passes",
+)
+
+
+@dataclass
+class GuardConfig:
+    """Bounds of the guards; null switches one off.
+
+    Attributes:
+        max_engine_gap: mean difference (nats) between the log-probabilities that engine and learner give the same
+            sampled tokens under the same weights. Float32 on both sides gives about 1e-5, bfloat16 rollouts 1e-2.
+        max_ratio_gap: mean \\|ratio - 1\\| before the first update of a rollout, where old log-probabilities come from
+            a pass of their own; ``auto``: 1e-3 in float32, 2e-2 in bfloat16.
+        max_truncated: share of completions cut by the length limit in the first rollout; above it the run warns.
+    """
+
+    max_engine_gap: float | None = 0.1
+    max_ratio_gap: float | Literal["auto"] | None = "auto"
+    max_truncated: float | None = 0.9
+
+
+class FirstUpdate:
+    """What the learner says of a rollout's tokens before any weight has changed, beside what is known of them.
+
+    Args:
+        batch: the rollout.
+        experience: its tensors.
+        version: of the learner's weights. Tokens of older weights are not compared with the engine's figures.
+    """
+
+    def __init__(self, batch: Rollout, experience: Experience, version: int) -> None:
+        self.batch, self.experience = batch, experience
+        self.fresh = torch.tensor([c.policy_version == version for c in batch.completions])
+        self.sums = torch.zeros(4, dtype=torch.float64, device=experience.lengths.device)
+        """Gap to the engine and its tokens, gap to the old log-probabilities and its tokens."""
+
+    @torch.no_grad()
+    def add(self, rows: Tensor, logprobs: Tensor) -> None:
+        """Compare the learner's log-probabilities, [n, T], of completions ``rows``, [n]."""
+        experience = self.experience
+        index = to_device(rows, logprobs.device)
+        mask = experience.mask[index]
+        sampled, old = experience.sampler_logprobs, experience.old_logprobs
+        if sampled is not None:
+            known = mask & sampled[index].isfinite() & to_device(self.fresh[rows], mask.device)[:, None]
+            gap = (logprobs.detach().float() - sampled[index]).abs()
+            self.sums[0] += masked(gap, known).double().sum()
+            self.sums[1] += known.sum()
+        if old is not None:
+            gap = ((logprobs.detach() - old[index]).exp() - 1).abs()
+            self.sums[2] += masked(gap, mask).double().sum()
+            self.sums[3] += mask.sum()
+
+    def check(self, config: GuardConfig, reduce: Reduce | None, dtype: torch.dtype = torch.float32) -> None:
+        """Compare with the bounds, alike on every rank.
+
+        Raises:
+            StopRun: a gap is over its bound; the message names likely causes in order.
+        """
+        sums = self.sums if reduce is None else reduce(self.sums)  # the first thing here that waits for a GPU
+        engine, engine_tokens, ratio, ratio_tokens = sums.tolist()
+        if config.max_engine_gap is not None and engine_tokens:
+            mean = engine / engine_tokens
+            if not mean <= config.max_engine_gap:  # NaN is over every bound
+                raise StopRun(
+                    f"engine and learner disagree in rollout {self.batch.index}: their log-probabilities of the "
+                    f"{engine_tokens:.0f} sampled tokens differ by {mean:.3g} nats on average, allowed are "
+                    f"{config.max_engine_gap:g} (model.guards.max_engine_gap). {likely(ENGINE_CAUSES)}",
+                    diagnosis="stale_or_mismatched_sampler",
+                )
+        bound = config.max_ratio_gap
+        if bound == "auto":
+            bound = RATIO_GAP.get(dtype, 2e-2)
+        if bound is not None and ratio_tokens:
+            mean = ratio / ratio_tokens
+            if not mean <= float(bound):
+                raise StopRun(
+                    f"the ratio before the first update of rollout {self.batch.index} is not 1: mean |ratio - 1| is "
+                    f"{mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). {likely(LEARNER_CAUSES)}",
+                    diagnosis="plumbing_ratio",
+                )
+
+    def check_truncation(self, config: GuardConfig) -> None:
+        """Warn when nearly nothing of the first rollout came to an end."""
+        if config.max_truncated is None or self.batch.index:
+            return
+        share = sum(c.truncated for c in self.batch.completions) / max(1, len(self.batch.completions))
+        if share > config.max_truncated:
+            rank_zero_warn(
+                f"{share:.0%} of the first completions were cut by the length limit before they ended: raise "
+                "data.sampling.max_new_tokens, check that the model knows the end token (engine and tokenizer), or use "
+                "its chat template (data.format.template)."
+            )
+
+
+def likely(causes: tuple[str, ...]) -> str:
+    """One sentence of causes, likeliest first."""
+    return "Likely causes, in order: " + "; ".join(f"({i}) {cause}" for i, cause in enumerate(causes, 1)) + "."

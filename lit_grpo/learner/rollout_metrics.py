@@ -1,0 +1,228 @@
+"""Metrics that tell a broken pipeline and a degenerate policy from a healthy run. Cheap: they need no model pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lit_grpo.learner.metric_sums import Reduce, StepMetrics
+from lit_grpo.objectives.tensors import masked
+from lit_grpo.policy.optimizer.quantized_state import strided_sample
+from lit_grpo.types import Experience, Rollout
+
+LONG_ENOUGH = 8
+"""Tokens a completion needs to have its repetition counted: in a shorter one chance alone repeats."""
+PREFIX = 16
+"""Tokens of the beginning that are looked at for what completions of a group share."""
+SAMPLED = 4096
+"""Elements of each weight matrix whose update is measured."""
+
+
+@torch.no_grad()
+def add_audit_metrics(
+    metrics: StepMetrics, batch: Rollout, experience: Experience, advantages: Tensor, ranks: int = 1
+) -> None:
+    """What a rollout and the tensors made from it say of each other; docs/metrics.md has the keys.
+
+    Args:
+        metrics: added to.
+        batch: the rollout as it was sampled.
+        experience: its tensors.
+        advantages: [N, T].
+        ranks: number of processes, each with its own part of the rollout.
+    """
+    metrics.maximum("memory/peak", peak_memory(experience.lengths.device))
+    size, rewards = batch.group_size, batch.reward.tolist()
+    generated = sum(len(c.token_ids) for c in batch.completions)
+    metrics.add("tokens/missing", generated - experience.lengths.sum(), generated)
+    prompts = [p.id for p in batch.prompts for _ in range(size)]
+    metrics.add("groups/mixed_prompts", _strangers(batch, experience.group_ids.tolist(), prompts), len(prompts))
+    mean = _mean_advantages(experience, advantages).tolist()
+    equal, contradict, contradict_advantage = 0, 0, 0
+    gap = 1e-3 * max(map(abs, mean), default=0.0)
+    distinct = inverted = mixed = 0
+    for start in range(0, len(rewards), size):
+        rows = range(start, start + size)
+        same: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i in rows:
+            same[batch.completions[i].token_ids].append(i)
+        distinct += len(same)
+        for group in same.values():
+            for place, i in enumerate(group):
+                for j in group[:place]:
+                    equal += 1
+                    contradict += rewards[i] != rewards[j]
+                    contradict_advantage += not abs(mean[i] - mean[j]) <= gap
+        verdict = _order([rewards[i] for i in rows], [mean[i] for i in rows])
+        mixed += verdict is not None
+        inverted += verdict is False
+    groups = len(batch.prompts)
+    metrics.add("groups/distinct", distinct, groups * size)
+    metrics.add("groups/count", groups * ranks)
+    metrics.add("groups/equal_pairs", equal * ranks)
+    metrics.add("reward/contradiction", contradict, equal)
+    metrics.add("advantage/contradiction", contradict_advantage, equal)
+    metrics.add("advantage/inverted", inverted, mixed)
+    rewarded = batch.reward > 0
+    truncated = torch.tensor([c.truncated for c in batch.completions])
+    for name, chosen in (("correct", rewarded), ("incorrect", ~rewarded)):
+        metrics.add(f"truncated/{name}", (truncated & chosen).sum(), chosen.sum())
+    if experience.token_ids is not None:
+        for name, values in repetition(experience.token_ids, experience.lengths).items():
+            metrics.add(name, values.sum(), len(values))
+        down, count = prefix_pushed_down(experience, mean)
+        metrics.add("conflict/prefix_down", down, count)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: the most that tensors took on a GPU so far, or the process in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
+    """``loss/upward``: the share of what the loss does to log-probabilities that raises them.
+
+    Args:
+        metrics: added to.
+        token_weights: dL/d(log-probability), [n, T], 0 outside the mask.
+    """
+    metrics.add("loss/upward", -token_weights.clamp_max(0).sum(), token_weights.abs().sum())
+
+
+def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """How much completions repeat themselves; only those of at least :data:`LONG_ENOUGH` tokens, [n] each.
+
+    ``repetition``: share of 4-grams seen before in the same completion. ``repetition/run``: share of the completion
+    taken by the longest run of one token. ``repetition/top_token``: share of its most frequent token.
+
+    Args:
+        token_ids: [N, T] int64; what is past ``lengths`` is not read.
+        lengths: [N].
+    """
+    chosen = lengths >= LONG_ENOUGH
+    ids, n = token_ids[chosen].long(), lengths[chosen]
+    if not len(ids):
+        none = torch.zeros(0, dtype=torch.float64)
+        return {"repetition": none, "repetition/run": none, "repetition/top_token": none}
+    place = torch.arange(ids.shape[1], device=ids.device)
+    alone = (-1 - place).expand_as(ids)  # padding never equals anything
+    ids = torch.where(place < n[:, None], ids, alone)
+    code = torch.zeros_like(ids[:, 3:])
+    for shift in range(4):
+        code = code * 6364136223846793005 + ids[:, shift : shift + code.shape[1]]
+    code = torch.where(place[3:] < n[:, None], code & (2**62 - 1), alone[:, 3:])
+    ordered = code.sort(1).values
+    again = (ordered[:, 1:] == ordered[:, :-1]).sum(1).double() / (n - 3)
+    return {
+        "repetition": again,
+        "repetition/run": _longest_run(ids) / n,
+        "repetition/top_token": _longest_run(ids.sort(1).values) / n,
+    }
+
+
+def prefix_pushed_down(experience: Experience, advantages: Sequence[float]) -> tuple[int, int]:
+    """Groups whose shared beginning is pushed down, and groups that share one.
+
+    The sum of A_i / n_i over the completions that share a prefix (GTPO, 2508.03772 Eq. 6), added over the shared
+    prefixes of the first :data:`PREFIX` tokens, is below 0: typical where correct completions are the longer ones.
+
+    Args:
+        experience: of the rollout.
+        advantages: mean of each completion, N numbers.
+    """
+    assert experience.token_ids is not None
+    lengths = experience.lengths.tolist()
+    rows = experience.token_ids[:, :PREFIX].tolist()
+    total: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+    count: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+    for i, group in enumerate(experience.group_ids.tolist()):
+        for t in range(1, min(lengths[i], PREFIX) + 1):
+            prefix = group, tuple(rows[i][:t])
+            total[prefix] += advantages[i] / lengths[i]
+            count[prefix] += 1
+    penalty: dict[int, float] = defaultdict(float)
+    for prefix, value in total.items():
+        if count[prefix] > 1:
+            penalty[prefix[0]] += value
+    return sum(value < -1e-9 for value in penalty.values()), len(penalty)
+
+
+@torch.no_grad()
+def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) -> float | None:
+    """Norm of the last AdamW step over the norm of the weights it moved; None if it took none, or is no Adam.
+
+    Measured on up to :data:`SAMPLED` elements of every matrix, or of this rank's shard of it. Call it before the
+    schedule moves the learning rate on.
+
+    Args:
+        optimizer: that has taken the step.
+        reduce: sum over ranks that hold different shards.
+    """
+    moved = weights = 0.0
+    for group in optimizer.param_groups:
+        known = [p for p in group["params"] if p.ndim >= 2 and "exp_avg_sq" in optimizer.state.get(p, {})]
+        if not known:
+            continue
+        states = [optimizer.state[p] for p in known]
+        step, (beta1, beta2) = float(states[0]["step"]), group["betas"]
+        w, m, v = (
+            _sampled(tensors) for tensors in (known, *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq")))
+        )
+        seen = (v > 0) | (m == 0)  # quantized to 0, a second moment says nothing of the step
+        w, m, v = w[seen], m[seen], v[seen]
+        delta = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * w
+        moved += float(group["lr"]) ** 2 * float(delta.square().sum())
+        weights += float(w.square().sum())
+    if reduce is not None:
+        moved, weights = reduce(torch.tensor([moved, weights], dtype=torch.float64)).tolist()
+    return (moved / weights) ** 0.5 if weights else None
+
+
+def _sampled(tensors: Sequence[Tensor]) -> Tensor:
+    parts = []
+    for tensor in tensors:
+        local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+        parts.append(strided_sample(local, max(1, local.numel() // SAMPLED)))
+    return torch.cat(parts)
+
+
+def _strangers(batch: Rollout, group_ids: list[int], prompts: list[str]) -> int:
+    """Completions in a group whose first one belongs to another prompt, or that answer another request."""
+    first: dict[int, str] = {}
+    count = 0
+    for i, (group, prompt) in enumerate(zip(group_ids, prompts, strict=True)):
+        wrong_group = first.setdefault(group, prompt) != prompt
+        count += wrong_group or batch.completions[i].request != i // batch.group_size
+    return count
+
+
+def _mean_advantages(experience: Experience, advantages: Tensor) -> Tensor:
+    """Of each completion over its tokens, [N]; 0 of an empty one."""
+    return masked(advantages.double(), experience.mask).sum(1) / experience.lengths.clamp_min(1)
+
+
+def _order(rewards: list[float], advantages: list[float]) -> bool | None:
+    """Whether better completions have the larger advantages on average; None where nothing is better, or all equal."""
+    middle = sum(rewards) / len(rewards)
+    high = [a for r, a in zip(rewards, advantages, strict=True) if r > middle]
+    low = [a for r, a in zip(rewards, advantages, strict=True) if r < middle]
+    if not high or not low:
+        return None
+    gap = sum(high) / len(high) - sum(low) / len(low)
+    return None if gap == 0 else gap > 0
+
+
+def _longest_run(rows: Tensor) -> Tensor:
+    """Length of the longest run of equal neighbours in each row, [n] float64."""
+    place = torch.arange(rows.shape[1], device=rows.device)
+    starts = torch.ones_like(rows, dtype=torch.bool)
+    starts[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    begun = torch.where(starts, place, 0).cummax(1).values
+    return (place - begun + 1).max(1).values.double()

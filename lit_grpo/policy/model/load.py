@@ -1,0 +1,329 @@
+"""Make the model and tokenizer that a :class:`PolicyConfig` describes; problems are found before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.policy.config import PolicyConfig, TinyModel
+from lit_grpo.policy.forward import attention
+from lit_grpo.policy.model.compiling import compile_blocks
+from lit_grpo.policy.model.lora import add_adapters, check_lora
+from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KEY = "model.policy"
+
+
+def check_policy(config: PolicyConfig) -> None:
+    """Everything about the policy that can be known without reading weights.
+
+    Raises:
+        UserError: neither or both of ``path`` and ``tiny``; a folder that is missing or holds no model.
+    """
+    if (config.path is None) == (config.tiny is None):
+        raise UserError(
+            "the policy needs either `path` (a model folder or hub name) or `tiny` (a random model made on the spot)"
+            + (", not both" if config.path else ""),
+            where=KEY,
+            remedy="for example `policy: {path: models/SmolLM2-135M-Instruct}`",
+        )
+    if config.logits_chunk is not None and config.logits_chunk < 1:
+        raise UserError(f"logits_chunk is {config.logits_chunk}, must be at least 1", where=f"{KEY}.logits_chunk")
+    if config.share_prompts and config.attention == "flash_attention_2":
+        raise UserError(
+            "flash_attention_2 takes no mask, which shared prompts need",
+            where=f"{KEY}.share_prompts",
+            remedy="set share_prompts: false, or attention: sdpa",
+        )
+    if config.attention == "varlen":
+        _check_varlen(config)
+    if config.lora is not None:
+        check_lora(config.lora)
+    check_quantization(config)
+    if config.tiny is not None:
+        _check_tiny(config.tiny)
+    elif config.path is not None and _is_folder_name(config.path):
+        _check_folder(Path(config.path))
+
+
+def _check_varlen(config: PolicyConfig) -> None:
+    where = f"{KEY}.attention"
+    if not torch.cuda.is_available():
+        raise UserError("varlen attention runs on CUDA GPUs alone", where=where, remedy="set attention: auto")
+    if not config.pack:
+        raise UserError("varlen attention is that of packed rows", where=where,
+                        remedy="set pack: true, or attention: sdpa")  # fmt: skip
+
+
+def settle(config: PolicyConfig, dtype: torch.dtype | None = None, device: str = "cpu") -> PolicyConfig:
+    """Decide what is left open until it is known where and in which number format the passes compute.
+
+    Args:
+        config: of the policy; reads the model's configuration, no weights.
+        dtype: that the passes compute in; None: that of the weights.
+        device: kind of device.
+
+    Returns:
+        The same with ``attention`` and ``compile`` decided.
+
+    Raises:
+        UserError: an attention that does not work in the number format.
+    """
+    computes = str(dtype).removeprefix("torch.") if dtype is not None else config.dtype
+    if config.attention == "varlen" and computes != "bfloat16":
+        raise UserError(
+            f"varlen attention computes in bfloat16, not in {computes}",
+            where=f"{KEY}.attention",
+            remedy="set trainer.strategy: fsdp, which computes in bfloat16 on CUDA, also on one card, and keeps "
+            "float32 weights; or dtype: bfloat16; or attention: auto",
+        )
+    chosen, compiles = config.attention, config.compile
+    if chosen == "auto":
+        flash = device == "cuda" and computes == "bfloat16" and config.pack and _flash_fits(config)
+        chosen = "varlen" if flash else "sdpa"
+    if compiles is None:
+        compiles = chosen == "varlen" and config.tiny is None and config.quantization is None and not _experts(config)
+    return replace(config, attention=chosen, compile=compiles)
+
+
+def _flash_fits(config: PolicyConfig) -> bool:
+    """Whether flash attention knows the model's heads, and the model attends to all tokens before."""
+    text = load_model_config(config).get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kinds = getattr(text, "layer_types", None)
+    full = set(kinds) == {"full_attention"} if kinds else not getattr(text, "sliding_window", None)
+    return size % 8 == 0 and size <= 256 and full
+
+
+def _experts(config: PolicyConfig) -> bool:
+    return bool(getattr(load_model_config(config).get_text_config(), "num_experts_per_tok", None))
+
+
+def check_replay(config: PolicyConfig) -> None:
+    """Reads no weights.
+
+    Raises:
+        UserError: the model has no experts, so there is nothing to replay; or its blocks would be compiled, in which
+            nobody could tell the routers what to choose.
+    """
+    if config.compile:
+        raise UserError(
+            "routers of compiled blocks cannot be told which experts to use",
+            where=f"{KEY}.compile",
+            remedy="set compile: false, or routing_replay: none",
+        )
+    if not _experts(config):
+        raise UserError(
+            "the model is dense: it has no experts whose choice could be replayed",
+            where="model.routing_replay",
+            remedy="set routing_replay: none",
+        )
+
+
+def _check_tiny(tiny: TinyModel) -> None:
+    if tiny.width % tiny.heads or (tiny.width // tiny.heads) % 2:
+        raise UserError(
+            f"width {tiny.width} cannot be split into {tiny.heads} heads of even size",
+            where=f"{KEY}.tiny.width",
+            remedy="choose a width that is a multiple of 2 x heads",
+        )
+    if tiny.experts and not 1 <= tiny.experts_per_token <= tiny.experts:
+        raise UserError(
+            f"a token cannot go through {tiny.experts_per_token} of {tiny.experts} experts",
+            where=f"{KEY}.tiny.experts_per_token",
+            remedy=f"choose 1 to {tiny.experts}",
+        )
+
+
+def _is_folder_name(path: str) -> bool:
+    """A hub name is ``name`` or ``owner/name``; anything else, and anything that exists, means a folder."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists() or path.startswith("models/")
+
+
+def _check_folder(path: Path) -> None:
+    path = path.expanduser()
+    if not path.is_dir():
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        near = nearest(path.name, siblings)
+        raise UserError(
+            f"there is no model folder {path}",
+            where=f"{KEY}.path",
+            remedy=f"did you mean {path.parent / near}?"
+            if near
+            else "give a folder written by save_pretrained (scripts/get_smollm2 makes models/SmolLM2-135M-Instruct)",
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"the folder {path} holds no config.json, so it is no Hugging Face model",
+            where=f"{KEY}.path",
+            remedy="give the folder that save_pretrained or `lit-grpo export` wrote",
+        )
+    if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
+        raise UserError(f"the folder {path} holds no weights (*.safetensors)", where=f"{KEY}.path")
+
+
+def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer alone; reads no weights."""
+    check_policy(config)
+    if config.tiny is not None:
+        from lit_grpo.policy.model.char_tokenizer import char_tokenizer
+
+        return char_tokenizer(config.tiny.alphabet)
+    from transformers import AutoTokenizer
+
+    with _named_errors(config):
+        return AutoTokenizer.from_pretrained(_location(config))
+
+
+def load_model_config(config: PolicyConfig) -> Any:
+    """The transformers configuration alone (context length, end tokens); reads no weights."""
+    check_policy(config)
+    if config.tiny is not None:
+        return _tiny_config(config.tiny)
+    from transformers import AutoConfig
+
+    with _named_errors(config):
+        return AutoConfig.from_pretrained(_location(config))
+
+
+def load_model(config: PolicyConfig) -> PreTrainedModel:
+    """The causal language model with its weights and new adapters if it trains by LoRA, in evaluation mode apart from
+    gradient checkpointing. Under ``torch.device("meta")`` the same model without weights, which are not read then.
+    """
+    check_policy(config)
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    kind = "sdpa" if config.attention == "auto" else config.attention
+    form = attention.NAMES.get(kind, kind)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    if config.tiny is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.tiny.seed)
+            tiny_config = _tiny_config(config.tiny)
+            model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=form)
+    elif torch.empty(0).is_meta:
+        model = _skeleton(config, dtype, form)
+    else:
+        with _named_errors(config):
+            model = AutoModelForCausalLM.from_pretrained(
+                _location(config),
+                dtype=dtype,
+                attn_implementation=form,
+                **loading_arguments(config.quantization, dtype),
+                **config.model_args,
+            )
+        if config.quantization is not None:
+            after_loading(model)
+    if config.gradient_checkpointing:
+        checkpoint_blocks(model)
+    if config.lora is not None:
+        add_adapters(model, config.lora)
+    if config.compile:
+        compile_blocks(model)
+    return model
+
+
+def checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Recompute the activations of every block in the backward pass."""
+    # Keeping and putting back random states costs a tenth of a small block's time. With dropout off for good only noisy
+    # routers draw numbers; Mixtral, PhiMoE and DBRX each have names of their own for the noise.
+    draws = any("jitter" in name and bool(value) for part in model.modules() for name, value in vars(part).items())
+    options = {"use_reentrant": False, "preserve_rng_state": draws}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.train()  # checkpointing is off in evaluation mode, and nothing else differs
+
+
+def _skeleton(config: PolicyConfig, dtype: torch.dtype, form: str) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _named_errors(config):
+        shape, rest = AutoConfig.from_pretrained(_location(config), return_unused_kwargs=True, **config.model_args)
+        known = {key: rest[key] for key in ("trust_remote_code",) if key in rest}
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=form, **known)
+    return model.eval()
+
+
+def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All ids that end a completion: the tokenizer's and those of the generation configuration."""
+    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    if config.path is not None:
+        from transformers import GenerationConfig
+
+        try:
+            eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
+        except OSError:  # a model without generation_config.json
+            eos = None
+        ids |= set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
+    if not ids:
+        raise UserError(
+            "neither the tokenizer nor the generation configuration names an end-of-sequence token",
+            where=f"{KEY}.path",
+            remedy="set eos_token in the model folder's tokenizer_config.json",
+        )
+    return tuple(sorted(int(i) for i in ids))
+
+
+def _location(config: PolicyConfig) -> str:
+    assert config.path is not None
+    return str(Path(config.path).expanduser()) if _is_folder_name(config.path) else config.path
+
+
+class _named_errors:  # noqa: N801 - reads as a statement
+    """Turn transformers' long messages about an unreachable or unknown model into one that names the key."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.path = config.path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, (OSError, ValueError)):
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"the model {self.path} cannot be loaded: {first}",
+                where=f"{KEY}.path",
+                remedy="give a folder on this machine, or a hub name while the hub can be reached",
+            ) from error
+
+
+def _tiny_config(tiny: TinyModel) -> Any:
+    from lit_grpo.policy.model.char_tokenizer import char_tokenizer
+
+    tokenizer = char_tokenizer(tiny.alphabet)
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": tiny.width,
+        "intermediate_size": 4 * tiny.width,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.heads,
+        "max_position_embeddings": tiny.max_position,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+    }
+    if tiny.experts:
+        from transformers import Qwen3MoeConfig
+
+        shape["head_dim"] = tiny.width // tiny.heads  # a field that its signature does not show
+        return Qwen3MoeConfig(
+            **shape,
+            moe_intermediate_size=2 * tiny.width,
+            num_experts=tiny.experts,
+            num_experts_per_tok=tiny.experts_per_token,
+            norm_topk_prob=True,
+        )
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**shape)

@@ -1,0 +1,144 @@
+"""Low-rank adapters (LoRA, 2106.09685) by peft: the model's own weights stay, small additions to them are trained.
+
+A layer with weights W [out, in] computes x (W + alpha / rank * B A)^T. At the start A [rank, in] is random and
+B [out, rank] zero, so that an untrained adapter changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_grpo.errors import UserError
+from lit_grpo.policy.config import LoraConfig
+from lit_grpo.policy.model.quantization import dequantized, is_quantized, plain_layers
+
+KEY = "model.policy.lora"
+_BASE = ".base_layer."
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def check_lora(config: LoraConfig) -> None:
+    """Quick, imports nothing.
+
+    Raises:
+        UserError: peft is not installed, or a value makes no sense.
+    """
+    if config.rank < 1:
+        raise UserError(f"the rank is {config.rank}, must be at least 1", where=f"{KEY}.rank")
+    if config.alpha <= 0:
+        raise UserError(f"alpha is {config.alpha}, must be above 0", where=f"{KEY}.alpha")
+    if config.dropout != 0:
+        raise UserError(
+            f"dropout is {config.dropout}: the learner would compute other probabilities than the engine sampled from",
+            where=f"{KEY}.dropout",
+            remedy="leave it at 0",
+        )
+    if find_spec("peft") is None:
+        raise UserError(
+            "LoRA needs peft, which is not installed",
+            where=KEY,
+            remedy="pip install 'lit-grpo[lora]' -c constraints.txt",
+        )
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> None:
+    """Put adapters into ``model``, in place, in float32, and freeze everything else. Draws no global random numbers.
+
+    Raises:
+        UserError: the named layers do not exist, or are not linear, or are the output head.
+    """
+    import peft
+
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type] # any number will do
+        lora_dropout=0.0,
+        target_modules=config.target_modules,
+        bias="none",
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"no adapters can be put into {type(model).__name__}: {first}",
+            where=f"{KEY}.target_modules",
+            remedy="all-linear, or ends of layer names like [q_proj, v_proj]",
+        ) from error
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # in bfloat16 most of an update would be rounded away
+            parameter.data = parameter.data.float()
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and (name.endswith("lm_head") or not isinstance(layer.base_layer, nn.Linear)):
+            raise UserError(
+                f"the layer {name} cannot have an adapter: only linear layers below the output head can",
+                where=f"{KEY}.target_modules",
+                remedy="all-linear, or ends of layer names like [q_proj, v_proj]",
+            )
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(name.endswith(_A) for name, _ in model.named_parameters())
+
+
+def scaling(model: nn.Module) -> float:
+    """alpha / rank of the adapters in ``model``."""
+    layer: Any = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
+    return float(layer.scaling["default"])
+
+
+def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model that the adapters make, under the names of a model without adapters, one at a time.
+
+    Args:
+        parameters: names and tensors of a model with adapters; sharded ones are gathered when their turn comes, and
+            quantized ones turned into those that they stand for.
+        scale: alpha / rank.
+    """
+    for name, parameter in parameters.items():
+        if ".lora_" in name:
+            continue
+        layer, inside, leaf = name.rpartition(_BASE)
+        tensor = full(parameter)
+        if not inside:
+            yield name, tensor
+            continue
+        if leaf == "weight":
+            a, b = full(parameters[layer + _A]).float(), full(parameters[layer + _B]).float()
+            tensor = (tensor.float() + (b @ a) * scale).to(tensor.dtype)
+        yield f"{layer}.{leaf}", tensor
+
+
+def full(parameter: Tensor) -> Tensor:
+    """The whole of a parameter that may be sharded or quantized, without gradient."""
+    if is_quantized(parameter):
+        return dequantized(parameter)
+    tensor: Any = parameter.detach()
+    if not hasattr(tensor, "full_tensor"):
+        return parameter.detach()
+    # A mesh of one rank: its shard is the whole. ``full_tensor`` comes to the same tensor ten times as slowly.
+    whole: Tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    return whole
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """A copy with plain layers in place of those with adapters, holding the merged weights."""
+    plain = copy.deepcopy(model)
+    weights = dict(merged(dict(model.named_parameters()), scaling(model)))
+    for name, layer in list(plain.named_modules()):
+        if hasattr(layer, "lora_A"):
+            parent, _, child = name.rpartition(".")
+            setattr(plain.get_submodule(parent), child, layer.base_layer)
+    plain_layers(plain)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(weights[name])
+    return plain

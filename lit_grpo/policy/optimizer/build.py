@@ -1,0 +1,227 @@
+"""The optimizer and its schedule: AdamW with a warm-up and one of three shapes, or any other by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lit_grpo.distributed.optimizer_state import PACKAGE
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.policy.config import OptimizerConfig
+from lit_grpo.policy.optimizer.quantized_state import check_compiler, prepare, rounding_seed, rounds_stochastically
+
+ROUNDS_TO_NEAREST = ("torch.", "bitsandbytes.", "torchao.")
+"""Packages whose optimizers round to the nearest number unless they are told to do otherwise."""
+_SAMPLED = 4096
+"""Elements of each weight that are looked at for :func:`lost_share`."""
+
+
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, total_steps: int, where: str = "model.optimizer"
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Optimizer over every trainable parameter and its schedule, counted in optimizer steps.
+
+    Vectors and scalars (norms, biases) get no weight decay.
+    """
+    check_optimizer(config, where)
+    total_steps = config.total_steps or total_steps
+    if config.scheduler is None and config.schedule != "constant" and total_steps < 1:
+        raise UserError(
+            f"the {config.schedule} schedule needs the length of the run, which only RolloutDataModule tells",
+            where=f"{where}.total_steps",
+            remedy="set total_steps to the number of optimizer steps",
+        )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    kind = _imported(config.type, f"{where}.type")
+    try:
+        optimizer = kind([group for group in groups if group["params"]], **_arguments(config, kind))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{config.type} refuses its arguments: {error}", where=f"{where}.args") from error
+    _warn_of_lost_updates(optimizer, config)
+    prepare(optimizer, where)
+    if config.scheduler is None:
+        factor = partial(lr_factor, config, total_steps=total_steps)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = _imported(config.scheduler, f"{where}.scheduler")
+    try:
+        return optimizer, scheduler(optimizer, **config.scheduler_args)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{config.scheduler} refuses its arguments: {error}", where=f"{where}.scheduler_args"
+        ) from error
+
+
+def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> None:
+    """Everything about the optimizer that can be known without a model.
+
+    Raises:
+        UserError: a class that does not exist or is none of its kind, settings that it does not take, two schedules.
+    """
+    if config.lr <= 0:
+        raise UserError(f"the learning rate is {config.lr}, must be above 0", where=f"{where}.lr")
+    kind = _imported(config.type, f"{where}.type")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"{config.type} is no torch.optim.Optimizer", where=f"{where}.type")
+    check_compiler(kind.__module__.partition(".")[0], f"{where}.type")
+    taken = _taken(kind)
+    usual = OptimizerConfig()
+    for name in ("betas", "eps", "weight_decay"):
+        if name not in taken and getattr(config, name) != getattr(usual, name):
+            raise UserError(f"{config.type} has no {name}", where=f"{where}.{name}", remedy="leave it out")
+    if twice := sorted(set(config.args) & {"lr", "betas", "eps", "weight_decay", "params"}):
+        raise UserError(
+            f"{twice[0]} is no further argument: it has a key of its own",
+            where=f"{where}.args",
+            remedy=f"set {where}.{twice[0]}",
+        )
+    if config.scheduler is None:
+        if config.scheduler_args:
+            raise UserError("arguments for a scheduler, but none is named", where=f"{where}.scheduler_args")
+        return
+    if config.schedule != usual.schedule or config.warmup_steps:
+        raise UserError(
+            f"both a schedule ({config.schedule}, {config.warmup_steps} steps of warm-up) and the scheduler "
+            f"{config.scheduler} are set",
+            where=f"{where}.scheduler",
+            remedy="leave one out",
+        )
+    scheduler = _imported(config.scheduler, f"{where}.scheduler")
+    stepwise = torch.optim.lr_scheduler.ReduceLROnPlateau
+    if not (isinstance(scheduler, type) and issubclass(scheduler, torch.optim.lr_scheduler.LRScheduler)) or issubclass(
+        scheduler, stepwise
+    ):
+        raise UserError(
+            f"{config.scheduler} is no scheduler that is stepped without a figure", where=f"{where}.scheduler"
+        )
+
+
+def _arguments(config: OptimizerConfig, kind: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if kind in (torch.optim.AdamW, torch.optim.Adam) and not {"fused", "foreach"} & set(config.args):
+        # One pass over weights and moments, in shards too: a quarter of the time on CPU, and no copy of anything, where
+        # the default on GPUs makes temporary lists of the size of all weights.
+        own["fused"] = True
+    taken = _taken(kind)
+    return {"lr": config.lr} | {name: value for name, value in own.items() if name in taken} | config.args
+
+
+def _taken(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.__init__).parameters)
+
+
+def _imported(path: str, where: str) -> Any:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise UserError(f"{path!r} is no import path", where=where, remedy="for example torch.optim.AdamW")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        known = module.partition(".")[0] in ("bitsandbytes", PACKAGE)
+        raise UserError(
+            f"{path} cannot be imported: {error}",
+            where=where,
+            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if known else None,
+        ) from error
+    except AttributeError as error:
+        near = nearest(name, dir(importlib.import_module(module)))
+        raise UserError(
+            f"{module} has no {name}", where=where, remedy=f"did you mean {module}.{near}?" if near else None
+        ) from error
+
+
+@torch.no_grad()
+def lost_share(weights: Iterable[Tensor], step: float) -> float:
+    """Share of the weights that stay what they are when a number of size ``step`` is added and rounded to the nearest.
+
+    bfloat16 has 8 significant bits: a weight w is moved by no less than about |w| / 512. Measured on up to 4096
+    elements of each weight, or of this rank's shard of it; the two signs of the step count half each.
+    """
+    stay = total = 0.0
+    for weight in weights:
+        flat = cast(Any, weight).to_local().flatten() if hasattr(weight, "to_local") else weight.flatten()
+        if not len(flat):  # an empty shard
+            continue
+        part = flat[:: max(1, len(flat) // _SAMPLED)]
+        for sign in (step, -step):
+            stay += 0.5 * float(((part.double() + sign).to(part.dtype) == part).double().mean()) * len(flat)
+        total += len(flat)
+    return stay / total if total else 0.0
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """An Adam step moves a weight by about the learning rate, which bfloat16 rarely resolves."""
+    coarse = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+    if not coarse or "betas" not in optimizer.param_groups[0] or rounds_stochastically(optimizer):
+        return
+    if not type(optimizer).__module__.startswith(ROUNDS_TO_NEAREST):
+        return
+    share = lost_share(coarse, config.lr)
+    if share < 0.1:
+        return
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+    rank_zero_warn(
+        f"The weights are trained in bfloat16 and {config.type} rounds every step to the nearest: a step of the "
+        f"learning rate {config.lr:g} leaves {share:.0%} of the weights exactly what they are. Remedies: "
+        "`trainer.strategy: fsdp` with `model.policy.dtype: float32`, which computes in bfloat16 on CUDA, on one card "
+        "too; or `model.optimizer.type: torchao.optim.AdamW8bit` with `args: {bf16_stochastic_round: true}`, which "
+        "keeps the update on average (extra `quantized`)."
+    )
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:
+    """Clip the global gradient norm of everything the optimizer holds; the norm before, float64, on the CPU."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return cast(Tensor, norm.detach().double().cpu())
+
+
+def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Share of the peak rate at optimizer step ``step`` (counted from 0).
+
+    The warm-up rises to the peak at step ``warmup_steps``; the first step is never at rate 0.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    fall = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * fall
+
+
+def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that a first step would make, counted as no step.
+
+    Saving in shards needs a state. ``torch.distributed.checkpoint`` would make one by a step at learning rate 0, which
+    it then counts: a run that was saved before its first step would differ from one that was not.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for weight in group["params"]:
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight)
+    with rounding_seed(optimizer, 0):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0

@@ -1,0 +1,68 @@
+"""Numeric answers: right within a relative tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.math.answer import final_answer, gold_answer
+from lit_grpo.rewards.math.text import clean, parse_number, split_unit
+from lit_grpo.types import RewardInput, Score
+
+
+class NumericReward(Reward):
+    """1 if the final number is within ``tolerance * |gold|`` of the gold number, else 0. A gold of 0 needs a 0.
+
+    The final answer is found as :class:`lit_grpo.rewards.MathReward` finds it (box, "answer is", end of the text).
+    Integers, decimals, fractions, mixed and scientific numbers are read exactly, also with thousands commas; a unit
+    behind the number is ignored, 5 % is 0.05.
+
+    Args:
+        tolerance: relative to the gold answer.
+        weight: factor in the total reward.
+        name: key under which the reward is logged.
+
+    Raises:
+        UserError: ``tolerance`` is negative or not finite.
+        ValueError: from ``score``, if a gold answer is no number.
+    """
+
+    needs_answer = True
+    finds_answer = True
+    range = (0.0, 1.0)
+
+    def __init__(self, tolerance: float = 1e-4, weight: float = 1.0, name: str | None = "numeric") -> None:
+        super().__init__(weight, name)
+        if not 0 <= tolerance < float("inf"):
+            raise UserError(
+                f"tolerance is {tolerance}", where="NumericReward.tolerance", remedy="give a number such as 0.0001"
+            )
+        self._tolerance = Fraction(tolerance)
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: RewardInput) -> Score:
+        gold = number_in(gold_answer(item.prompt.answer or ""))
+        if gold is None:
+            raise ValueError(f"the gold answer {str(item.prompt.answer)[:80]!r} is no number")
+        answer = final_answer(item.text, "number", item.completion.truncated)
+        value = number_in(answer) if answer is not None else None
+        if value is None:
+            return Score(0.0, no_answer=True)
+        return Score(float(abs(value - gold) <= self._tolerance * abs(gold)))
+
+    def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
+        found = [final_answer(item.text, "number", item.completion.truncated) for item in batch]
+        values = [None if answer is None else number_in(answer) for answer in found]
+        return [None if value is None else str(value) for value in values]
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number that a written answer is, or None; ``x = 5 cm`` is 5."""
+    number = parse_number(split_unit(clean(text).rpartition("=")[2].strip())[0])
+    if number is None:
+        return None
+    return number.value / 100 if number.percent else number.value

@@ -1,0 +1,140 @@
+"""Online filtering by difficulty: prompts that are solved, or out of reach, come up less often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_grpo.errors import UserError
+from lit_grpo.rewards.base import Reward, judging_reward
+from lit_grpo.rollout.refill import Group
+from lit_grpo.types import Prompt
+from lit_grpo.utils.random import derive_seed
+
+_RANGE = float(2**63)
+
+
+@dataclass(frozen=True)
+class DifficultyConfig:
+    """Which prompts are worth sampling, by their running pass rate.
+
+    A prompt whose rate has left the band is passed over, but for a share ``floor`` of the times its turn comes: what
+    was too hard may have come into reach, and what was solved may have been forgotten.
+
+    Attributes:
+        above: the rate must be greater than this.
+        below: and smaller than this. 0 and 1 pass over what was always right or always wrong so far.
+        floor: share of the turns at which a prompt outside the band is sampled all the same; above 0, so that no
+            prompt is ever given up.
+        smoothing: weight of the newest visit in the running rate; 1: the last visit alone counts.
+        min_visits: visits before a prompt can be passed over.
+    """
+
+    above: float = 0.0
+    below: float = 1.0
+    floor: float = 0.1
+    smoothing: float = 0.5
+    min_visits: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.above < self.below <= 1:
+            raise UserError(
+                f"the band from {self.above} to {self.below} is no part of 0 to 1",
+                where="data.difficulty",
+                remedy="give 0 <= above < below <= 1",
+            )
+        for name, value in (("floor", self.floor), ("smoothing", self.smoothing)):
+            if not 0 < value <= 1:
+                raise UserError(f"{name} is {value}", where=f"data.difficulty.{name}", remedy="above 0, at most 1")
+        if self.min_visits < 1:
+            raise UserError(
+                f"min_visits is {self.min_visits}", where="data.difficulty.min_visits", remedy="give 1 or more"
+            )
+
+
+class RunningDifficulty:
+    """The running pass rate of every prompt, and whether its turn is taken.
+
+    Args:
+        config: the band.
+        prompts: of the training set.
+        rewards: the one that judges says what is right.
+        seed: of the run.
+
+    Raises:
+        UserError: no reward says whether an answer is right.
+    """
+
+    def __init__(
+        self, config: DifficultyConfig, prompts: Sequence[Prompt], rewards: Sequence[Reward], seed: int
+    ) -> None:
+        self.config, self.prompts, self.seed = config, prompts, seed
+        self.judge = judge_of(rewards, "data.difficulty")
+        self.rates: dict[str, tuple[int, float]] = {}
+        """Visits and running pass rate, by the prompt's id."""
+
+    def copy(self) -> RunningDifficulty:
+        """Another one with the same rates so far."""
+        twin = RunningDifficulty(self.config, self.prompts, [self.judge], self.seed)
+        twin.rates = dict(self.rates)
+        return twin
+
+    def chance(self, prompt_id: str) -> float:
+        """Probability that the prompt is sampled when its turn comes."""
+        visits, rate = self.rates.get(prompt_id, (0, 0.0))
+        inside = visits < self.config.min_visits or self.config.above < rate < self.config.below
+        return 1.0 if inside else self.config.floor
+
+    def accepts(self, number: int, position: int) -> bool:
+        """Whether prompt ``number`` is sampled at this position of the order: a seeded draw, always the same."""
+        chance = self.chance(self.prompts[number].id)
+        return chance >= 1 or derive_seed("difficulty", self.seed, position) / _RANGE < chance
+
+    def outcome(self, groups: Sequence[Group]) -> list[tuple[int, str, float]]:
+        """(place, prompt's id, share of right completions) of each group."""
+        return [(group.place, group.prompt.id, pass_rate(self.judge, group)) for group in groups]
+
+    def update(self, outcomes: Sequence[tuple[int, str, float]]) -> None:
+        """Take in what a rollout found, in the order of its places, over all ranks."""
+        for _, prompt_id, share in sorted(outcomes):
+            visits, rate = self.rates.get(prompt_id, (0, share))
+            self.rates[prompt_id] = (visits + 1, rate + self.config.smoothing * (share - rate))
+
+    def metrics(self) -> dict[str, float]:
+        """Over the whole training set; the same on every rank."""
+        known = [(visits, rate) for visits, rate in self.rates.values() if visits >= self.config.min_visits]
+        found = {"difficulty/known": len(known) / len(self.prompts)}
+        if known:
+            inside = sum(self.config.above < rate < self.config.below for _, rate in known)
+            found["difficulty/in_band"] = inside / len(known)
+            found["difficulty/pass_rate"] = sum(rate for _, rate in known) / len(known)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {prompt_id: [visits, rate] for prompt_id, (visits, rate) in self.rates.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rates = {prompt_id: (int(visits), float(rate)) for prompt_id, (visits, rate) in state.items()}
+
+
+def judge_of(rewards: Sequence[Reward], where: str) -> Reward:
+    """The reward that says what is right.
+
+    Raises:
+        UserError: none does.
+    """
+    judge = judging_reward(rewards)
+    if judge is None:
+        raise UserError(
+            "no reward says whether an answer is right, so no prompt has a pass rate",
+            where=where,
+            remedy="add one that does, for instance lit_grpo.rewards.MathReward; with weight 0 it changes nothing else",
+        )
+    return judge
+
+
+def pass_rate(judge: Reward, group: Group) -> float:
+    """Share of a group's completions that are right."""
+    values = group.rewards[judge.name].tolist()
+    return sum(judge.correct(value) for value in values) / len(values)

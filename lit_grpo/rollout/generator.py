@@ -1,0 +1,263 @@
+"""Make a rollout: ask the engine, score completions while others are still being sampled, put groups together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine
+from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.combine import OnError, score_all
+from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
+from lit_grpo.utils.random import derive_seed
+
+_SCORING_THREADS = 4
+
+Scored = tuple[list[str], dict[str, list[Score]]]
+"""Texts of a group, and under each reward's name its scores."""
+
+
+class Cancelled(Exception):  # noqa: N818 - it is an order, not an error
+    """The producer was closed while a rollout was being made in another thread."""
+
+
+class PolicySource(Protocol):
+    """Where the engine's weights come from: :class:`lit_grpo.LitGRPO`, or anything with these two."""
+
+    policy_version: int
+
+    def named_weights(self) -> NamedWeights: ...
+
+
+class RolloutProducer:
+    """Turns prompts into scored rollouts of whole groups.
+
+    Args:
+        engine: samples; its weights are brought up to date before every rollout.
+        policy: where the weights come from.
+        tokenizer: decodes each completion once, for the rewards.
+        rewards: named and weighted.
+        seed: of the run. The seeds of a completion derive from (seed, purpose, rollout, place of the prompt, sample).
+        on_reward_error: ``raise`` or ``zero``, see :func:`lit_grpo.rewards.score_all`.
+        retries: how often sampling is tried again when memory ran out. Only what has not been delivered is asked
+            for, with the seeds it had, in ever smaller portions: half as many samples at once each time.
+        sleep_level: of the engine between rollouts, see :meth:`lit_grpo.engines.vllm.engine.VLLMEngine.sleep`; 0: it
+        stays.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        policy: PolicySource,
+        tokenizer: Any,
+        rewards: Sequence[Reward],
+        seed: int,
+        on_reward_error: OnError = "raise",
+        retries: int = 2,
+        sleep_level: int = 0,
+    ) -> None:
+        self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
+        self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
+        self.retries, self.sleep_level = retries, sleep_level
+        self._engine_lock = threading.RLock()  # several generations of one thread may be open
+        """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
+        self._closing = threading.Event()
+        self._scorers = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reward")
+
+    def produce(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        group_size: int,
+        *,
+        index: int,
+        purpose: str = "train",
+        places: Sequence[int | str] | None = None,
+        sync: bool = True,
+    ) -> Rollout:
+        """Sample ``group_size`` completions of every prompt, and score them.
+
+        Args:
+            prompts: one a group.
+            sampling: how to draw.
+            group_size: samples of each prompt.
+            index: number of the rollout; part of every seed.
+            purpose: keeps the random numbers of training and evaluation apart.
+            places: place of each prompt among those of all ranks, part of its seeds, so that what is sampled does not
+                depend on how prompts are spread over ranks; in evaluation its id; None: 0, 1, 2, ...
+            sync: bring the engine's weights up to date first. False in a thread beside the learner, which may be
+                changing them.
+
+        Raises:
+            EngineError: the engine failed and went on failing.
+        """
+        places = range(len(prompts)) if places is None else places
+        seconds_sync = self.sync() if sync else 0.0
+        requests = [
+            self.request(i, place, prompt, group_size, index, purpose)
+            for i, (place, prompt) in enumerate(zip(places, prompts, strict=True))
+        ]
+        started = time.perf_counter()
+        groups: list[list[Completion | None]] = [[None] * group_size for _ in prompts]
+        missing = [group_size] * len(prompts)
+        scores: list[Future[Scored] | None] = [None] * len(prompts)
+        for completion in self.sampled(requests, sampling):
+            i = completion.request
+            groups[i][completion.sample] = completion
+            missing[i] -= 1
+            if not missing[i]:  # a whole group: score it while the engine goes on
+                scores[i] = self.scored(prompts[i], [c for c in groups[i] if c is not None])
+        if any(missing):
+            raise RuntimeError(f"the engine ended with {sum(missing)} completions missing")
+        sampled = time.perf_counter()
+        results = [future.result() for future in scores if future is not None]
+        rewarded = time.perf_counter()
+
+        times = {"sync": seconds_sync, "generate": sampled - started, "reward": rewarded - sampled}
+        whole = [[c for c in group if c is not None] for group in groups]
+        return self.assemble(prompts, whole, results, sampling, index, times)
+
+    def request(
+        self, number: int, place: int | str, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
+    ) -> Request:
+        """What the engine is asked for one prompt. Its seeds derive from the prompt's place in the rollout."""
+        seeds = (derive_seed(self.seed, purpose, index, place, sample) for sample in range(group_size))
+        return Request(number, prompt.token_ids, tuple(seeds))
+
+    def scored(self, prompt: Prompt, group: list[Completion]) -> Future[Scored]:
+        """Texts and scores of a whole group, made in another thread while the engine goes on."""
+        return self._scorers.submit(self._score, prompt, group)
+
+    def totals(self, result: Scored) -> list[float]:
+        """The weighted sum of the rewards of each completion of a group."""
+        columns = [[reward.weight * score.value for score in result[1][reward.name]] for reward in self.rewards]
+        return [sum(row) for row in zip(*columns, strict=True)]
+
+    def assemble(
+        self,
+        prompts: Sequence[Prompt],
+        groups: Sequence[Sequence[Completion]],
+        results: Sequence[Scored],
+        sampling: Sampling,
+        index: int,
+        times: dict[str, float],
+    ) -> Rollout:
+        """A rollout of whole, scored groups, one for each prompt."""
+        completions = [c for group in groups for c in group]
+        rewards, total, metrics = self._combine([by_name for _, by_name in results])
+        metrics |= {f"time/{part}": seconds for part, seconds in times.items()}
+        metrics["tokens"] = float(sum(len(c.token_ids) for c in completions))
+        return Rollout(
+            index=index,
+            prompts=list(prompts),
+            completions=completions,
+            texts=[text for texts, _ in results for text in texts],
+            rewards=rewards,
+            reward=total,
+            no_answer=self._without_answer([by_name for _, by_name in results]),
+            group_size=len(groups[0]) if groups else 1,
+            temperature=sampling.temperature or 1.0,
+            metrics=metrics,
+        )
+
+    def sync(self) -> float:
+        """Bring the engine's weights up to date; seconds it took."""
+        started = time.perf_counter()
+        with self._engine_lock:
+            if self.engine.policy_version != self.policy.policy_version:
+                self.engine.sync(self.policy.named_weights(), self.policy.policy_version)
+        return time.perf_counter() - started
+
+    def sampled(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """What the engine yields, each sample once, also where it has to be asked again after a failure."""
+        left = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
+        with self._engine_lock:
+            for attempt in range(self.retries + 1):
+                portion = max(1, len(left) >> attempt)
+                try:
+                    for part, samples in _portions(requests, left, portion):
+                        for completion in self.engine.generate(part, sampling):
+                            if self._closing.is_set():
+                                raise Cancelled
+                            place = completion.request, samples[completion.request][completion.sample]
+                            if place not in left:
+                                raise RuntimeError(f"the engine gave sample {place[1]} of request {place[0]} twice")
+                            left.discard(place)
+                            yield completion if completion.sample == place[1] else replace(completion, sample=place[1])
+                    return
+                except EngineError as error:
+                    if attempt == self.retries or not error.transient:
+                        raise
+                    rank_zero_warn(
+                        f"The engine failed ({error}); trying again for the {len(left)} samples that are missing, "
+                        f"{max(1, len(left) >> (attempt + 1))} at a time."
+                    )
+
+    def rest(self) -> None:
+        """Let an engine that can sleep give its memory to the learner until it is asked again."""
+        if self.sleep_level:
+            with self._engine_lock:
+                cast(Any, self.engine).sleep(self.sleep_level)
+
+    def _score(self, prompt: Prompt, group: list[Completion]) -> Scored:
+        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+        items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
+        return texts, score_all(self.rewards, items, self.on_reward_error)
+
+    def _combine(self, groups: list[dict[str, list[Score]]]) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
+        """Rewards by name [N], their weighted sum [N], and what is logged of time-outs and failures."""
+        rewards: dict[str, Tensor] = {}
+        metrics: dict[str, float] = {}
+        total = torch.zeros(sum(len(group[self.rewards[0].name]) for group in groups), dtype=torch.float64)
+        for reward in self.rewards:
+            scores = [score for group in groups for score in group[reward.name]]
+            values = torch.tensor([score.value for score in scores], dtype=torch.float64)
+            rewards[reward.name] = values.float()
+            total += reward.weight * values
+            metrics[f"timeouts/{reward.name}"] = sum(s.timed_out for s in scores) / max(1, len(scores))
+            if failed := sum(s.failed for s in scores):
+                metrics[f"failed/{reward.name}"] = failed / len(scores)
+            for key in {key for score in scores for key in score.details or ()}:
+                figures = [score.details[key] for score in scores if score.details and key in score.details]
+                metrics[f"reward/{reward.name}/{key}"] = sum(figures) / len(figures)
+        return rewards, total.float(), metrics
+
+    def _without_answer(self, groups: list[dict[str, list[Score]]]) -> Tensor | None:
+        """Completions in which no reward that looks for an answer found one, [N]; None if none looks."""
+        looking = [reward.name for reward in self.rewards if reward.finds_answer]
+        if not looking:
+            return None
+        found = [[not score.no_answer for group in groups for score in group[name]] for name in looking]
+        return ~torch.tensor(found, dtype=torch.bool).any(0)
+
+    def close(self) -> None:
+        """Free engine, rewards and threads."""
+        self._closing.set()
+        self._scorers.shutdown(wait=False, cancel_futures=True)
+        with self._engine_lock:  # a thread that samples leaves at its next completion
+            self.engine.close()
+        for reward in self.rewards:
+            reward.close()
+
+
+def _portions(
+    requests: Sequence[Request], left: set[tuple[int, int]], size: int
+) -> Iterator[tuple[list[Request], dict[int, list[int]]]]:
+    """Requests for the samples that are left, at most ``size`` at once, and which sample each of their seeds is."""
+    jobs = [(r, s) for r in requests for s in range(len(r.seeds)) if (r.index, s) in left]
+    for start in range(0, len(jobs), size):
+        samples: dict[int, list[int]] = {}
+        chosen: dict[int, Request] = {}
+        for request, sample in jobs[start : start + size]:
+            samples.setdefault(request.index, []).append(sample)
+            chosen[request.index] = request
+        parts = [replace(r, seeds=tuple(r.seeds[s] for s in samples[i])) for i, r in chosen.items()]
+        yield parts, samples

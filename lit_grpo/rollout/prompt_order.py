@@ -1,0 +1,124 @@
+"""The order of prompts: seeded and endless; the position alone is its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from lit_grpo.types import Prompt
+from lit_grpo.utils.random import derive_seed
+
+_BLOCK = 64
+"""Prompts within which every source gets its share."""
+
+
+class Order(Protocol):
+    """The number of the prompt at each position."""
+
+    def __getitem__(self, position: int) -> int: ...
+
+
+class PromptOrder:
+    """An endless, seeded order over ``count`` prompts: each epoch is another permutation, position alone is state."""
+
+    def __init__(self, count: int, seed: int, purpose: str = "prompts") -> None:
+        self.count, self.seed, self.purpose = count, seed, purpose
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self.count)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self.purpose, self.seed, epoch))
+            self._order, self._epoch = torch.randperm(self.count, generator=generator).tolist(), epoch
+        return self._order[place]
+
+
+class MixedOrder:
+    """Several sources in given shares, each in an order of its own.
+
+    Every block of 64 positions holds ``share * 64`` prompts of each source, rounded so that what is owed is carried
+    over to the next block: after any number of blocks no source is more than one prompt away from its share (two
+    sources; fewer than their number otherwise).
+
+    Args:
+        members: for each source the numbers of its prompts, none empty.
+        shares: of the sources, in the same order, in total 1.
+        seed: of the run.
+    """
+
+    def __init__(self, members: Sequence[Sequence[int]], shares: Sequence[float], seed: int) -> None:
+        self.members, self.shares, self.seed = members, shares, seed
+        self._orders = [PromptOrder(len(m), seed, f"prompts of source {s}") for s, m in enumerate(members)]
+        self._given = [[0] * len(members)]  # to each source before each block
+        self._block = -1
+        self._sources: list[int] = []
+
+    def __getitem__(self, position: int) -> int:
+        block, place = divmod(position, _BLOCK)
+        if block != self._block:
+            self._sources, self._block = self._fill(block), block
+        source = self._sources[place]
+        earlier = self._given[block][source] + self._sources[:place].count(source)
+        return self.members[source][self._orders[source][earlier]]
+
+    def _fill(self, block: int) -> list[int]:
+        """The source of each position of a block."""
+        while len(self._given) <= block + 1:
+            before = self._given[-1]
+            owed = [share * _BLOCK * len(self._given) - n for share, n in zip(self.shares, before, strict=True)]
+            gets = [max(0, int(x)) for x in owed]
+            # What rounding down left over goes to those it took most from.
+            by_rest = sorted(range(len(owed)), key=lambda s: (gets[s] - owed[s], s))
+            for s in by_rest[: _BLOCK - sum(gets)]:
+                gets[s] += 1
+            while sum(gets) > _BLOCK:
+                gets[max(range(len(gets)), key=lambda s: (gets[s] - owed[s], gets[s], s))] -= 1
+            self._given.append([n + got for n, got in zip(before, gets, strict=True)])
+        counts = [after - n for n, after in zip(self._given[block], self._given[block + 1], strict=True)]
+        sources = [s for s, count in enumerate(counts) for _ in range(count)]
+        generator = torch.Generator().manual_seed(derive_seed("sources", self.seed, block))
+        return [sources[i] for i in torch.randperm(_BLOCK, generator=generator).tolist()]
+
+
+def make_order(prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float] | None = None) -> Order:
+    """The order of a run's prompts, mixed by the weights of their sources if there are any."""
+    if weights is None:
+        return PromptOrder(len(prompts), seed)
+    members: dict[str, list[int]] = {name: [] for name in weights}
+    for number, prompt in enumerate(prompts):
+        members[prompt.source].append(number)
+    return MixedOrder(list(members.values()), list(weights.values()), seed)
+
+
+class Picks:
+    """Prompts from ``start`` on in an order, without those that are passed over.
+
+    Args:
+        order: of the run.
+        start: position of the first one looked at.
+        accepts: whether the prompt of this number is taken at this position; None: always.
+    """
+
+    def __init__(self, order: Order, start: int, accepts: Callable[[int, int], bool] | None = None) -> None:
+        self.order, self.start, self.accepts = order, start, accepts
+        self._taken: list[tuple[int, int]] = []  # position, number of the prompt
+        self._next = start
+
+    def __getitem__(self, place: int) -> int:
+        """Number of the prompt so many places after the first."""
+        while len(self._taken) <= place:
+            number = self.order[self._next]
+            if self.accepts is None or self.accepts(number, self._next):
+                self._taken.append((self._next, number))
+            self._next += 1
+        return self._taken[place][1]
+
+    def used(self, count: int) -> int:
+        """Positions that the first ``count`` prompts took up, those passed over before them included."""
+        if not count:
+            return 0
+        self[count - 1]
+        return self._taken[count - 1][0] + 1 - self.start

@@ -1,0 +1,171 @@
+"""Supervised fine-tuning: rollouts whose completions are the data's own solutions, so that nothing is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_grpo.errors import UserError, nearest
+from lit_grpo.rollout.generator import PolicySource
+from lit_grpo.types import Completion, Prompt, Rollout, Sampling
+
+_SLOT = "{answer}"
+
+
+@dataclass
+class DemonstrationFormat:
+    """How a row becomes the completion that supervised fine-tuning teaches (``objective: {recipe: sft}``).
+
+    Attributes:
+        column: column with the whole solution; None: the gold answer in ``template``.
+        template: text around ``{answer}``, for example ``The answer is {answer}.`` Other braces are left as they are,
+            so ``\\boxed{{answer}}`` needs no care.
+        on_long: a solution of more than ``data.sampling.max_new_tokens`` tokens, end of sequence included, ends the run
+            (``error``) or is left out with its prompt and counted (``drop``).
+    """
+
+    column: str | None = None
+    template: str = _SLOT
+    on_long: Literal["error", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        if _SLOT not in self.template:
+            raise UserError(
+                f"the template {self.template!r} has no {_SLOT}, so every solution would be the same",
+                where="data.demonstrations.template",
+                remedy=f"write {_SLOT} where the gold answer goes",
+            )
+        if self.column is not None and self.template != _SLOT:
+            raise UserError(
+                "column and template both say what the solution is",
+                where="data.demonstrations",
+                remedy="keep one of them",
+            )
+
+    def text(self, prompt: Prompt, where: str) -> str:
+        """The solution of a prompt.
+
+        Raises:
+            UserError: the row has none.
+        """
+        if self.column is None:
+            if prompt.answer is None or not prompt.answer.strip():
+                raise UserError(
+                    f"row {prompt.id!r} has no gold answer, and supervised fine-tuning learns from it",
+                    where=where,
+                    remedy="fill it in, or name a column of solutions with data.demonstrations.column",
+                )
+            return self.template.replace(_SLOT, prompt.answer)
+        if self.column not in prompt.extra:
+            close = nearest(self.column, prompt.extra)
+            raise UserError(
+                f"there is no column {self.column!r}; the others are {', '.join(map(repr, prompt.extra)) or 'none'}",
+                where=where,
+                remedy=f"did you mean {close!r}?" if close else "name one of them in data.demonstrations.column",
+            )
+        solution = prompt.extra[self.column]
+        if not isinstance(solution, str) or not solution.strip():
+            raise UserError(
+                f"row {prompt.id!r} has no solution in column {self.column!r}", where=where, remedy="fill it in, or "
+                "remove the row",
+            )  # fmt: skip
+        return solution
+
+
+def encode_demonstrations(
+    form: DemonstrationFormat,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    ends: Sequence[int],
+    limit: int,
+    places: Mapping[str, str],
+) -> dict[str, tuple[int, ...]]:
+    """Token ids of each solution by prompt id, end of sequence included.
+
+    Args:
+        form: how a row becomes a solution.
+        prompts: of the training set.
+        tokenizer: of the policy; the solution is encoded by itself, as a completion would be sampled.
+        ends: ids that end a completion; the tokenizer's own is used if it is among them.
+        limit: most tokens.
+        places: file and line of each prompt, for messages.
+
+    Raises:
+        UserError: a row without solution, or one that is too long with ``on_long: error``; all of them are.
+    """
+    own = tokenizer.eos_token_id
+    end = own if own in ends else ends[0]
+    found: dict[str, tuple[int, ...]] = {}
+    for prompt in prompts:
+        where = places.get(prompt.id) or prompt.id
+        text = form.text(prompt, where)
+        try:
+            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raise plain Exception
+            raise UserError(
+                f"the tokenizer cannot take the solution of row {prompt.id!r}: {error}", where=where
+            ) from error
+        ids = [*ids, end] if ids[-1:] != [end] else ids
+        if len(ids) <= limit:
+            found[prompt.id] = tuple(ids)
+        elif form.on_long == "error":
+            raise UserError(
+                f"the solution of row {prompt.id!r} has {len(ids)} tokens, more than max_new_tokens = {limit}",
+                where=where,
+                remedy="raise data.sampling.max_new_tokens, or leave such rows out with "
+                "data.demonstrations: {on_long: drop}",
+            )
+    if dropped := len(prompts) - len(found):
+        if not found:
+            raise UserError(f"all {dropped} solutions are longer than max_new_tokens = {limit}",
+                            where="data.sampling.max_new_tokens", remedy="raise it")  # fmt: skip
+        rank_zero_info(f"{dropped} of {len(prompts)} solutions are longer than {limit} tokens and are left out.")
+    return found
+
+
+class DemonstrationProducer:
+    """Stands where :class:`lit_grpo.rollout.generator.RolloutProducer` does, and gives solutions instead of samples.
+
+    The rollouts have no rewards (``rewards`` is empty, ``reward`` is 1 for each) and no sampler log-probabilities; they
+    carry the present policy version, as nothing in them depends on the weights.
+
+    Args:
+        solutions: token ids by prompt id.
+        policy: whose version the rollouts carry.
+        tokenizer: decodes the solutions for those who look at them.
+        seed: of the run, for the order of prompts.
+    """
+
+    def __init__(
+        self, solutions: Mapping[str, tuple[int, ...]], policy: PolicySource, tokenizer: Any, seed: int
+    ) -> None:
+        self.solutions, self.policy, self.tokenizer, self.seed = solutions, policy, tokenizer, seed
+
+    def produce(
+        self, prompts: Sequence[Prompt], sampling: Sampling, group_size: int, *, index: int, **_: Any
+    ) -> Rollout:
+        """The solutions of ``prompts``, one each."""
+        if group_size != 1:
+            raise ValueError(f"a prompt has one solution, not {group_size}")
+        version = self.policy.policy_version
+        completions = []
+        for i, prompt in enumerate(prompts):
+            ids = self.solutions[prompt.id]
+            completions.append(Completion(i, 0, ids, (float("nan"),) * len(ids), "stop", version))
+        return Rollout(
+            index=index,
+            prompts=list(prompts),
+            completions=completions,
+            texts=[self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions],
+            rewards={},
+            reward=torch.ones(len(prompts)),
+            group_size=1,
+            metrics={"tokens": float(sum(len(c.token_ids) for c in completions))},
+        )
+
+    def rest(self) -> None:
+        """No engine, nothing to put to sleep."""

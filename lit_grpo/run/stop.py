@@ -1,0 +1,50 @@
+"""How a monitor ends a run, and how everybody else learns why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lit_grpo.run.folder import run_logger
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+KEYBOARD = "keyboard"
+"""The monitor's name where a person stopped the run."""
+
+_ATTRIBUTE = "_lit_grpo_stop_reason"
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """Why a run was stopped on purpose."""
+
+    reason: str
+    """One sentence."""
+    monitor: str
+    """Name of the callback that decided."""
+    step: int
+    """Rollouts trained on."""
+
+
+def request_stop(trainer: Trainer, reason: str, monitor: str) -> None:
+    """End the run after this rollout.
+
+    It is saved, ends as ``KILLED`` in MLflow with the tags ``stop.reason``, ``stop.callback`` and ``stop.step``, and
+    the command line returns exit code 3. Every rank must call it in the same hook of the same rollout; the first reason
+    holds.
+    """
+    if stop_reason(trainer) is None:
+        step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        setattr(trainer, _ATTRIBUTE, StopReason(reason, monitor, step))
+        logger = run_logger(trainer)
+        if logger is not None:
+            logger.mark_stopped(reason)
+            logger.set_tags({"stop.callback": monitor, "stop.step": step})
+    trainer.should_stop = True
+
+
+def stop_reason(trainer: Trainer) -> StopReason | None:
+    """Why the run was stopped on purpose, or None if it was not."""
+    return getattr(trainer, _ATTRIBUTE, None)

@@ -1,0 +1,70 @@
+"""docs/monitors.md names every monitor, finding, diagnosis and action, and what it shows works."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from lit_grpo.callbacks import HealthMonitor, monitors
+from lit_grpo.callbacks.diagnosis.actions import Action
+from lit_grpo.callbacks.diagnosis.diagnosis import DESCRIPTIONS, NAMED_BY, ORDER
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from tests.paths import ROOT
+
+TEXT = (ROOT / "docs/monitors.md").read_text(encoding="utf-8")
+
+
+def test_everything_is_named():
+    for name in (*monitors.__all__, *NAMED_BY, *ORDER, *get_args(Action)):
+        assert f"`{name}`" in TEXT, name
+    for description in DESCRIPTIONS.values():
+        assert description.title in TEXT
+        assert description.likely_cause in TEXT
+
+
+def test_diagnoses_stand_in_the_order_of_decision():
+    shown = re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)
+    order = list(dict.fromkeys(NAMED_BY.values()))
+    assert [name for name in shown if name in order] == order
+
+
+def test_the_keys_that_monitors_read_are_logged_keys():
+    logged = (ROOT / "docs/metrics.md").read_text() + (ROOT / "docs/objectives.md").read_text()
+    shorts = {name.split("/")[-1] for name in re.findall(r"`([\w/*<>]+)`", logged)}
+    for name in monitors.__all__:
+        for key in getattr(monitors, name).keys:
+            assert key.split("/")[-1] in shorts, f"{name} reads {key}, which no document knows"
+
+
+def test_the_yaml_example_can_be_built():
+    found = re.search(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    assert found
+    arguments: dict[str, Any] = yaml.safe_load(found.group(1))["trainer"]["callbacks"][0]["init_args"]
+    watcher = HealthMonitor(**arguments)
+    assert watcher.actions["critical"] == "rollback"
+    assert watcher.remedies["C_NL"] == Remedy(0.5, {"recipe": "grpo"})
+
+
+def test_the_monitor_of_your_own_works():
+    codes = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(compile(codes[-1], "docs/monitors.md", "exec"), space)
+    found = [f for step in range(1, 12) for f in space["BrevityMonitor"]().observe(step, {"length": 3.0})]
+    assert found[0].kind == "too_brief"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_that_train_are_watched(path):
+    trainer = yaml.safe_load(path.read_text()).get("trainer", {})
+    watching = [c for c in trainer.get("callbacks", []) if c["class_path"] == "lit_grpo.callbacks.HealthMonitor"]
+    if path.stem.startswith("eval"):
+        assert not watching
+        return
+    watcher = HealthMonitor(**watching[0].get("init_args", {}))
+    assert {type(monitor).__name__ for monitor in watcher.monitors} == set(monitors.__all__)
+    only_told = {"quickstart", "gsm8k_smollm2_cpu", "countdown"}
+    assert watcher.actions["critical"] == ("log" if path.stem in only_told else "stop")
+    assert len(watching) == 1

@@ -1,0 +1,162 @@
+"""FSDP2 on one device: the numbers of a run without shards, and weights that change while their root is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils._pytree import tree_leaves
+
+from lit_grpo.distributed.checkpoint import read_sharded
+from lit_grpo.distributed.sharding import ShardingConfig, dtype_of
+from lit_grpo.distributed.strategy import FSDP2Strategy
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import CriticConfig, OptimizerConfig, PolicyConfig
+from lit_grpo.policy.forward.batching import pad_rows
+from lit_grpo.policy.forward.policy import TokenStats
+from tests import tiny
+from tests.learner.helpers import Given, rollout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    yield
+    torch.distributed.destroy_process_group()
+
+
+UNIFORM = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+"""Rewards of two groups: one to learn from, and one whose completions only stand for themselves in the metrics."""
+
+
+def fit(strategy: Any, *, batches: int = 2, callbacks: Any = (), **changes: Any) -> tuple[Any, tiny.Recorder]:
+    module, recorder = tiny.module(**changes), tiny.Recorder()
+    loader = Given(*(rollout(seed=k, rewards=UNIFORM) for k in range(batches)))
+    module.prepare_for(rollouts=batches, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    tiny.trainer(devices=1, strategy=strategy, callbacks=[recorder, *callbacks]).fit(module, loader)
+    return module, recorder
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    # The probes of an update are its last passes, without gradient: they leave the root gathered, and the second update
+    # would go on with the weights from before the first.
+    "updates": {"updates_per_rollout": 2},
+    "shared trunk": {
+        "objective": ObjectiveConfig(recipe="ppo", gae_lambda=0.9),
+        "critic": CriticConfig(trunk="shared", warmup_rollouts=1, measure_every=1),
+        "updates_per_rollout": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_device_in_shards_takes_the_steps_of_one_without(name: str) -> None:
+    module, found = fit(FSDP2Strategy(), **RUNS[name])
+    plain, expected = fit("auto", **RUNS[name])
+    assert module.sharded
+    assert not plain.sharded
+    for a, b in zip(found.metrics, expected.metrics, strict=True):
+        assert a.keys() == b.keys()
+        for key in b.keys() - {"update_size", "critic/update_size"}:
+            assert a[key] == pytest.approx(b[key], abs=1e-5, nan_ok=True), key
+    torch.testing.assert_close(tiny.weights(module), tiny.weights(plain), atol=1e-5, rtol=0)
+    assert expected.metrics[-1]["grad_norm"] > 1e-3
+
+
+def test_every_tensor_of_a_pass_is_found_by_fsdp2_of_any_version() -> None:
+    values = torch.zeros(1, requires_grad=True)
+    found = tree_leaves(TokenStats(torch.ones(1), None, values=values))
+    assert any(leaf is values for leaf in found)
+
+
+class Disturbed(tiny.Recorder):
+    """Once, after a rollout: a pass without gradient, then weights that change, then whoever asks for them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.gathered: list[str] = []
+        self.synced: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.disturb(pl_module)
+        trainer.save_checkpoint(self.folder / "disturbed.ckpt")
+        self.disturb(pl_module)
+        self.synced = {name: weight.clone() for name, weight in pl_module.named_weights()}
+        self.disturb(pl_module)
+        trainer.strategy.load_checkpoint(self.folder / "disturbed.ckpt", weights_only=True)
+        self.loaded = {name: weight.clone() for name, weight in pl_module.named_weights()}
+
+    def disturb(self, module: Any) -> None:
+        """Add 1 to every weight, as an optimizer step would, while the root is gathered."""
+        shards = [p for group in module.trainer.optimizers[0].param_groups for p in group["params"]]
+        with torch.no_grad():
+            module.policy(pad_rows([(1, 2)], [(3, 4)], width=2), entropy="none")
+            self.gathered.append(type(module.policy.model.get_input_embeddings().weight).__name__)
+            for shard in shards:
+                shard.add_(1.0)
+
+
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, ModelParallelStrategy])
+def test_weights_that_change_while_gathered_reach_checkpoints_engines_and_what_is_loaded(
+    tmp_path: Path, strategy: Any
+) -> None:
+    disturbed = Disturbed(tmp_path)
+    settings = {} if strategy is FSDP2Strategy else {"data_parallel_size": 1, "tensor_parallel_size": 1}
+    before = tiny.module()
+    before.configure_model()
+    fit(strategy(**settings), batches=1, callbacks=[disturbed], optimizer=OptimizerConfig(lr=1e-9))
+    assert disturbed.gathered == ["Parameter"] * 3, "the pass did not leave the root gathered: nothing is tried here"
+    start = dict(before.named_weights())
+    saved = read_sharded(tmp_path / "disturbed.ckpt", optimizers=False)["state_dict"]
+    for name, weight in start.items():
+        torch.testing.assert_close(saved[f"policy.model.{name}"], weight + 1, msg=f"saved: {name}")
+        torch.testing.assert_close(disturbed.synced[name], weight + 2, msg=f"synced: {name}")
+        torch.testing.assert_close(disturbed.loaded[name], weight + 1, msg=f"loaded: {name}")
+
+
+def test_master_weights_move_in_float32_where_bfloat16_would_stand_still() -> None:
+    """Steps of 1e-6 on weights above 0.01, where neighbouring bfloat16 numbers are 6e-5 apart or more."""
+    settings: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1e-6, weight_decay=0.0), "updates_per_rollout": 2}
+    started = tiny.module()
+    started.configure_model()
+    start = tiny.weights(started)
+    large = start.abs() > 0.01
+    module, recorder = fit(FSDP2Strategy(), sharding=ShardingConfig(param_dtype="bfloat16"), **settings)
+    plain, _ = fit("auto", policy=PolicyConfig(tiny=tiny.TINY, dtype="bfloat16"), **settings)
+    states = module.trainer.optimizers[0].state.values()
+    assert {p.dtype for p in module.policy.parameters()} == {s["exp_avg"].dtype for s in states} == {torch.float32}
+    assert dtype_of(module.policy) == torch.bfloat16
+    masters: list[Any] = list(module.policy.model.parameters())
+    held = torch.cat([p.detach().full_tensor().flatten() for p in masters])
+    moved = (held - start).abs()[large]
+    assert 0 < float(moved.max()) < 1e-5
+    assert float((moved > 0).double().mean()) > 0.5
+    assert torch.equal(tiny.weights(plain)[large], start.bfloat16()[large]), "in bfloat16 alone no weight moves"
+    assert recorder.metrics[0]["grad_norm"] > 0
+    assert torch.equal(tiny.weights(module), held.bfloat16()), "engines sample with what the passes compute with"
+
+
+def test_weights_for_an_engine_are_gathered_one_block_at_a_time() -> None:
+    module, _ = fit(FSDP2Strategy(), batches=1)
+    units: dict[str, Any] = {n: part for n, part in module.policy.named_modules() if hasattr(part, "unshard")}
+    assert len(units) == 1 + 2, "the whole and two blocks"
+
+    def gathered() -> list[str]:
+        return [n for n, part in units.items() if not hasattr(next(part.parameters()), "device_mesh")]
+
+    seen = {}
+    for name, weight in module.named_weights():
+        assert not hasattr(weight, "device_mesh")
+        (unit,) = gathered()
+        assert f"model.{name}".startswith(unit)
+        seen[name] = weight
+    assert not gathered()
+    names = [name for name, _ in module.policy.model.named_parameters()]
+    assert list(seen) == names
+    for _ in module.named_weights():
+        break  # an engine that refuses the first one
+    assert not gathered()

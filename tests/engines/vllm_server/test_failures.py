@@ -1,0 +1,408 @@
+"""What VLLMServer does when the server fails, against a stand-in that fails on demand. No vLLM needed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from lit_grpo.engines import EngineConfig, EngineError, ServerConfig, check_engine
+from lit_grpo.engines.vllm_server import engine as vllm_server
+from lit_grpo.engines.vllm_server import process as vllm_server_process
+from lit_grpo.engines.vllm_server.checks import HAND_COMMAND
+from lit_grpo.engines.vllm_server.engine import VLLMServer
+from lit_grpo.engines.vllm_server.worker import EXTENSION
+from lit_grpo.errors import UserError
+from lit_grpo.types import Request, Sampling
+from tests.engines.vllm_server.stand_in_server import ModelConfig, StandIn, answer_ids
+from tests.paths import ROOT
+
+ASKED = [Request(4, (3, 4, 5), (10, 11, 12)), Request(7, (6, 7), (20, 21, 22))]
+SEEDS = {(r.index, s): seed for r in ASKED for s, seed in enumerate(r.seeds)}
+SAMPLING = Sampling(max_new_tokens=5)
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.die()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "_FIRST_PAUSE_SECONDS", 0.01)
+
+
+def engine_for(server: StandIn, max_model_len: int = 100, model: Any = None, **settings: Any) -> VLLMServer:
+    chosen: dict[str, Any] = {"progress_seconds": 0.5, "wait_seconds": 5.0, "url": server.url} | settings
+    model = model or ModelConfig()
+    return VLLMServer(model, ServerConfig(**chosen), end_token_ids=(1,), max_model_len=max_model_len)
+
+
+@pytest.fixture
+def engine(server: StandIn, request: pytest.FixtureRequest) -> Iterator[VLLMServer]:
+    engine = engine_for(server, on_failure=getattr(request, "param", "stop"))
+    engine.sync(weights(2.0), 5)
+    yield engine
+    engine.close()
+
+
+both = pytest.mark.parametrize("engine", ["stop", "recover"], indirect=True)
+stop = pytest.mark.parametrize("engine", ["stop"], indirect=True)
+recover = pytest.mark.parametrize("engine", ["recover"], indirect=True)
+
+
+def weights(value: float) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "w", torch.full((2,), value)
+
+
+def check_all(completions: list[Any], total: float = 4.0, version: int = 5) -> None:
+    """Every sample once, from the right seed and the right weights."""
+    assert sorted((c.request, c.sample) for c in completions) == sorted(SEEDS)
+    for c in completions:
+        assert list(c.token_ids) == answer_ids(SEEDS[c.request, c.sample], str(total))
+        assert c.policy_version == version
+        assert c.logprobs == (-0.5,) * len(c.token_ids)
+
+
+@both
+def test_samples_come_with_their_version(engine: VLLMServer, server: StandIn) -> None:
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    engine.sync(weights(3.0), 6)
+    check_all(list(engine.generate(ASKED, SAMPLING)), total=6.0, version=6)
+    assert len(server.asked) == 2 * len(SEEDS)
+    assert engine.policy_version == 6
+
+
+def test_nothing_is_sampled_before_the_first_sync(server: StandIn) -> None:
+    engine = engine_for(server)
+    with pytest.raises(EngineError, match="must be given weights"):
+        engine.generate(ASKED, SAMPLING)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(ASKED, SAMPLING)
+
+
+@both
+def test_a_passing_failure_costs_nothing(engine: VLLMServer, server: StandIn) -> None:
+    failing = {11, 20}
+
+    async def behave(seed: int) -> None:
+        if seed in failing:
+            failing.discard(seed)
+            raise web.HTTPServiceUnavailable
+
+    server.behave = behave  # type: ignore[method-assign]
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    assert not failing
+    assert len(server.loads) == 1, "the weights were there all the time"
+
+
+@both
+def test_attempts_are_bounded(engine: VLLMServer, server: StandIn) -> None:
+    async def behave(seed: int) -> None:
+        if seed == 21:
+            raise web.HTTPInternalServerError
+
+    server.behave = behave  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"failed 4 times: .*status 500"):
+        list(engine.generate(ASKED, SAMPLING))
+    assert server.asked.count(21) == 4
+
+
+@both
+def test_a_refusal_is_not_tried_again(engine: VLLMServer, server: StandIn) -> None:
+    async def behave(seed: int) -> None:
+        raise web.HTTPBadRequest(text="no such thing")
+
+    server.behave = behave  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"refuses a request: .*no such thing"):
+        list(engine.generate(ASKED, SAMPLING))
+    assert len(server.asked) <= len(SEEDS)
+
+
+def dies_after(server: StandIn, answers: int) -> threading.Event:
+    """The server answers so many generations and holds back the rest until it dies; set once it holds them."""
+    holding, given = threading.Event(), [0]
+
+    async def behave(seed: int) -> None:
+        given[0] += 1
+        if given[0] > answers:
+            if given[0] == len(SEEDS):
+                holding.set()
+            await asyncio.sleep(60)
+
+    server.behave = behave  # type: ignore[method-assign]
+    return holding
+
+
+def kill_in_the_middle(engine: VLLMServer, server: StandIn) -> tuple[list[Any], Iterator[Any]]:
+    holding = dies_after(server, 2)
+    running = engine.generate(ASKED, SAMPLING)
+    got = [next(running), next(running)]
+    assert holding.wait(5)
+    server.die()
+
+    async def behave(seed: int) -> None:
+        return None
+
+    server.behave = behave  # type: ignore[method-assign]
+    return got, running
+
+
+@stop
+def test_a_dead_server_stops_the_generation(engine: VLLMServer, server: StandIn) -> None:
+    got, running = kill_in_the_middle(engine, server)
+    with pytest.raises(EngineError, match="failed 4 times"):
+        next(running)
+    assert len(got) == 2
+    server.rise()
+    with pytest.raises(EngineError, match="lost its weights"):
+        list(engine.generate(ASKED, SAMPLING))
+
+
+@recover
+def test_after_the_server_is_back_only_missing_samples_are_asked_for(
+    engine: VLLMServer, server: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    got, running = kill_in_the_middle(engine, server)
+    before = len(server.asked)
+    threading.Timer(0.5, server.rise).start()
+    check_all(got + list(running))
+    delivered = {SEEDS[c.request, c.sample] for c in got}
+    assert sorted(server.asked[before:]) == sorted(set(SEEDS.values()) - delivered)
+    assert len(server.loads) == 2, "the same weights, without the learner"
+    assert "is back with the weights of version 5" in caplog.text, "a person is told"
+
+
+@recover
+def test_a_server_that_stays_away_ends_the_wait(engine: VLLMServer, server: StandIn) -> None:
+    engine._settings.wait_seconds = 0.3
+    _, running = kill_in_the_middle(engine, server)
+    with pytest.raises(EngineError, match="did not come back within"):
+        next(running)
+    server.rise()
+
+
+@recover
+def test_base_weights_after_a_quiet_restart_are_never_delivered(engine: VLLMServer, server: StandIn) -> None:
+    list(engine.generate(ASKED, SAMPLING))
+    server.version, server.weights = "default", "base"  # between two generations
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    swapped: list[int] = []
+
+    async def behave(seed: int) -> None:
+        if not swapped:  # in the middle of one
+            swapped.append(seed)
+            server.version, server.weights = "default", "base"
+
+    server.behave = behave  # type: ignore[method-assign]
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    assert swapped
+
+
+@stop
+def test_base_weights_after_a_quiet_restart_stop_the_run(engine: VLLMServer, server: StandIn) -> None:
+    server.version, server.weights = "default", "base"
+    with pytest.raises(EngineError, match=r"lost its weights.*on_failure is stop"):
+        list(engine.generate(ASKED, SAMPLING))
+    engine.sync(weights(1.0), 6)  # new weights are as good there as anywhere
+    check_all(list(engine.generate(ASKED, SAMPLING)), total=2.0, version=6)
+
+
+@both
+def test_weights_of_another_run_are_not_taken_for_ones_own(engine: VLLMServer, server: StandIn) -> None:
+    other = engine_for(server)
+    other.sync(weights(9.0), 5)
+    if engine._settings.on_failure == "stop":
+        with pytest.raises(EngineError, match="lost its weights"):
+            list(engine.generate(ASKED, SAMPLING))
+    else:
+        check_all(list(engine.generate(ASKED, SAMPLING)))
+    other.close()
+
+
+@both
+def test_a_request_that_never_ends_is_given_up(engine: VLLMServer, server: StandIn) -> None:
+    hung: list[int] = []
+
+    async def behave(seed: int) -> None:
+        if seed == 22 and not hung:
+            hung.append(seed)
+            await asyncio.sleep(60)
+
+    server.behave = behave  # type: ignore[method-assign]
+    started = time.monotonic()
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    assert server.asked.count(22) == 2
+    assert hung
+    assert 0.5 < time.monotonic() - started < 10
+
+
+@both
+def test_slow_is_not_hung(engine: VLLMServer, server: StandIn) -> None:
+    async def behave(seed: int) -> None:
+        for _ in range(10):  # 1 s, with tokens coming
+            await asyncio.sleep(0.1)
+            server.tokens += 1
+
+    server.behave = behave  # type: ignore[method-assign]
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    assert len(server.asked) == len(SEEDS)
+
+
+@both
+def test_a_server_that_dies_before_a_sync(engine: VLLMServer, server: StandIn) -> None:
+    server.die()
+    if engine._settings.on_failure == "stop":
+        with pytest.raises(EngineError, match=r"version 6 cannot be loaded.*failed 4 times"):
+            engine.sync(weights(3.0), 6)
+        assert engine.policy_version == -1
+        server.rise()
+    else:
+        threading.Timer(0.3, server.rise).start()
+    engine.sync(weights(3.0), 6)
+    check_all(list(engine.generate(ASKED, SAMPLING)), total=6.0, version=6)
+
+
+@both
+def test_weights_that_do_not_fit_stop_sampling_until_a_good_sync(engine: VLLMServer, server: StandIn) -> None:
+    server.load_error = "ValueError: no such layer"
+    with pytest.raises(EngineError, match=r"version 6 cannot be loaded.*no such layer"):
+        engine.sync(weights(3.0), 6)
+    assert len(server.loads) == 2
+    with pytest.raises(EngineError, match="must be given weights"):
+        engine.generate(ASKED, SAMPLING)
+    server.load_error = None
+
+    def broken_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(3.0)
+        raise RuntimeError("the gather failed")
+
+    with pytest.raises(EngineError, match="the gather failed"):
+        engine.sync(broken_off(), 6)
+    engine.sync(weights(3.0), 7)
+    check_all(list(engine.generate(ASKED, SAMPLING)), total=6.0, version=7)
+
+
+@both
+def test_a_sync_waits_for_running_samples(engine: VLLMServer) -> None:
+    running = engine.generate(ASKED, SAMPLING)
+    next(running)
+    with pytest.raises(EngineError, match="running"):
+        engine.sync(weights(3.0), 6)
+    running.close()  # type: ignore[attr-defined]
+    engine.sync(weights(3.0), 6)
+
+
+@both
+def test_a_server_that_adds_a_token_to_the_prompt_is_found_out(engine: VLLMServer, server: StandIn) -> None:
+    server.added_tokens = 1
+    with pytest.raises(EngineError, match="adds or drops tokens"):
+        list(engine.generate(ASKED, SAMPLING))
+
+
+def test_what_a_server_lacks_is_named(server: StandIn) -> None:
+    def told(words: str, **changes: Any) -> None:
+        with pytest.raises(UserError, match=words):
+            engine_for(server, **changes).close()
+
+    told("another model: its num_hidden_layers is 2, the policy's is 3", model=ModelConfig(num_hidden_layers=3))
+    told(r"max_model_len is 192, the run needs 193(.|\n)*--max-model-len 193", max_model_len=193)
+    server.facts["logprobs_mode"] = "raw_logprobs"
+    told("--logprobs-mode processed_logprobs")
+    server.facts["logprobs_mode"] = "processed_logprobs"
+    server.facts["chunked_prefill"] = True
+    told("--no-enable-chunked-prefill")
+    server.facts["device"] = "cuda"
+    engine_for(server).close()
+    server.tells_versions = False
+    told("vLLM 0.32 or newer")
+    server.scale_out = False
+    told("--enable-scale-out")
+    server.extension = False
+    told("--worker-extension-cls")
+    server.dev_mode = False
+    told("VLLM_SERVER_DEV_MODE=1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        told("no vLLM server answers at", url=f"http://127.0.0.1:{free.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "words"),
+    [
+        ({"url": "localhost:8000"}, {}, "no address of a server"),
+        ({"url": "http://localhost:8000", "port": 8000}, {}, "port is for a server that is started here"),
+        ({"url": "http://localhost:8000"}, {"seed": 1}, "args is for a server that is started here"),
+        ({"retries": -1}, {}, "retries is -1"),
+        ({"progress_seconds": 0.0}, {}, "progress_seconds is 0"),
+        ({}, {}, "not installed"),
+    ],
+)
+def test_wrong_settings_are_named_before_a_model_is_loaded(
+    settings: Any, args: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=words):
+        check_engine(EngineConfig(name="vllm_server", args=args, server=ServerConfig(**settings)))
+    check_engine(EngineConfig(name="vllm_server", server=ServerConfig(url="http://localhost:8000")))
+
+
+def test_a_port_in_use_is_named_before_anything_starts(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def make(port: int) -> None:
+        vllm_server_process.ServerProcess(tmp_path, port=port, engine_args={}, env={}, scratch=tmp_path)
+
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match=f"port {server.port} is in use"):
+        make(server.port)
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"not installed(.|\n)*lit-grpo\[vllm\](.|\n)*server.url"):
+        make(0)
+
+
+def test_the_documented_command_is_the_one_that_works() -> None:
+    text = (ROOT / "docs" / "rollouts.md").read_text()
+    for word in HAND_COMMAND.replace("MODEL", "models/SmolLM2-135M-Instruct").split():
+        assert word in text, word
+    by_hand = vllm_server_process._as_options(vllm_server_process.default_engine_args())
+    for flag in ("--enable-scale-out", "--skip-tokenizer-init", EXTENSION, "processed_logprobs", "--generation-config"):
+        assert flag in by_hand
+        assert flag in HAND_COMMAND
+
+
+@recover
+def test_open_generations_recover_each_for_itself(engine: VLLMServer, server: StandIn) -> None:
+    got, first = kill_in_the_middle(engine, server)
+    second = engine.generate(ASKED, SAMPLING)
+    threading.Timer(0.3, server.rise).start()
+    found: tuple[list[Any], list[Any]] = (got, [])
+    for _ in range(2):  # in turn, as active sampling does
+        found[1].append(next(second))
+        found[0].append(next(first))
+    check_all(found[0] + list(first))
+    check_all(found[1] + list(second))
+    engine.sync(weights(3.0), 6)
+
+
+def test_files_go_with_an_engine_that_nobody_closed(server: StandIn) -> None:
+    engine = engine_for(server)
+    engine.sync(weights(1.0), 0)
+    scratch = engine._scratch
+    assert scratch.exists()
+    del engine
+    gc.collect()
+    assert not scratch.exists()

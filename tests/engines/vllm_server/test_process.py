@@ -1,0 +1,179 @@
+"""A server process ends when it should, with everything it started, and only then. No vLLM: any command will do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.engines import EngineError, ServerConfig
+from lit_grpo.engines.vllm_server import process as vllm_server_process
+from lit_grpo.engines.vllm_server.process import ServerProcess, _as_options, server_of_rank
+from lit_grpo.engines.vllm_server.weights import make_scratch_folder, read_weights, write_weights
+from lit_grpo.errors import UserError
+from tests.paths import ROOT
+
+SERVER = """
+import os, subprocess, sys, time
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])  # as vLLM's engine process
+print(os.getpid(), child.pid, file=open(sys.argv[1] + ".tmp", "w"), flush=True)
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def make(tmp_path: Path) -> ServerProcess:
+    """A process that writes its id and its child's into ``tmp_path/pids`` when it is ready."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    process = ServerProcess(tmp_path, port=0, engine_args={}, env={"LIT_GRPO_TEST": "1"}, scratch=scratch)
+    process._command = [sys.executable, "-c", SERVER, str(tmp_path / "pids")]
+    return process
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: object())
+    process = make(tmp_path)
+    yield process
+    process.close()
+
+
+def pids(tmp_path: Path) -> list[int]:
+    return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(ids: list[int], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(alive(pid) for pid in ids) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(alive(pid) for pid in ids)
+
+
+def start(process: ServerProcess, tmp_path: Path) -> list[int]:
+    (tmp_path / "pids").unlink(missing_ok=True)
+    process.start(30, (tmp_path / "pids").exists)
+    ids = pids(tmp_path)
+    assert all(alive(pid) for pid in ids)
+    return ids
+
+
+def test_stop_ends_everything_and_keeps_the_weights(process: ServerProcess, tmp_path: Path) -> None:
+    first = start(process, tmp_path)
+    process.stop()
+    assert gone(first, 0)
+    assert process.scratch.is_dir(), "for the next start"
+    second = start(process, tmp_path)
+    assert process.running
+    process.close()
+    assert gone(second, 0)
+    assert not process.scratch.exists()
+    assert not process.log.exists()
+    process.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["server", "supervisor"])
+def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path: Path, victim: int) -> None:
+    ids = start(process, tmp_path)
+    assert process._process is not None
+    os.kill([ids[0], process._process.pid][victim], signal.SIGKILL)
+    end = time.monotonic() + 10
+    while process.running and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not process.running
+    if victim == 0:
+        assert gone(ids), "the supervisor sees to it"
+    start(process, tmp_path)
+    assert gone(ids, 0)
+
+
+def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, time
+from lit_grpo.engines.vllm_server import process as vllm_server_process
+from tests.engines.vllm_server.test_process import make, start
+vllm_server_process.find_spec = lambda name: object()  # as if vLLM were there
+path = pathlib.Path({str(tmp_path)!r})
+start(make(path), path)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"ready\n"
+    ids = pids(tmp_path)
+    assert all(alive(pid) for pid in ids)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert gone(ids, 15)
+    end = time.monotonic() + 5
+    while (tmp_path / "scratch").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not (tmp_path / "scratch").exists(), "weights in shared memory must not stay"
+
+
+def test_a_server_that_does_not_start_says_why(process: ServerProcess) -> None:
+    process._command = [sys.executable, "-c", "print('no such option: --nonsense'); raise SystemExit(2)"]
+    with pytest.raises(EngineError, match=r"ended before it was ready(.|\n)*no such option: --nonsense"):
+        process.start(30, lambda: False)
+    process.close()
+    assert "nonsense" in process.log.read_text(), "the message names the log"
+    process._command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(EngineError, match="not ready after 1 s"):
+        process.start(1, lambda: False)
+    assert not process.running
+
+
+def test_each_training_process_has_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ServerConfig(port=8000, env={"CUDA_VISIBLE_DEVICES": "{rank}"})
+    second = server_of_rank(own, 1, 2)
+    assert (second.port, second.env) == (8001, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert server_of_rank(ServerConfig(), 1, 2).port == 0
+    assert server_of_rank(ServerConfig(url="http://h:800{rank}"), 1, 2).url == "http://h:8001"
+    assert server_of_rank(ServerConfig(url="http://h:8000"), 0, 1).url == "http://h:8000"
+    with pytest.raises(UserError, match=r"2 processes train(.|\n)*put \{rank\}"):
+        server_of_rank(ServerConfig(url="http://h:8000"), 1, 2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: object())
+    process = make(tmp_path)
+    assert "RANK" not in process._env
+    assert process._env["LIT_GRPO_TEST"] == "1"
+    process.close()
+
+
+def test_options_are_vllms_command_line() -> None:
+    args = {"max_model_len": 5, "enforce_eager": True, "async_scheduling": False, "left_out": None, "json": {"a": [1]}}
+    expected = ["--max-model-len", "5", "--enforce-eager", "--no-async-scheduling", "--json", '{"a": [1]}']
+    assert _as_options(args) == expected
+
+
+def test_weights_come_back_as_they_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_scratch_folder(str(tmp_path / "new"), 0) / "weights"
+    shared = torch.randn(4, 3)
+    sent = {"a": shared, "b": torch.randn(3, 4).T, "tied": shared, "count": torch.tensor([3])}
+    monkeypatch.setattr("lit_grpo.engines.vllm_server.weights._FILE_BYTES", 60)
+    for dtype in (torch.float32, torch.bfloat16):  # the second replaces the first
+        write_weights(folder, iter(sent.items()), dtype)
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        read = dict(read_weights(folder))
+        assert read.keys() == sent.keys()
+        for name, tensor in sent.items():
+            assert torch.equal(read[name], tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    with pytest.raises(FileNotFoundError, match="same folder"):
+        list(read_weights(tmp_path / "elsewhere"))

@@ -1,0 +1,146 @@
+"""What a rollout and its tensors say of each other: exact on small cases, blind to padding, order and splits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.learner.batch import make_experience
+from lit_grpo.learner.metric_sums import StepMetrics
+from lit_grpo.learner.rollout_metrics import add_audit_metrics, prefix_pushed_down, repetition, update_size
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.types import Completion, Rollout
+from tests import tiny
+
+
+def rollout(ids: list[list[int]], rewards: list[float], group_size: int) -> Rollout:
+    rewards = [float(r) for r in rewards]
+    plain = tiny.rollout(rewards, [len(i) for i in ids], group_size)
+    completions = [
+        Completion(i // group_size, i % group_size, tuple(row), tuple([-1.0] * len(row)), "stop", 0)
+        for i, row in enumerate(ids)
+    ]
+    return tiny.rollout(rewards, [len(i) for i in ids], group_size, prompts=plain.prompts, completions=completions)
+
+
+def audit(batch: Rollout, per_completion: list[float] | None = None, **changes: Any) -> dict[str, float]:
+    experience = make_experience(batch, "cpu")
+    for name, value in changes.items():
+        setattr(experience, name, value)
+    rewards = batch.reward.view(-1, batch.group_size)
+    centred = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
+    mean = torch.tensor(per_completion if per_completion is not None else centred, dtype=torch.float32)
+    advantages = mean[:, None].expand(-1, experience.width).clone()
+    advantages[~experience.mask] = float("nan")  # never to be read
+    metrics = StepMetrics()
+    add_audit_metrics(metrics, batch, experience, advantages)
+    return metrics.compute()
+
+
+IDS = [[1, 2, 3], [1, 2, 3], [4], [5, 6], [7], [7], [7], [8, 9]]
+
+
+def test_a_sound_rollout_has_nothing_to_report():
+    found = audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4))
+    for key in ("tokens/missing", "groups/mixed_prompts", "reward/contradiction", "advantage/contradiction"):
+        assert found[key] == 0
+    assert found["advantage/inverted"] == 0
+    assert found["groups/distinct"] == (3 + 2) / 8
+    assert found["groups/equal_pairs"] == 1 + 3
+    assert found["groups/count"] == 2
+
+
+def test_contradicting_rewards_and_advantages_are_counted_in_pairs():
+    found = audit(rollout(IDS, [1, 0, 0, 0, 1, 0, 0, 1], 4))
+    assert found["reward/contradiction"] == 3 / 4  # the first pair, and two of the three sevens' pairs
+    quiet = audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4), [1, -1, 0, 0, 0, 0, 0, 1])
+    assert quiet["reward/contradiction"] == 0
+    assert quiet["advantage/contradiction"] == 1 / 4  # labels flipped behind the rewards' back
+
+
+def test_inverted_advantages():
+    batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
+    assert audit(batch, [-1, -1, 1, 1, 1, 1, 1, -1])["advantage/inverted"] == 1
+    assert audit(batch, [1, 1, -1, -1, 1, 1, 1, -1])["advantage/inverted"] == 0.5
+    assert "advantage/inverted" not in audit(rollout(IDS, [1.0] * 8, 4))
+
+
+def test_lost_end_tokens_and_shuffled_groups():
+    batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
+    lengths = torch.tensor([len(i) - 1 for i in IDS])
+    assert audit(batch, lengths=lengths)["tokens/missing"] == pytest.approx(8 / sum(map(len, IDS)))
+    assert audit(batch, group_ids=torch.tensor([0, 1] * 4))["groups/mixed_prompts"] == 0.5
+    batch.completions = [batch.completions[i] for i in (4, 1, 2, 3, 0, 5, 6, 7)]
+    assert audit(batch)["groups/mixed_prompts"] == 2 / 8
+
+
+def test_truncation_by_reward():
+    batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
+    batch.completions[2] = Completion(0, 2, (4,), (-1.0,), "length", 0)
+    found = audit(batch)
+    assert found["truncated/correct"] == 0
+    assert found["truncated/incorrect"] == 1 / 5
+
+
+def plain_repetition(ids: list[int]) -> tuple[float, float, float]:
+    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
+    run = best = 1
+    for a, b in itertools.pairwise(ids):
+        run = run + 1 if a == b else 1
+        best = max(best, run)
+    return 1 - len(set(grams)) / len(grams), best / len(ids), max(map(ids.count, ids)) / len(ids)
+
+
+def test_repetition_equals_a_plain_count_whatever_the_padding():
+    draw = random.Random(0)
+    ids = [[draw.randrange(3) for _ in range(draw.randrange(1, 30))] for _ in range(60)]
+    width = max(map(len, ids)) + 3
+    table = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    found = repetition(table, torch.tensor([len(row) for row in ids]))
+    want = [plain_repetition(row) for row in ids if len(row) >= 8]
+    got = list(zip(*(found[k].tolist() for k in ("repetition", "repetition/run", "repetition/top_token")), strict=True))
+    assert len(got) == len(want) > 20
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_short_completions_have_no_repetition():
+    assert "repetition" not in audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4))
+    assert audit(rollout([[1] * 9, [2]], [1, 0], 2))["repetition"] == pytest.approx(5 / 6)
+
+
+def test_a_shared_prefix_is_pushed_down_where_right_answers_are_longer():
+    def share(ids: list[list[int]], advantages: list[float]) -> tuple[int, int]:
+        return prefix_pushed_down(make_experience(rollout(ids, [1, 0], 2), "cpu"), advantages)
+
+    assert share([[1, 2, 3, 4], [1, 5]], [1, -1]) == (1, 1)
+    assert share([[1, 5], [1, 2, 3, 4]], [1, -1]) == (0, 1)
+    assert share([[1, 2], [3, 4]], [1, -1]) == (0, 0)
+
+
+def test_update_size_is_the_step_that_was_taken():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.1)
+    assert update_size(optimizer) is None
+    for _ in range(3):
+        before = model.weight.detach().clone()
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = (model.weight.detach() - before).norm() / model.weight.norm()
+    found = update_size(optimizer)
+    assert found is not None
+    assert math.isclose(found, float(moved.detach()), rel_tol=0.02)  # weight decay acts on the weights before the step
+
+
+@pytest.mark.parametrize(("recipe", "share"), [("pl", 1.0), ("nl", 0.0), ("grpo", 0.5)])
+def test_upward_tells_which_half_of_the_signal_is_learned_from(recipe, share):
+    module = tiny.module(objective=ObjectiveConfig(recipe=recipe))
+    tiny.trainer().fit(module, datamodule=tiny.data(rollouts=1))
+    assert module.step_metrics["loss/upward"] == pytest.approx(share)

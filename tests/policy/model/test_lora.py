@@ -1,0 +1,250 @@
+"""Adapters: what is trained, what engines and exports see, and that a run with them can be cut and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_grpo import LitGRPO
+from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.commands.export import export
+from lit_grpo.engines import EngineConfig, make_engine
+from lit_grpo.engines.transformers.engine import TransformersEngine
+from lit_grpo.errors import UserError
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import Layout, LoraConfig, OptimizerConfig, Policy, PolicyConfig
+from lit_grpo.policy.model import lora as adapters
+from lit_grpo.policy.model.load import load_model, load_tokenizer
+from lit_grpo.types import Request, Sampling
+from tests import tiny
+
+pytest.importorskip("peft")
+LORA = LoraConfig(rank=4, alpha=8.0)
+CONFIG = PolicyConfig(tiny=tiny.TINY, lora=LORA)
+
+
+def trained_adapters(seed: int = 0, config: PolicyConfig = CONFIG) -> Policy:
+    """A policy whose adapters are far from zero."""
+    policy = Policy(load_model(config))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def greedy(model: Any) -> list[tuple[int, ...]]:
+    engine = TransformersEngine(model, end_token_ids=())
+    engine.sync(iter(()), 0)
+    asked = [Request(i, (1 + i, 4, 2), (0,)) for i in range(6)]
+    found = engine.generate(asked, Sampling(temperature=0.0, max_new_tokens=12))
+    return [c.token_ids for c in sorted(found, key=lambda c: c.request)]
+
+
+def plain_model(weights: Any) -> Any:
+    """A model without adapters that holds these weights."""
+    model = load_model(PolicyConfig(tiny=tiny.TINY))
+    missing = model.load_state_dict(dict(weights), strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    return model
+
+
+def test_new_adapters_change_nothing_and_draw_no_global_random_numbers() -> None:
+    before = torch.get_rng_state()
+    policy = Policy(load_model(CONFIG))
+    assert torch.equal(torch.get_rng_state(), before)
+    base = load_model(PolicyConfig(tiny=tiny.TINY))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(policy.model(ids).logits, base(ids).logits)
+    again = Policy(load_model(CONFIG))
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
+    policy.check(Layout())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_weights_are_peft_s(dtype: Any) -> None:
+    import peft
+
+    policy = trained_adapters(config=PolicyConfig(tiny=tiny.TINY, lora=LORA, dtype=dtype))
+    own = {name: tensor.clone() for name, tensor in policy.named_weights()}
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0)
+    theirs = peft.get_peft_model(load_model(PolicyConfig(tiny=tiny.TINY, dtype=dtype)), settings)
+    values = dict(policy.model.named_parameters())
+    for name, parameter in theirs.get_base_model().named_parameters():
+        parameter.data.copy_(values[name])
+    reference = dict(theirs.merge_and_unload().named_parameters())
+    assert list(own) == list(reference)
+    for name, tensor in reference.items():
+        assert own[name].dtype == tensor.dtype
+        torch.testing.assert_close(own[name], tensor, rtol=0.01 if dtype == "bfloat16" else 1e-6, atol=1e-6)
+    assert any(not torch.equal(own[n], t) for n, t in load_model(PolicyConfig(tiny=tiny.TINY)).named_parameters())
+
+
+def test_giving_weights_leaves_the_training_weights_alone() -> None:
+    policy = trained_adapters()
+    before = [p.clone() for p in policy.parameters()]
+    given = dict(policy.named_weights())
+    for tensor in given.values():
+        tensor = tensor.clone().zero_()
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert not any(".lora_" in name or ".base_layer." in name for name in given)
+
+
+def test_the_transformers_engine_samples_with_the_adapters() -> None:
+    policy = trained_adapters()
+    with_adapters = greedy(policy.model)
+    assert with_adapters == greedy(plain_model(policy.named_weights()))
+    assert with_adapters == greedy(adapters.without_adapters(policy.model))
+    assert with_adapters != greedy(load_model(PolicyConfig(tiny=tiny.TINY)))
+
+
+def test_an_engine_beside_the_learner_follows_the_adapters() -> None:
+    policy = trained_adapters()
+    engine = make_engine(
+        EngineConfig(),
+        policy=policy,
+        policy_config=CONFIG,
+        tokenizer=None,
+        end_token_ids=(),
+        max_model_len=64,
+        seed=0,
+        beside_learner=True,
+    )
+    asked = [Request(i, (1 + i, 4, 2), (0,)) for i in range(6)]
+    for seed in (0, 1):
+        policy.load_state_dict(trained_adapters(seed).state_dict())
+        engine.sync(policy.named_weights(), seed)
+        found = engine.generate(asked, Sampling(temperature=0.0, max_new_tokens=12))
+        assert [c.token_ids for c in sorted(found, key=lambda c: c.request)] == greedy(policy.model)
+    assert greedy(policy.model) != greedy(trained_adapters(0).model)
+
+
+def lora_module(**changes: Any) -> LitGRPO:
+    return tiny.module(policy=CONFIG, **changes)
+
+
+def frozen_and_trained(module: LitGRPO) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    assert module.policy is not None
+    named = {name: p.detach().clone() for name, p in module.policy.named_parameters()}
+    return ({n: p for n, p in named.items() if ".lora_" not in n}, {n: p for n, p in named.items() if ".lora_" in n})
+
+
+def test_only_adapters_are_trained_and_the_reference_is_the_base_model() -> None:
+    module, recorder = lora_module(objective=ObjectiveConfig(kl_coef=0.1)), tiny.Recorder()
+    module.configure_model()
+    frozen, trained = frozen_and_trained(module)
+    tiny.trainer(callbacks=[recorder]).fit(module, datamodule=tiny.data())
+    frozen_after, trained_after = frozen_and_trained(module)
+    assert all(torch.equal(frozen[name], frozen_after[name]) for name in frozen)
+    assert all(not torch.equal(trained[name], trained_after[name]) for name in trained)
+    (optimizer,) = module.trainer.optimizers
+    held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    assert held == sum(p.numel() for p in trained.values())
+    kl = [metrics["kl/ref_k3"] for metrics in recorder.metrics]
+    assert kl[0] == pytest.approx(0, abs=1e-7), "the policy begins as its reference"
+    assert kl[2] > 1e-6, "and leaves it"
+
+
+def test_adapters_learn(tmp_path: Path) -> None:
+    # The tiny model's head is frozen now, and its weights are too small for any but nearly uniform answers.
+    base = load_model(PolicyConfig(tiny=tiny.TINY))
+    base.get_input_embeddings().weight.data.mul_(10)  # type: ignore[operator]
+    base.save_pretrained(tmp_path)
+    load_tokenizer(PolicyConfig(tiny=tiny.TINY)).save_pretrained(tmp_path)
+    recorder = tiny.Recorder()
+    policy = PolicyConfig(path=str(tmp_path), lora=LoraConfig(rank=8, alpha=16))
+    module = tiny.module(policy=policy, optimizer=OptimizerConfig(lr=1e-2))
+    data = tiny.data(rollouts=25, prompts_per_rollout=8, sampling=Sampling(max_new_tokens=3))
+    tiny.trainer(callbacks=[recorder]).fit(module, datamodule=data)
+    rewards = [metrics["reward"] for metrics in recorder.metrics]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
+
+
+def test_a_cut_run_goes_on_to_the_same_bits_and_is_exported_merged(tmp_path: Path) -> None:
+    whole = lora_module()
+    tiny.trainer().fit(whole, datamodule=tiny.data(rollouts=4))
+    first = lora_module()
+    saver = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path / "c"))
+    tiny.trainer(callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path).fit(
+        first, datamodule=tiny.data(rollouts=2)
+    )
+    assert saver.last_path is not None
+    second = lora_module()
+    saver2 = RolloutCheckpoint(every_n_rollouts=4, dirpath=str(tmp_path / "c"))
+    tiny.trainer(callbacks=[saver2], enable_checkpointing=True, default_root_dir=tmp_path).fit(
+        second, datamodule=tiny.data(rollouts=4), ckpt_path=str(saver.last_path)
+    )
+    assert torch.equal(tiny.weights(second), tiny.weights(whole))
+    for a, b in zip(frozen_and_trained(second), frozen_and_trained(whole), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in b)
+
+    from transformers import AutoModelForCausalLM
+
+    assert saver2.last_path is not None
+    done = export(saver2.last_path, tmp_path / "out")
+    assert done.architecture == "Qwen2ForCausalLM"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = dict(model.named_parameters())
+    given = dict(whole.named_weights())
+    assert loaded.keys() == given.keys()
+    assert all(torch.equal(loaded[name], given[name]) for name in given)
+    assert whole.policy is not None
+    assert greedy(model) == greedy(whole.policy.model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"alpha": 0.0}, "alpha is 0"),
+        ({"dropout": 0.1}, r"dropout is 0.1(.|\n)*leave it at 0"),
+        ({"target_modules": ["q_porj"]}, r"no adapters can be put(.|\n)*q_proj"),
+        ({"target_modules": ["lm_head"]}, "lm_head cannot have an adapter"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens cannot have an adapter"),
+    ],
+)
+def test_wrong_settings_are_named(changes: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_model(PolicyConfig(tiny=tiny.TINY, lora=LoraConfig(**changes)))
+
+
+def test_without_peft_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"lit-grpo\[lora\]"):
+        lora_module()
+
+
+def test_layers_can_be_chosen() -> None:
+    policy = Policy(
+        load_model(PolicyConfig(tiny=tiny.TINY, lora=LoraConfig(rank=2, target_modules=["q_proj", "v_proj"])))
+    )
+    layers = {name.split(".")[-4] for name, p in policy.named_parameters() if p.requires_grad}
+    assert layers == {"q_proj", "v_proj"}
+
+
+def test_on_a_mesh_of_one_rank_the_shard_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    def gathered(self: DTensor) -> Tensor:
+        raise AssertionError("a collective of one")
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer = torch.nn.Linear(3, 5)
+        weight = layer.weight.detach().clone()
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        sharded: Any = layer.weight
+        assert torch.equal(sharded.full_tensor(), weight)
+        monkeypatch.setattr(DTensor, "full_tensor", gathered)
+        whole = adapters.full(layer.weight)
+        assert type(whole) is Tensor
+        assert torch.equal(whole, weight)
+        assert not whole.requires_grad
+    finally:
+        torch.distributed.destroy_process_group()

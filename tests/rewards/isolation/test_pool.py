@@ -1,0 +1,252 @@
+"""The worker pool: whatever an item does, it costs its limit at most, and only itself."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lit_grpo.rewards.isolation.pool import Outcome, PoolError, WorkerPool
+from tests.rewards.isolation import pool_functions as work
+from tests.rewards.isolation import slow_import as slow
+
+HANG = 15.0
+"""Seconds: far above what a call may take, far below the 30 s that the hung work would."""
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(work.behave, limit=1.0, workers=2) as made:
+        yield made
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_until(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if condition():
+                return True
+        time.sleep(0.05)
+    return False
+
+
+def test_results_keep_the_order_of_the_items():
+    with WorkerPool(work.double, limit=20, workers=3) as pool:
+        assert [o.value for o in pool.map(range(300))] == [2 * x for x in range(300)]
+        assert pool.map([]) == []
+
+
+def test_a_sleeping_item_costs_its_limit_and_no_more(pool):
+    pool.map(["good"])
+    start = time.monotonic()
+    outcomes = pool.map(["sleep", "good"])
+    assert time.monotonic() - start < HANG
+    assert [o.status for o in outcomes] == ["timeout", "ok"]
+    assert 1.0 <= outcomes[0].seconds < 2.0
+
+
+def test_an_operation_that_holds_the_interpreter_is_killed(pool):
+    assert [o.status for o in pool.map(["spin", "good", "good"])] == ["timeout", "ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "error"),
+    [
+        ("exit", "crash", "died"),
+        ("segfault", "crash", "died"),
+        ("quit", "error", "SystemExit"),
+        ("raise", "error", "ValueError at"),
+        ("endless repr", "error", "ValueError at"),
+        ("object", "error", "TypeError at"),
+        ("long", "error", "bytes"),
+        ("memory", "error", "MemoryError"),
+        ("recurse", "error", "RecursionError"),
+        ("print", "ok", ""),
+    ],
+)
+def test_a_bad_item_is_an_error_for_itself_alone(pool, capfd, what, status, error):
+    outcomes = pool.map(["good", what, "good", "good"])
+    assert [o.status for o in outcomes] == ["ok", status, "ok", "ok"]
+    assert error in outcomes[1].error
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_thousand_good_items_at_once_have_no_false_timeout():
+    # Together they need several times the limit: only a clock that starts with the work lets all of them pass.
+    with WorkerPool(work.pid_and_hang, limit=1.0, workers=2) as pool:
+        outcomes = pool.map([0.005] * 1000)
+    assert {o.status for o in outcomes} == {"ok"}
+    assert len({o.value for o in outcomes}) == 2
+
+
+def test_killed_workers_are_gone_and_replaced():
+    with WorkerPool(work.pid_and_hang, limit=0.5, workers=1) as pool:
+        first = pool.map([0.0])[0].value
+        assert pool.map([0.0])[0].value == first
+        assert pool.map([30.0])[0].status == "timeout"
+        second = pool.map([0.0])[0].value
+        assert second != first
+        assert wait_until(lambda: not is_alive(first))
+    assert wait_until(lambda: not is_alive(second))
+
+
+def test_what_a_worker_started_is_killed_with_it(tmp_path):
+    with WorkerPool(work.start_a_child, limit=1.0, workers=1) as pool:
+        assert pool.map([str(tmp_path / "pid")])[0].status == "timeout"
+    child = int((tmp_path / "pid").read_text())
+    assert wait_until(lambda: not is_alive(child))
+
+
+def test_several_threads_share_a_pool(pool):
+    def ask(_: int) -> list[str]:
+        return [o.status for o in pool.map(["good", "sleep", "good"])]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(4))) == [["ok", "timeout", "ok"]] * 4
+
+
+def test_an_asyncio_task_is_not_held_up(pool):
+    async def main() -> tuple[list[Outcome], Outcome, int]:
+        loop, ticks = asyncio.get_running_loop(), 0
+        judged = loop.run_in_executor(None, pool.map, ["sleep", "good"])
+        single = asyncio.wrap_future(pool.submit(["good"])[0])
+        while not judged.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return await judged, await single, ticks
+
+    start = time.monotonic()
+    outcomes, single, ticks = asyncio.run(main())
+    assert time.monotonic() - start < HANG
+    assert [o.status for o in outcomes] == ["timeout", "ok"]
+    assert single.status == "ok"
+    assert ticks > 10
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_copy_in_another_process_has_its_own_workers(pool, method):
+    pool.map(["good"])
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    # Daemonic processes (data loaders) may not have children in multiprocessing's eyes; a pool must work there.
+    process = context.Process(target=work.statuses, args=(pool, queue), daemon=True)
+    process.start()
+    assert queue.get(timeout=60) == ["timeout", "ok"]
+    process.join(30)
+    assert [o.status for o in pool.map(["good"] * 4)] == ["ok"] * 4
+
+
+ORPHANS = """
+import sys, threading
+sys.path[:0] = {path!r}
+from tests.rewards.isolation import pool_functions as work
+from lit_grpo.rewards.isolation.pool import WorkerPool
+pool = WorkerPool(work.pid_and_hang, limit=100, workers=2)
+pids = [o.value for o in pool.map([0.2, 0.2])]
+pool.submit([60.0])
+print(*set(pids), flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_worker_outlives_a_parent_that_is_killed():
+    script = ORPHANS.format(path=sys.path)  # at top level, without a __main__ guard
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert pids
+    assert all(is_alive(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    parent.stdout.close()
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_helper_process_may_be_killed_too(pool):
+    pool.map(["good"])
+    os.kill(pool._zygote.pid, signal.SIGKILL)
+    assert wait_until(lambda: pool._zygote.poll() is not None)
+    assert pool.map(["good"] * 3)[-1].status == "ok"
+
+
+def test_close_ends_open_items_and_a_later_item_starts_anew(pool):
+    pool.map(["good"])
+    opened = pool.submit(["sleep"] * 5)
+    pool.close()
+    pool.close()
+    assert {future.result(timeout=10).status for future in opened} <= {"crash", "timeout"}
+    assert pool.map(["good"])[0].status == "ok"
+
+
+def test_no_worker_starts_before_the_first_item():
+    before = threading.active_count()
+    with WorkerPool(work.double, limit=1.0) as pool:
+        assert pool._zygote is None
+        assert threading.active_count() == before
+
+
+def test_workers_import_neither_torch_nor_transformers():
+    with WorkerPool(work.heavy_modules, limit=60.0, workers=1) as pool:
+        outcome = pool.map([0])[0]
+    assert (outcome.status, outcome.value) == ("ok", [])
+
+
+def test_a_function_that_cannot_be_imported_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="top of a module"):
+        WorkerPool(lambda x: x, limit=1.0)
+    with pytest.raises(ValueError, match="positive"):
+        WorkerPool(work.double, limit=0.0)
+    (tmp_path / "broken_module.py").write_text("def f(x): return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import broken_module
+
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('cannot be loaded today')\n")
+    with WorkerPool(broken_module.f, limit=1.0) as pool, pytest.raises(PoolError, match="cannot be loaded today"):
+        pool.map([1, 2])
+
+
+def test_a_pool_can_be_pickled():
+    with WorkerPool(work.double, limit=5.0, workers=1) as pool:
+        pool.map([1])
+        with pickle.loads(pickle.dumps(pool)) as copy:
+            assert copy.map([4])[0].value == 8
+
+
+def test_a_pool_that_is_still_starting_closes_at_once():
+    for pause in (0.0, 0.02, 0.2):
+        pool = WorkerPool(slow.nothing, limit=5.0, workers=1)
+        pool.start()
+        time.sleep(pause)
+        start = time.monotonic()
+        pool.close()
+        assert time.monotonic() - start < 30.0
+
+
+def test_a_pool_that_was_started_early_has_its_helper_ready():
+    with WorkerPool(work.double, limit=30.0, workers=1) as pool:
+        pool.start()
+        deadline = time.monotonic() + 60
+        while pool._zygote is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pool._zygote is not None
+        assert [o.value for o in pool.map([1, 2])] == [2, 4]
