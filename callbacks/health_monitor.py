@@ -10,9 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
 
 from lit_grpo.callbacks.diagnosis.actions import Action, Actions, Journal, act, check_actions, chosen
-from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, DiagnosisName, merge
+from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, merge
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.remedies import NOT_CURED_BY_GOING_BACK, REMEDIES, Remedy
+from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import all_monitors
 from lit_grpo.callbacks.monitors.monitor import Monitor, read_metrics, trained_rollouts
 from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, can_return, give_up_later_checkpoints, restore
@@ -70,7 +71,7 @@ class HealthMonitor(pl.Callback):
     ) -> None:
         self.monitors = all_monitors() if monitors is None else list(monitors)
         self.actions: Actions = check_actions(actions, "HealthMonitor", alone=False)
-        self.remedies: dict[str, Remedy] = dict(REMEDIES)
+        self.remedies: dict[str, Remedy] = {name: kind.remedy for name, kind in diagnosis_kinds().items()}
         for name, remedy in (remedies or {}).items():
             check_actions({name: "log"}, "HealthMonitor", alone=True)
             self.remedies[name] = remedy if isinstance(remedy, Remedy) else Remedy(**remedy)
@@ -186,7 +187,8 @@ class HealthMonitor(pl.Callback):
 
     def _plan(self, trainer: Trainer, diagnosis: Diagnosis) -> tuple[_Return | None, str]:
         """The rollback to make, or why there is none."""
-        if diagnosis.name in NOT_CURED_BY_GOING_BACK and diagnosis.name not in self.actions:
+        kind = diagnosis_kinds().get(diagnosis.name)
+        if kind is not None and kind.outlives_rollback and diagnosis.name not in self.actions:
             return None, "going back would not mend it"
         if len(self.targets) >= self.rollbacks:
             return None, f"all {self.rollbacks} rollbacks are spent"
@@ -201,7 +203,7 @@ class HealthMonitor(pl.Callback):
             return None, f"there is no checkpoint from before rollout {diagnosis.onset}"
         return _Return(diagnosis, target, self._remedy(diagnosis.name)), ""
 
-    def _remedy(self, name: DiagnosisName) -> Remedy:
+    def _remedy(self, name: str) -> Remedy:
         return self.remedies.get(name) or Remedy()
 
     def _end_of_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""From a diagnosis to a deed that every monitor can do alone: write it down, say it, stop the run."""
+"""What follows from a diagnosis: which action is chosen, and those that every monitor can take alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lit_grpo.callbacks.diagnosis.diagnosis import ORDER, Diagnosis
+from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
+from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import request_stop
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Action = Literal["log", "skip_step", "adjust", "stop", "rollback"]
-"""``log``: write it down. ``skip_step``: the same, the step itself having been left out already (only gradient norms
-are known before a step). ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3. ``rollback``:
-return to the last checkpoint from before the onset, then apply the remedy."""
+"""``log``: write it down. ``skip_step``: the same; what can be known before an optimizer step (gradient norms, loss)
+has left it out already. ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3.
+``rollback``: return to the last checkpoint from before the onset, then apply the remedy."""
 
 Actions = dict[str, Action]
-"""By severity, or by the name of a diagnosis, which wins."""
+"""Action by severity, or by the name of a diagnosis, which wins."""
 
 DEFAULT_ACTIONS: Actions = {"info": "log", "warning": "log", "critical": "stop"}
 
@@ -35,17 +36,17 @@ FINDINGS_FILE = "findings.jsonl"
 
 
 def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -> Actions:
-    """Actions for every severity: the given ones over the defaults.
+    """Put the given actions over the defaults, so that every severity has one.
 
     Args:
-        given: by severity or diagnosis name.
+        given: action by severity or name of a diagnosis.
         where: class name, for errors.
-        alone: a single monitor, which can only log and stop.
+        alone: whether it is a single monitor, which can only log and stop.
 
     Raises:
-        UserError: a severity, diagnosis or action that there is not.
+        UserError: a severity, diagnosis or action does not exist.
     """
-    known = [*SEVERITIES, *ORDER]
+    known = [*SEVERITIES, *diagnosis_kinds()]
     possible = ("log", "stop") if alone else get_args(Action)
     actions = dict(DEFAULT_ACTIONS)
     for key, action in (given or {}).items():
@@ -56,24 +57,24 @@ def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -
                 remedy=f"did you mean {nearest(key, known)!r}? Severities are {', '.join(SEVERITIES)}",
             )
         if action not in possible:
-            more = ", or put the monitor into a HealthMonitor, which can do more" if action in get_args(Action) else ""
+            hint = ", or put the monitor into a HealthMonitor, which can do more" if action in get_args(Action) else ""
             raise UserError(
                 f"{action!r} is no action of {where}",
                 where=f"{where}.actions.{key}",
-                remedy=f"choose one of {', '.join(possible)}{more}",
+                remedy=f"choose one of {', '.join(possible)}{hint}",
             )
-        # A plain string until here, now known to be one of the names.
+        # mypy cannot know that the plain string was just found to be one of the names.
         actions[key] = action  # type: ignore[assignment]
     return actions
 
 
 def chosen(actions: Actions, diagnosis: Diagnosis) -> Action:
-    """The action for a diagnosis: that of its name if there is one, else that of its severity."""
+    """Choose the action for a diagnosis: by its name if that has one, else by its severity."""
     return actions.get(diagnosis.name) or actions[diagnosis.severity]
 
 
 class Journal:
-    """The file that keeps what was found and done, and its copy in MLflow.
+    """The file of what was found and done in a run, which is also sent to MLflow.
 
     Args:
         path: the file; None on ranks other than 0.
@@ -84,12 +85,12 @@ class Journal:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Journal:
-        """The journal of the trainer's run. All ranks must call it."""
+        """Open the journal of the trainer's run. All ranks must call it."""
         folder = run_folder(trainer)
-        return cls(folder / FINDINGS_FILE if trainer.is_global_zero and not _is_rehearsal(trainer) else None)
+        return cls(folder / FINDINGS_FILE if trainer.is_global_zero and not _is_fast_dev_run(trainer) else None)
 
     def write(self, event: str, entries: Mapping[str, Any]) -> None:
-        """Append one line. A disk that refuses never stops a run."""
+        """Append a line. A disk that refuses never stops a run."""
         if self.path is None:
             return
         try:
@@ -100,7 +101,7 @@ class Journal:
             log.warning("%s cannot be written (%s).", self.path, error)
 
     def close(self, trainer: Trainer) -> None:
-        """Send the file to MLflow, if there is one of both."""
+        """Send the file to MLflow, where there are both."""
         logger = run_logger(trainer)
         if logger is not None and self.path is not None and self.path.exists():
             logger.log_artifact(self.path)
@@ -115,16 +116,16 @@ def act(
     monitor: str,
     reason: str = "",
 ) -> None:
-    """Write down and say what was found; end the run if the action is ``stop``. Alike on every rank.
+    """Write down and log what was found, and stop the run if that is the action. All ranks must call it alike.
 
     Args:
-        trainer: of the run.
-        journal: to write to.
+        trainer: the run's.
+        journal: where it is written down.
         new: findings that are not written down yet.
-        diagnosis: of all that holds.
-        action: what is done about it. All but ``log`` and ``stop`` is the caller's.
+        diagnosis: made of all findings that hold.
+        action: what is done about it. Only ``log`` and ``stop`` are done here.
         monitor: name of the callback that decided.
-        reason: why it is not what was asked for.
+        reason: why the action is not the one that was asked for, or "".
     """
     for finding in new:
         journal.write("finding", finding.to_dict())
@@ -133,16 +134,16 @@ def act(
     if logger is not None and diagnosis.severity != "info":
         logger.set_tags({"diagnosis": diagnosis.name, "diagnosis_step": diagnosis.step})
     if trainer.is_global_zero:
-        say = log.info if diagnosis.severity == "info" else log.warning
+        log_it = log.info if diagnosis.severity == "info" else log.warning
         remedy = f" Remedy: {diagnosis.remedies[0]}." if diagnosis.remedies else ""
-        say("%s at step %d: %s.%s", diagnosis.severity, diagnosis.step, diagnosis.explanation, remedy)
+        log_it("%s at step %d: %s.%s", diagnosis.severity, diagnosis.step, diagnosis.explanation, remedy)
     if action == "stop":
         why = f" ({reason})" if reason else ""
         request_stop(trainer, f"{diagnosis.name}: {diagnosis.explanation}{why}", monitor)
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a :data:`FINDINGS_FILE`, in order; a last line that was cut off is left out."""
+    """Read the lines of a :data:`FINDINGS_FILE`, in order, up to a last line that was cut off."""
     lines: list[dict[str, Any]] = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -152,5 +153,5 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _is_rehearsal(trainer: Trainer) -> bool:
+def _is_fast_dev_run(trainer: Trainer) -> bool:
     return bool(getattr(trainer, "fast_dev_run", False))

@@ -1,4 +1,4 @@
-"""What a monitor says when it raises an alarm: one typed record, which survives JSON."""
+"""The record that a monitor raises when it sees something, with its numbers. It survives JSON."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 class Evidence(NamedTuple):
-    """One number that was compared with one bound."""
+    """A number that was compared with a bound."""
 
     metric: str
-    """Logged key (docs/metrics.md)."""
+    """Logged key (docs/metrics.md), or what was computed from it."""
     window: int
-    """Rollouts that were looked at."""
+    """Number of rollouts that the value is made from."""
     value: float
-    """In the metric's unit, or as a multiple where the threshold is one."""
+    """In the metric's unit, or a multiple where the threshold is one."""
     threshold: float
     before: float | None = None
-    """What the value was before, where it is compared with that."""
+    """Earlier value that the bound was made from; None where the bound is a number of its own."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One alarm.
+    """Something that a monitor noticed.
 
     Attributes:
         monitor: name of the class that raised it.
-        kind: what it is, in the monitor's own terms; :data:`lit_grpo.callbacks.diagnosis.diagnosis.NAMED_BY` reads it.
+        kind: name of its :class:`lit_grpo.callbacks.FindingKind`.
         step: rollouts trained on when it was raised.
         onset: rollouts trained on when what is seen began; never after ``step``.
-        severity: how bad.
+        severity: how grave it is.
         evidence: the numbers behind it.
         explanation: one sentence.
         remedies: what to do, best first.
@@ -59,7 +59,7 @@ class Finding:
             raise ValueError(f"onset {self.onset} lies after the step {self.step} at which it was seen")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types; numbers that JSON cannot hold (NaN, infinities) as strings."""
+        """As plain types; numbers that JSON cannot hold (NaN, infinities) as strings."""
         return {
             "monitor": self.monitor,
             "kind": self.kind,
@@ -73,7 +73,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Finding:
-        """What :meth:`to_dict` gave."""
+        """Read what :meth:`to_dict` gave."""
         evidence = tuple(
             Evidence(
                 e["metric"],
@@ -96,12 +96,12 @@ class Finding:
         )
 
     def to_json(self) -> str:
-        """One line."""
+        """As one line of JSON."""
         return json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Finding:
-        """What :meth:`to_json` gave."""
+        """Read what :meth:`to_json` gave."""
         return cls.from_dict(json.loads(text))
 
 

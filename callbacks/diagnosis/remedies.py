@@ -1,4 +1,4 @@
-"""What a run is changed to before it goes on."""
+"""How a run is changed before it goes on after an alarm."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lit_grpo.callbacks.diagnosis.diagnosis import DiagnosisName
 from lit_grpo.errors import UserError
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the run.
+    """A change of the run that is made before it goes on.
 
     Attributes:
         lr_scale: the learning rate of every optimizer, and what its schedule makes of it, is multiplied by this.
-        objective: overrides of the objective (``{clip_high: 0.28}``, ``{entropy_filter: true, entropy_gamma: 0.1}``),
-            or with ``recipe`` another one, without the overrides of the old.
+        objective: overrides of the objective (``{clip_high: 0.28}``, ``{entropy_filter: true, entropy_gamma: 0.1}``).
+            With ``recipe`` it is another objective, without the overrides of the old one.
     """
 
     lr_scale: float = 0.5
@@ -35,55 +34,30 @@ class Remedy:
             )
 
     def plain(self) -> dict[str, Any]:
-        """For checkpoints and the journal."""
+        """As plain types, for checkpoints and the journal."""
         return asdict(self)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the run, between two rollouts, on all ranks."""
+        """Change the run. To be called between two rollouts, on all ranks."""
         scale_learning_rate(trainer, self.lr_scale)
         self.change_objective(pl_module)
 
     def change_objective(self, pl_module: LightningModule) -> None:
-        """The part of it that optimizers and schedules do not remember in a checkpoint."""
+        """Change the objective alone.
+
+        A run that is resumed needs this part again: optimizers and schedules keep their rate in a checkpoint.
+        """
         if self.objective:
-            # Any module may have it; Lightning declares only what every module has.
+            # A module may have change_objective; Lightning declares only what every module has.
             pl_module.change_objective(dict(self.objective))  # type: ignore[operator]
 
 
-GRPO = {"recipe": "grpo"}
-
-REMEDIES: dict[str, Remedy] = {
-    "C_PL": Remedy(0.5, GRPO),  # needs negatives
-    "C_NL": Remedy(0.5, GRPO),  # needs positives and a clip
-    "TN_PL": Remedy(0.5, GRPO),
-    "TN_NL": Remedy(0.5, GRPO),
-    "advantage_inverted": Remedy(0.5, GRPO),  # pays for the reward alone
-    "entropy_collapse": Remedy(0.5, GRPO),  # neither pays for certainty nor punishes exploration
-    "learning_rate_too_high": Remedy(0.1),
-    "non_finite": Remedy(0.5),
-}
-"""What helps by default, by name of the diagnosis; every other diagnosis halves the learning rate."""
-
-NOT_CURED_BY_GOING_BACK: frozenset[DiagnosisName] = frozenset(
-    {
-        "stale_or_mismatched_sampler",
-        "plumbing_mask",
-        "plumbing_groups",
-        "plumbing_ratio",
-        "verifier_failure",
-        "reward_noise",
-        "no_signal",
-        "slow_down",
-    }
-)
-"""Faults that would still be there: a rollback chosen by severity is a stop for these."""
-
-
 def scale_learning_rate(trainer: Trainer, factor: float) -> None:
-    """Multiply the learning rate and the schedule's base, else the schedule undoes it at the next step."""
+    """Multiply every learning rate, now and in what its schedule makes of it."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group["lr"] *= factor
+            # A schedule computes from its base: with the old one it would undo the change at its next step.
             if "initial_lr" in group:
                 group["initial_lr"] *= factor
     for config in trainer.lr_scheduler_configs:

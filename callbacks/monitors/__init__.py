@@ -1,4 +1,4 @@
-"""All monitors, for those who want the whole set."""
+"""The monitors that come with lit-grpo. What is listed here is exported by lit_grpo.callbacks too."""
 
 from lit_grpo.callbacks.monitors.collapse_detector import CollapseDetector
 from lit_grpo.callbacks.monitors.conflict_monitor import ConflictMonitor
@@ -33,5 +33,5 @@ __all__ = [
 
 
 def all_monitors() -> list[Monitor]:
-    """One of each, with its defaults."""
+    """Make one of each, with its defaults."""
     return [globals()[name]() for name in __all__]

@@ -1,4 +1,4 @@
-"""Which of the two collapses is it? Their signatures of entropy, length, diversity and gradient norm."""
+"""Tells collapses apart by their signatures in entropy, length, diversity and gradient norm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
 
 if TYPE_CHECKING:
@@ -30,12 +32,35 @@ REMEDIES_OTHER = (
     "let the rewards outweigh what else shapes the advantages",
 )
 
+# GRPO has positives, negatives and a clip, and pays for the reward alone: it lacks what each of these comes from.
+GO_ON_WITH_GRPO = Remedy(0.5, {"recipe": "grpo"})
+COLLAPSES = (
+    ("C_PL", "C_PL collapse", "an objective that only reinforces what is correct, without clipping or negatives"),
+    ("C_NL", "C_NL collapse", "an objective that only pushes down what is wrong, without clipping"),
+    (
+        "TN_PL",
+        "C_PL collapse under token normalisation",
+        "a positives-only objective whose loss has a token normaliser",
+    ),
+    (
+        "TN_NL",
+        "C_NL collapse under token normalisation",
+        "a negatives-only objective whose loss has a token normaliser",
+    ),
+    (
+        "advantage_inverted",
+        "the advantages do not follow the rewards",
+        "the objective pays for something else, such as being certain (entropy_reward), more than for the reward",
+    ),
+)
+
 
 class CollapseDetector(Monitor):
-    """Tells C_PL (minimal entropy: entropy, length and diversity fall together) from C_NL (maximal entropy: entropy and
-    length explode, the gradient norm spikes, then a few tokens are repeated).
+    """Two kinds of collapse, told apart by their signatures, and the causes of a reward that falls beyond doubt.
 
-    The names are those of the study of positive-only and negative-only losses. Over ``window`` rollouts:
+    In C_PL, of minimal entropy, entropy, length and diversity fall together. In C_NL, of maximal entropy, entropy and
+    length explode, the gradient norm spikes, and in the end a few tokens are repeated. The names are those of the study
+    of positive-only and negative-only losses. Over ``window`` rollouts:
 
     - ``c_pl``: entropy fell by more than ``fall``, length too, and ``groups/distinct`` fell.
     - ``c_nl``: entropy rose by more than ``rise``, length by more than ``growth`` (or ``truncated`` is above
@@ -46,7 +71,7 @@ class CollapseDetector(Monitor):
     they came 10 to 30 rollouts after a fifth of the reward was lost. So a reward that falls beyond doubt is a collapse
     too: by more than ``lost`` of its best and by ``sure`` standard errors. Where the objective learns from signs
     without a baseline ``sure_one_sided`` are enough, and ``sure_steep`` where the gradient norm has risen as well, as
-    it does before a collapse of such losses. These bounds are ours, chosen on the benchmark's tuning seeds: healthy
+    it does before a collapse of such losses. These bounds were chosen on the benchmark's tuning seeds, where healthy
     runs stay below 4 standard errors. Then the cause gives the name: ``advantage_inverted`` where better completions
     get the smaller advantage in more than ``unrelated`` of the groups, ``c_pl`` and ``c_nl`` by what the loss pushes up
     (``loss/upward``), and ``unstable``, which is a learning rate that is too high, where none of that explains it.
@@ -55,8 +80,8 @@ class CollapseDetector(Monitor):
     (``tn_pl``), negatives-only short (``tn_nl``), so the sign of the length test is swapped.
 
     Args:
-        window: rollouts over which things are compared.
-        smooth: rollouts of the medians that are compared. Ours.
+        window: rollouts over which values are compared.
+        smooth: rollouts that each median is taken over.
         fall: share of entropy and length.
         rise: share of entropy.
         growth: share of length.
@@ -65,8 +90,8 @@ class CollapseDetector(Monitor):
         repetition: share of repeated 4-grams.
         lost: share of the best reward.
         sure: standard errors of the fall (:meth:`lit_grpo.callbacks.monitors.history.History.fall`).
-        sure_one_sided: the same where advantages are signs.
-        sure_steep: the same, over six rollouts, where the gradient norm has also risen.
+        sure_one_sided: standard errors where advantages are signs.
+        sure_steep: standard errors, over six rollouts, where advantages are signs and the gradient norm has risen.
         steeper: multiple of the median gradient norm.
         unrelated: share of groups whose better completions get the smaller advantage.
         token_normalised: whether the loss divides by a constant; None: where the module's recipe begins with ``tn``.
@@ -86,6 +111,13 @@ class CollapseDetector(Monitor):
         "advantage/inverted",
         "loss/upward",
         "update_size",
+    )
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        *(
+            FindingKind(name.lower(), DiagnosisKind(name, title, cause, GO_ON_WITH_GRPO), rank)
+            for rank, (name, title, cause) in enumerate(COLLAPSES, 510)
+        ),
+        FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),
     )
     also_saved: ClassVar[tuple[str, ...]] = ("token_normalised",)
 
@@ -128,7 +160,7 @@ class CollapseDetector(Monitor):
         yield from self._longer(step)
 
     def _then_and_now(self, key: str, *, high: bool) -> tuple[float, float] | None:
-        """The largest (or smallest) smoothed value of the window, and the present one."""
+        """Largest (or smallest) smoothed value of the window, and the present one."""
         values = self.history.window(key, self.window + self.smooth)
         if len(values) < 2 * self.smooth:
             return None
@@ -195,12 +227,12 @@ class CollapseDetector(Monitor):
         )
 
     def _falling(self, step: int) -> Iterable[Finding]:
-        """The reward falls beyond doubt; what the objective learns from says which collapse it is."""
+        """Look for a reward that falls beyond doubt. What the objective learns from says which collapse it is."""
         share, errors = self.history.fall("reward")
-        sign = self._signs()
-        bound = self.sure_one_sided if sign else self.sure
+        signs = self._has_sign_advantages()
+        bound = self.sure_one_sided if signs else self.sure
         norm, usual = self.history.median("grad_norm", 5), self.history.median("grad_norm", 50, 5)
-        if sign and norm and usual and norm > self.steeper * usual:
+        if signs and norm and usual and norm > self.steeper * usual:
             share, errors, bound = *self.history.fall("reward", recent=6), self.sure_steep
         if share <= self.lost or errors <= bound:
             return
@@ -214,11 +246,11 @@ class CollapseDetector(Monitor):
         if inverted is not None and inverted > self.unrelated:
             kind, what, remedies = "advantage_inverted", "the advantages do not follow the rewards", REMEDIES_OTHER
             evidence.append(("advantage/inverted", 10, inverted, self.unrelated))
-        elif sign and upward is not None and upward > 0.9:
+        elif signs and upward is not None and upward > 0.9:
             kind, what, remedies = "c_pl", "only positives are reinforced", REMEDIES_PL
-        elif sign and upward is not None and upward < 0.1:
+        elif signs and upward is not None and upward < 0.1:
             kind, what, remedies = "c_nl", "only negatives are pushed down", REMEDIES_NL
-        elif sign:
+        elif signs:
             rising = entropy is not None and entropy[1] > entropy[0]
             kind, what = "c_nl" if rising else "c_pl", "signs are learned from without a baseline"
             remedies = REMEDIES_NL if rising else REMEDIES_PL
@@ -240,10 +272,20 @@ class CollapseDetector(Monitor):
         )
 
     def _longer(self, step: int) -> Iterable[Finding]:
-        """Entropy and length rise together under an objective that only pushes down: C_NL before the reward falls."""
+        """Look for entropy and length that rise together where the loss only pushes down.
+
+        It is C_NL before the reward falls.
+        """
         upward, cut = self.history.mean("loss/upward", 10), self.history.median("truncated", self.smooth)
         entropy, length = self._then_and_now("entropy", high=False), self._then_and_now("length", high=False)
-        if upward is None or upward > 0.1 or cut is None or entropy is None or length is None or not self._signs():
+        if (
+            upward is None
+            or upward > 0.1
+            or cut is None
+            or entropy is None
+            or length is None
+            or not self._has_sign_advantages()
+        ):
             return
         if entropy[1] > 1.3 * entropy[0] and length[1] > 1.1 * length[0] and cut > 0.05:
             yield self.finding(
@@ -258,19 +300,19 @@ class CollapseDetector(Monitor):
                 remedies=REMEDIES_NL,
             )
 
-    def _signs(self) -> bool:
-        """Whether advantages are signs: no baseline, so solved and hopeless prompts push as hard as others."""
+    def _has_sign_advantages(self) -> bool:
+        """Whether advantages are signs, without a baseline: solved and hopeless prompts push as hard as others."""
         mean, largest = self.history.last("advantage/abs"), self.history.last("advantage/abs_max")
         return mean is not None and largest is not None and 0.99 < mean <= largest < 1.01
 
     def _peak(self) -> int:
-        """Step at the end of the best mean of 8 rewards: where the fall began."""
+        """Step at which the best mean of 8 rewards ends, where the fall began."""
         values, steps = self.history.values["reward"], self.history.steps["reward"]
         ends = range(8, len(values) - 2)
         return steps[max(ends, key=lambda end: fmean(values[end - 8 : end])) - 1]
 
     def _turn(self, key: str, *, high: bool) -> int:
-        """Step of the window's largest (or smallest) value: where the way up or down began."""
+        """Step of the window's largest (or smallest) value, where the way down or up began."""
         values, steps = self.history.window(key, self.window), self.history.steps[key][-self.window :]
         return (max if high else min)(zip(values, steps, strict=True))[1]
 

@@ -1,4 +1,4 @@
-"""Do right and wrong completions fight over the tokens they share?"""
+"""Watches whether right and wrong completions pull the tokens they share in opposite directions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+
+CONFLICT = DiagnosisKind(
+    "conflict", "right and wrong completions fight over the same tokens", "the prefix they share is pushed down"
+)
 
 
 class ConflictMonitor(Monitor):
-    """GTPO's conflict tokens and the penalty on shared beginnings (2508.03772 Eq. 6).
+    """GTPO's conflict tokens, and the penalty on beginnings that completions share (2508.03772 Eq. 6).
 
     Findings: ``prefix_pushed_down`` (more than ``share`` of the groups push their shared beginning down while the
     reward ``format_key`` has fallen by ``fall`` of its best), ``conflicts`` (the rate of conflict tokens has grown to
@@ -18,15 +23,27 @@ class ConflictMonitor(Monitor):
 
     Args:
         format_key: logged reward that pays for the form of an answer. Where it is not logged, the total reward.
-        share: share of the groups that share a beginning.
-        fall: share of the best reward. Ours: half of this gave a false alarm on a healthy run of the benchmark.
-        growth: multiple. Ours.
-        trend: rollouts. Ours.
-        smooth: rollouts of the means.
+        share: of the groups whose completions share a beginning.
+        fall: share of the best reward. Half of this gave a false alarm on a healthy run of the benchmark.
+        growth: multiple of the rate ``trend`` rollouts ago.
+        trend: rollouts.
+        smooth: rollouts that medians and means are taken over.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("conflict/rate", "conflict/prefix_down", "reward")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "prefix_pushed_down",
+            CONFLICT,
+            rank=680,
+            remedies=(
+                "weigh conflicting tokens (recipe gtpo)",
+                "take 1/length out of the loss (agg: token_mean, sum_const)",
+            ),
+        ),
+        FindingKind("conflicts", CONFLICT, 690, ("smaller groups: conflicts grow with the group size",)),
+    )
 
     def __init__(
         self,
@@ -56,15 +73,8 @@ class ConflictMonitor(Monitor):
                 ("conflict/prefix_down", self.smooth, down, self.share),
                 (f"{key} lost", self.smooth, lost, self.fall),
                 onset=self.history.began("conflict/prefix_down", lambda value: value > self.share, step),
-                remedies=(
-                    "weigh conflicting tokens (recipe gtpo)",
-                    "take 1/length out of the loss (agg: token_mean, sum_const)",
-                ),
             )
-        if self.history.count("conflict/rate") < self.trend:
-            return
-        now = self.history.median("conflict/rate", self.smooth) or 0.0
-        then = self.history.median("conflict/rate", self.smooth, back=self.trend - self.smooth) or 0.0
+        then, now = self.history.then_and_now("conflict/rate", self.smooth, self.trend) or (0.0, 0.0)
         if then and now > self.growth * then:
             yield self.finding(
                 "conflicts",
@@ -72,5 +82,4 @@ class ConflictMonitor(Monitor):
                 f"{now:.0%} of the tokens are in conflict, {then:.0%} {self.trend} rollouts ago",
                 ("conflict/rate", self.trend, now, self.growth * then, then),
                 onset=step - self.trend,
-                remedies=("smaller groups: conflicts grow with the group size",),
             )

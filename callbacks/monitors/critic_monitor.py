@@ -1,4 +1,4 @@
-"""Does the critic say anything true?"""
+"""Watches whether the critic's values can be true."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
-from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
 REMEDIES = (
     "bound the value head (sigmoid)",
@@ -16,10 +18,16 @@ REMEDIES = (
     "more critic updates",
     "else a group baseline, which needs no critic (recipe grpo)",
 )
+REMEDIES_FAULT = ("check that dropout is off and that values belong to the tokens they stand at", *REMEDIES)
+CRITIC_FAILURE = DiagnosisKind(
+    "critic_failure",
+    "the critic's values are wrong",
+    "an unbounded value head, too few critic updates, or no warm-up",
+)
 
 
-class CriticMonitor(Monitor):
-    """Values of correct and incorrect completions apart, their range, and what of the returns they explain.
+class CriticMonitor(ThresholdMonitor):
+    """Values of correct and of incorrect completions, their range, and the variance of the returns they explain.
 
     Rewards of 0 and 1 allow values between 0 and 1 only; values below 0 on incorrect completions come before PPO's
     collapse. A critic that is not trained yet breaks all of this, so nothing is said before ``warmup`` rollouts, and a
@@ -37,11 +45,11 @@ class CriticMonitor(Monitor):
         highest: largest reward.
         margin: in units of the reward.
         outside: share of tokens.
-        unexplained: rollouts.
-        hopeless: explained variance. Ours: a critic that is not trained yet is near 0, not far below.
-        contradiction: share of pairs of equal completions. Ours.
-        patience: rollouts. Ours.
-        warmup: rollouts. Ours.
+        unexplained: rollouts in a row.
+        hopeless: explained variance. A critic that is not trained yet is near 0, not far below.
+        contradiction: share of the pairs of equal completions.
+        patience: rollouts in a row.
+        warmup: rollouts before which only a critic beyond hope is spoken of.
         actions: see :class:`Monitor`.
     """
 
@@ -52,6 +60,10 @@ class CriticMonitor(Monitor):
         "value/explained_variance",
         "advantage/contradiction",
         "reward",
+    )
+    findings: ClassVar[tuple[FindingKind, ...]] = tuple(
+        FindingKind(name, CRITIC_FAILURE, rank, REMEDIES)
+        for rank, name in enumerate(("values_contradict", "value_sign", "value_out_of_range", "value_unexplained"), 400)
     )
 
     def __init__(
@@ -67,83 +79,66 @@ class CriticMonitor(Monitor):
         warmup: int = 20,
         actions: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(actions)
+        self._always = [
+            Rule(
+                "advantage/contradiction",
+                above=contradiction,
+                for_rollouts=patience,
+                severity="critical",
+                name="values_contradict",
+                text="equal completions to one prompt are valued differently",
+                remedies=REMEDIES_FAULT,
+            ),
+            Rule(
+                "value/explained_variance",
+                below=hopeless,
+                for_rollouts=patience,
+                severity="critical",
+                name="value_unexplained",
+                text="the critic is far worse than a constant",
+                remedies=REMEDIES_FAULT,
+            ),
+        ]
+        self._after_warmup = [
+            Rule(
+                "value/incorrect",
+                below=lowest - margin,
+                for_rollouts=patience,
+                name="value_sign",
+                text=f"incorrect completions are valued {{value:.2g}}, and no reward is below {lowest:g}",
+                statistic="median",
+            ),
+            Rule(
+                "value/outside",
+                above=outside,
+                for_rollouts=patience,
+                name="value_out_of_range",
+                text="{value:.0%} of the values are outside the range of the rewards",
+                statistic="median",
+            ),
+            Rule(
+                "value/explained_variance",
+                below=0.0,
+                for_rollouts=unexplained,
+                name="value_unexplained",
+                text="the critic is worse than a constant: it explains {value:.2g} of the returns' variance",
+                statistic="median",
+            ),
+        ]
+        super().__init__([*self._always, *self._after_warmup], actions)
         positive("CriticMonitor", unexplained=unexplained, patience=patience, range=highest - lowest)
-        self.lowest, self.highest, self.margin, self.outside = lowest, highest, margin, outside
-        self.unexplained, self.patience, self.warmup = unexplained, patience, warmup
-        self.hopeless, self.contradiction = hopeless, contradiction
+        self.lowest, self.highest, self.patience, self.warmup = lowest, highest, patience, warmup
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         if not math.isfinite(metrics.get("value/outside", math.nan)):
             return
-        history, patience = self.history, self.patience
-        yield from self._beyond_hope(step)
-        wide = self.highest - self.lowest
-        wrong, right = history.median("value/incorrect", patience), history.median("value/correct", patience)
-        off = max(
-            (abs(v - min(max(v, self.lowest), self.highest)) for v in (wrong, right) if v is not None), default=0.0
-        )
-        severity: Severity = "critical" if history.fallen("reward") or off > wide else "warning"
-        if step <= self.warmup and off <= wide:
+        for rule in self._always:
+            yield from self.apply(rule)
+        values = (self.history.median(key, self.patience) for key in ("value/incorrect", "value/correct"))
+        distances = (abs(v - min(max(v, self.lowest), self.highest)) for v in values if v is not None)
+        far_off = max(distances, default=0.0) > self.highest - self.lowest
+        if step <= self.warmup and not far_off:
             return
-        bound = self.lowest - self.margin
-        if history.holds("value/incorrect", patience, lambda value: value < bound):
-            yield self.finding(
-                "value_sign",
-                severity,
-                f"incorrect completions are valued {wrong:.2g}, and no reward is below {self.lowest:g}",
-                ("value/incorrect", patience, wrong or 0.0, bound),
-                onset=history.began("value/incorrect", lambda value: value < bound, step),
-                remedies=REMEDIES,
-            )
-        if history.holds("value/outside", patience, lambda value: value > self.outside):
-            now = history.median("value/outside", patience) or 0.0
-            yield self.finding(
-                "value_out_of_range",
-                severity,
-                f"{now:.0%} of the values are outside the range of the rewards",
-                ("value/outside", patience, now, self.outside),
-                onset=history.began("value/outside", lambda value: value > self.outside, step),
-                remedies=REMEDIES,
-            )
-        if history.holds("value/explained_variance", self.unexplained, lambda value: value < 0):
-            now = history.median("value/explained_variance", self.unexplained) or 0.0
-            yield self.finding(
-                "value_unexplained",
-                severity,
-                f"the critic is worse than a constant: it explains {now:.2g} of the returns' variance",
-                ("value/explained_variance", self.unexplained, now, 0.0),
-                onset=history.began("value/explained_variance", lambda value: value < 0, step),
-                remedies=REMEDIES,
-            )
-
-    def _beyond_hope(self, step: int) -> Iterable[Finding]:
-        history, patience = self.history, self.patience
-        for key, kind, wrong, bound, what in (
-            (
-                "advantage/contradiction",
-                "values_contradict",
-                lambda value: value > self.contradiction,
-                self.contradiction,
-                "equal completions to one prompt are valued differently",
-            ),
-            (
-                "value/explained_variance",
-                "value_unexplained",
-                lambda value: value < self.hopeless,
-                self.hopeless,
-                "the critic is far worse than a constant",
-            ),
-        ):
-            if history.holds(key, patience, wrong):
-                yield self.finding(
-                    kind,
-                    "critical",
-                    what,
-                    (key, patience, history.last(key) or 0.0, bound),
-                    onset=history.began(key, wrong, step),
-                    remedies=(
-                        "check that dropout is off and that values belong to the tokens they stand at",
-                        *REMEDIES,
-                    ),
-                )
+        severity: Severity = "critical" if self.history.fallen("reward") or far_off else "warning"
+        for rule in self._after_warmup:
+            yield from self.apply(rule, severity)

@@ -1,4 +1,4 @@
-"""Is the policy still exploring, and still sure of anything?"""
+"""Watches the entropy of the policy: too high, too low, or on its way there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 LN2 = math.log(2)
@@ -22,10 +24,20 @@ REMEDIES_LOW = (
     "add an entropy bonus (entropy_coef)",
     "stop if the held-out reward has not improved",
 )
+ENTROPY_EXPLOSION = DiagnosisKind(
+    "entropy_explosion", "entropy explosion", "negatives that are pushed down without bound"
+)
+ENTROPY_COLLAPSE = DiagnosisKind(
+    "entropy_collapse",
+    "entropy collapse",
+    "entropy is minimised, or exploration is punished",
+    # A recipe that neither pays for certainty nor punishes exploration.
+    Remedy(0.5, {"recipe": "grpo"}),
+)
 
 
 class EntropyMonitor(Monitor):
-    """Mean next-token entropy H against that of the untouched model, H_ini.
+    """Mean next-token entropy H of the policy against that of the untouched model, H_ini.
 
     H_ini is ``entropy/initial`` where the module measures it (GTPO's rule does), else the mean of ``entropy/sequence``
     over the first rollouts until ``initial_prompts`` prompts were seen, at most ``initial_rollouts`` of them, since
@@ -42,17 +54,22 @@ class EntropyMonitor(Monitor):
         high: multiple of H_ini.
         low: multiple of H_ini.
         floor: nats.
-        patience: rollouts.
-        horizon: rollouts that the slope is carried on.
-        unsolved: share of ``groups/all_wrong``.
-        smooth: rollouts of the median.
-        trend: rollouts of the slope.
+        patience: rollouts in a row.
+        horizon: rollouts over which the slope is extrapolated.
+        unsolved: share of groups without a right answer.
+        smooth: rollouts that the median is taken over.
+        trend: rollouts that the slope is fitted to.
         initial_prompts: prompts that H_ini is measured on (2508.03772: 100).
-        initial_rollouts: bound on the rollouts for that. Ours.
+        initial_rollouts: largest number of rollouts that H_ini is measured on.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("entropy", "reward", "groups/all_wrong")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
+        FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
+        FindingKind("entropy_rising", ENTROPY_EXPLOSION, 700, REMEDIES_HIGH),
+    )
     also_saved: ClassVar[tuple[str, ...]] = ("initial_entropy", "_initial_sum", "_initial_groups", "_initial_seen")
 
     def __init__(
@@ -77,7 +94,7 @@ class EntropyMonitor(Monitor):
         self.smooth, self.trend = smooth, trend
         self.initial_prompts, self.initial_rollouts = initial_prompts, initial_rollouts
         self.initial_entropy: float | None = None
-        """H_ini, nats; None until it is known."""
+        """H_ini in nats; None until it is known."""
         self._initial_sum, self._initial_groups, self._initial_seen = 0.0, 0.0, 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
@@ -115,7 +132,6 @@ class EntropyMonitor(Monitor):
             f"entropy {what}: {now:.3g} nats, {initial:.3g} in the beginning",
             ("entropy", self.smooth, now, bound, initial),
             onset=onset,
-            remedies=REMEDIES_HIGH,
         )
 
     def _rising(self, now: float, initial: float) -> Iterable[Finding]:
@@ -130,7 +146,6 @@ class EntropyMonitor(Monitor):
                 f"entropy rises by {slope:.2g} nats a rollout and passes {bound:.3g} within {self.horizon} rollouts",
                 ("entropy", self.trend, ahead, bound, now),
                 onset=self.step - self.trend,
-                remedies=REMEDIES_HIGH,
             )
 
     def _low(self, step: int, initial: float) -> Iterable[Finding]:
@@ -138,17 +153,17 @@ class EntropyMonitor(Monitor):
         if not self.history.holds("entropy", self.patience, lambda value: value < bound):
             return
         wrong = self.history.mean("groups/all_wrong", self.patience) or 0.0
-        left = wrong > self.unsolved or self.history.fallen("reward")
+        unsolved = wrong > self.unsolved or self.history.fallen("reward")
         now = self.history.mean("entropy", self.patience) or 0.0
         evidence: list[tuple[str, int, float, float, float | None]] = [("entropy", self.patience, now, bound, initial)]
         if wrong > self.unsolved:
             evidence.append(("groups/all_wrong", self.patience, wrong, self.unsolved, None))
         yield self.finding(
             "entropy_low",
-            "critical" if left else "info",
+            "critical" if unsolved else "info",
             f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts"
-            + (" while prompts are left unsolved" if left else ", on prompts that are solved"),
+            + (" while prompts are left unsolved" if unsolved else ", on prompts that are solved"),
             *evidence,
             onset=self.history.began("entropy", lambda value: value < bound, step),
-            remedies=REMEDIES_LOW if left else ("take harder prompts, or end the run",),
+            remedies=None if unsolved else ("take harder prompts, or end the run",),
         )

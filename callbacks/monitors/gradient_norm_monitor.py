@@ -1,4 +1,4 @@
-"""Is every optimizer step of a size that the steps before it make believable?"""
+"""Watches whether each optimizer step has the size that the steps before it lead to expect."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, NO_SIGNAL, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
-REMEDIES = (
+REMEDIES_SPIKES = (
     "halve the learning rate",
     "clip gradients (max_grad_norm)",
     "return to the last checkpoint before the spike",
 )
 
 
-class GradientNormMonitor(Monitor):
+class GradientNormMonitor(ThresholdMonitor):
     """Global gradient norm before clipping against its running median m, and the step against the weights it moves.
 
     Findings: ``non_finite`` (loss, gradient or entropy is NaN or infinite: such steps are always skipped; critical when
@@ -30,17 +32,17 @@ class GradientNormMonitor(Monitor):
     :class:`lit_grpo.learner.optimizer_step.Updater`): weights, optimizer and schedule stay as they are.
 
     Args:
-        window: rollouts of the median.
-        warmup: norms that must be known before one is called a spike. Ours.
+        window: rollouts that the median is taken over.
+        warmup: norms that must be known before one is called a spike.
         spikes: multiple of m.
-        patience: rollouts.
-        skip: multiple of m; the step is left out.
-        skip_spikes: whether it really is.
-        vanished: multiple of m. Ours.
-        vanished_patience: rollouts. Ours.
-        update: share of the weights' norm. Ours: healthy fine-tuning moves them by 1e-5 to 1e-3 a step, and small
-            models that are trained from nothing by up to 0.03.
-        lasts: non-finite rollouts in a row that are critical. Ours.
+        patience: rollouts in a row.
+        skip: multiple of m above which a step is left out.
+        skip_spikes: whether such steps are really left out.
+        vanished: multiple of m.
+        vanished_patience: rollouts in a row.
+        update: share of the weights' norm. Healthy fine-tuning moves them by 1e-5 to 1e-3 a step, and small models that
+            are trained from nothing by up to 0.03.
+        lasts: non-finite rollouts in a row that are critical.
         actions: see :class:`Monitor`.
     """
 
@@ -50,6 +52,33 @@ class GradientNormMonitor(Monitor):
         "update_size",
         "groups/zero_gradient",
         "reward",
+    )
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "non_finite",
+            DiagnosisKind(
+                "non_finite", "NaN or infinity", "a step that overflowed, or weights that are no longer finite"
+            ),
+            rank=100,
+            remedies=(
+                "nothing, if it happens once: the step was left out",
+                "return to the last checkpoint and halve the learning rate",
+                "look for an overflow: log-probabilities of -inf, float16, rewards that are not finite",
+            ),
+        ),
+        FindingKind(
+            "updates_too_large",
+            LEARNING_RATE_TOO_HIGH,
+            rank=500,
+            remedies=("lower the learning rate tenfold", "lengthen the warm-up"),
+        ),
+        FindingKind("gradient_spikes", LEARNING_RATE_TOO_HIGH, 570, REMEDIES_SPIKES),
+        FindingKind(
+            "gradient_vanished",
+            NO_SIGNAL,
+            rank=670,
+            remedies=("check that rewards differ within groups", "check that the policy's weights need gradients"),
+        ),
     )
     also_saved: ClassVar[tuple[str, ...]] = ("_bad", "_skipped", "_norms")
 
@@ -67,23 +96,35 @@ class GradientNormMonitor(Monitor):
         lasts: int = 3,
         actions: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(actions)
+        rule = Rule(
+            "grad_norm",
+            below=vanished,
+            of="usual",
+            reference_rollouts=window,
+            for_rollouts=vanished_patience,
+            name="gradient_vanished",
+            text="the gradient has vanished: its norm is {value:.2g}, usually {reference:.2g}",
+            statistic="mean",
+        )
+        super().__init__([rule], actions)
         positive("GradientNormMonitor", window=window, spikes=spikes, patience=patience, skip=skip, update=update)
         self.window, self.warmup, self.spikes, self.patience = window, warmup, spikes, patience
         self.skip, self.skip_spikes = skip, skip_spikes
-        self.vanished, self.vanished_patience = vanished, vanished_patience
-        self.update, self.lasts = update, lasts
+        self.vanished_patience, self.update, self.lasts = vanished_patience, update, lasts
         self._bad = 0
-        """Rollouts in a row with a number that is none."""
+        """Rollouts in a row with a metric that is not finite."""
         self._skipped = 0.0
         self._norms: dict[str, list[float]] = {}
-        """Norms of single optimizer steps, for the veto."""
+        """Norms of single optimizer steps by metric: the veto comes before they are logged."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._non_finite(step, metrics)
         for key in ("grad_norm", "critic/grad_norm"):
             yield from self._spikes(key, step)
-        yield from self._vanished(step)
+        flat = self.history.mean("groups/zero_gradient", self.vanished_patience)
+        # Without rewards that differ there is nothing that a gradient could come from.
+        if flat is None or flat <= 0.9:
+            yield from super().check(step, metrics)
         size = self.history.now("update_size", step)
         if size is not None and size > self.update:
             yield self.finding(
@@ -94,7 +135,6 @@ class GradientNormMonitor(Monitor):
                 f"an optimizer step moves the weights by {size:.1%} of their norm",
                 ("update_size", 1, size, self.update),
                 onset=self.history.began("update_size", lambda value: value > self.update, step),
-                remedies=("lower the learning rate tenfold", "lengthen the warm-up"),
             )
 
     def _non_finite(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
@@ -102,6 +142,7 @@ class GradientNormMonitor(Monitor):
         bad = [key for key in watched if not math.isfinite(metrics.get(key, 0.0))]
         self._bad = self._bad + 1 if bad else 0
         if bad:
+            # Entropy comes from the forward pass alone: if that is no number, skipping the step does not help.
             lost = "entropy" in bad or self._bad >= self.lasts
             yield self.finding(
                 "non_finite",
@@ -109,11 +150,6 @@ class GradientNormMonitor(Monitor):
                 f"{', '.join(bad)} not finite" + (f" for {self._bad} rollouts" if self._bad > 1 else ""),
                 *((key, 1, metrics[key], math.inf) for key in bad),
                 onset=step - self._bad + 1,
-                remedies=(
-                    "nothing, if it happens once: the step was left out",
-                    "return to the last checkpoint and halve the learning rate",
-                    "look for an overflow: log-probabilities of -inf, float16, rewards that are not finite",
-                ),
             )
 
     def _spikes(self, key: str, step: int) -> Iterable[Finding]:
@@ -130,28 +166,10 @@ class GradientNormMonitor(Monitor):
                 + (f", for {self.patience} rollouts" if many else "; the step was left out" * self.skip_spikes),
                 (f"{key} / median", self.window, now / usual, self.spikes if many else self.skip),
                 onset=self.history.began(key, lambda value: value > self.spikes * usual, step),
-                remedies=REMEDIES,
-            )
-
-    def _vanished(self, step: int) -> Iterable[Finding]:
-        usual = self.history.median("grad_norm", self.window, back=self.vanished_patience)
-        flat = self.history.mean("groups/zero_gradient", self.vanished_patience)
-        if not usual or (flat is not None and flat > 0.9):
-            return
-        bound = self.vanished * usual
-        if self.history.holds("grad_norm", self.vanished_patience, lambda value: value < bound):
-            now = self.history.mean("grad_norm", self.vanished_patience) or 0.0
-            yield self.finding(
-                "gradient_vanished",
-                "warning",
-                f"the gradient has vanished: its norm is {now:.2g}, usually {usual:.2g}",
-                ("grad_norm", self.vanished_patience, now, bound, usual),
-                onset=self.history.began("grad_norm", lambda value: value < bound, step),
-                remedies=("check that rewards differ within groups", "check that the policy's weights need gradients"),
             )
 
     def veto_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> str | None:
-        """Why the optimizer step that is about to be taken should be left out, or None."""
+        """Say why the optimizer step that is about to be taken should be left out; None lets it be taken."""
         reasons = []
         for key in ("grad_norm", "critic/grad_norm"):
             norm, known = metrics.get(key), self._norms.setdefault(key, [])

@@ -1,4 +1,4 @@
-"""The last values of some metrics: medians, windows, and where something began. Plain Python: it costs nothing."""
+"""The last values of some metrics, and the statistics of them that monitors need."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+MAD_TO_STD = 1.4826
+"""Standard deviation of a normal variable over the median of its absolute value."""
+
 
 class History:
-    """Remembers the last ``length`` finite values of each of ``keys``, with the steps at which they were seen.
+    """The last ``length`` finite values of each of ``keys``, with the steps at which they were seen.
+
+    Plain Python throughout: with at most 120 values a key, tensors would cost more than they save.
 
     Args:
         keys: metrics to remember; others are ignored.
@@ -21,11 +26,17 @@ class History:
         self.length = length
         self.steps: dict[str, list[int]] = {key: [] for key in keys}
         self.values: dict[str, list[float]] = {key: [] for key in keys}
+        self.early: dict[str, list[float]] = {}
+        """The first values of the keys for which they are kept."""
+        self._early_length: dict[str, int] = {}
 
-    def watch(self, key: str) -> None:
-        """Remember this key as well."""
+    def watch(self, key: str, early: int = 0) -> None:
+        """Remember this key as well, and for good its first ``early`` values."""
         self.steps.setdefault(key, [])
         self.values.setdefault(key, [])
+        if early:
+            self.early.setdefault(key, [])
+            self._early_length[key] = max(early, self._early_length.get(key, 0))
 
     def push(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add what the step logged. A key it lacks, or has as NaN or infinity, keeps its history as it is."""
@@ -35,43 +46,50 @@ class History:
                 values.append(float(value))
                 self.steps[key].append(step)
                 del values[: -self.length], self.steps[key][: -self.length]
+                if len(self.early.get(key, ())) < self._early_length.get(key, 0):
+                    self.early[key].append(float(value))
 
     def count(self, key: str) -> int:
-        """Values there are."""
+        """Count the values that are known."""
         return len(self.values[key])
 
     def last(self, key: str) -> float | None:
-        """The newest value, or None."""
+        """Return the newest value, or None."""
         values = self.values[key]
         return values[-1] if values else None
 
     def now(self, key: str, step: int) -> float | None:
-        """The value of this very step, or None if it had none."""
+        """Return the value of this very step, or None if it had none."""
         return self.values[key][-1] if self.steps[key] and self.steps[key][-1] == step else None
 
     def window(self, key: str, size: int, back: int = 0) -> list[float]:
-        """The ``size`` values that end ``back`` values before the newest; fewer if there are fewer."""
+        """Return the ``size`` values that end ``back`` values before the newest; fewer if there are fewer."""
         values = self.values[key]
         end = len(values) - back
         return values[max(0, end - size) : max(0, end)]
 
     def mean(self, key: str, size: int, back: int = 0) -> float | None:
-        """Mean of that window; None if it is empty."""
+        """Mean of a :meth:`window`; None if it is empty."""
         values = self.window(key, size, back)
         return fmean(values) if values else None
 
     def median(self, key: str, size: int, back: int = 0) -> float | None:
-        """Median of that window; None if it is empty."""
+        """Median of a :meth:`window`; None if it is empty."""
         values = self.window(key, size, back)
         return median(values) if values else None
 
+    def then_and_now(self, key: str, size: int, ago: int) -> tuple[float, float] | None:
+        """Medians of the first and the last ``size`` of the newest ``ago`` values; None with fewer than ``ago``."""
+        values = self.window(key, ago)
+        return (median(values[:size]), median(values[-size:])) if len(values) == ago else None
+
     def holds(self, key: str, size: int, test: Callable[[float], bool]) -> bool:
-        """Whether the test is true of each of the last ``size`` values, all of which must be there."""
+        """Whether the last ``size`` values are there and the test is true of each."""
         values = self.window(key, size)
         return len(values) == size and all(map(test, values))
 
     def began(self, key: str, test: Callable[[float], bool], default: int) -> int:
-        """Step since which the test has been true of every value without a break; ``default`` if it is not now."""
+        """Find the step since which the test has been true of every value; ``default`` if it is not now."""
         onset = default
         for step, value in zip(reversed(self.steps[key]), reversed(self.values[key]), strict=True):
             if not test(value):
@@ -80,23 +98,22 @@ class History:
         return onset
 
     def best(self, key: str, size: int) -> float | None:
-        """The largest mean of ``size`` values in a row; None with fewer."""
+        """Find the largest mean of ``size`` values in a row; None with fewer."""
         values = self.values[key]
         if len(values) < size:
             return None
         return max(fmean(values[i : i + size]) for i in range(len(values) - size + 1))
 
     def lost(self, key: str, size: int) -> float:
-        """Share of the best mean of ``size`` values that the newest such mean lacks; 0 where that is unknown."""
+        """Return the share of the best mean of ``size`` values that the newest lacks; 0 where that is unknown."""
         best, now = self.best(key, size), self.mean(key, size)
         return 0.0 if best is None or now is None or best <= 0 else max(0.0, 1 - now / best)
 
     def fall(self, key: str, recent: int = 3, before: int = 8) -> tuple[float, float]:
-        """How far the mean of the last ``recent`` values lies below the best mean of ``before`` values ahead of them.
+        """Measure how far the mean of the last ``recent`` values lies below the best of ``before`` in a row ahead.
 
         Returns:
-            The fall as a share of that best, and in standard errors of the difference; the scatter of single values is
-            told from the differences of neighbours, so that a trend does not count as scatter. (0, 0) with too few.
+            The fall as a share of that best, and in standard errors of the difference. (0, 0) with too few values.
         """
         values = self.values[key]
         end = len(values) - recent
@@ -104,9 +121,7 @@ class History:
             return 0.0, 0.0
         now = fmean(values[end:])
         best = max(fmean(values[i - before : i]) for i in range(before, end + 1))
-        steps = [abs(b - a) for a, b in pairwise(values[-40:])]
-        scatter = 1.4826 * median(steps) / math.sqrt(2)
-        error = scatter * math.sqrt(1 / recent + 1 / before)
+        error = _scatter(values) * math.sqrt(1 / recent + 1 / before)
         if best <= 0 or now >= best:
             return 0.0, 0.0
         return 1 - now / best, (best - now) / error if error > 0 else math.inf
@@ -114,20 +129,20 @@ class History:
     def rises(self, key: str, recent: int = 5, before: int = 15, errors: float = 3.0) -> bool:
         """Whether the mean of the last ``recent`` values lies above that of the ``before`` values ahead beyond doubt.
 
-        By ``errors`` standard errors; scatter as in :meth:`fall`. False with too few values.
+        Beyond doubt is by more than ``errors`` standard errors. False with too few values.
         """
         values = self.values[key]
         end = len(values) - recent
         if end < recent:
             return False
         earlier = values[max(0, end - before) : end]
-        scatter = 1.4826 * median(abs(b - a) for a, b in pairwise(values[-40:])) / math.sqrt(2)
-        return fmean(values[end:]) - fmean(earlier) > errors * scatter * math.sqrt(1 / recent + 1 / len(earlier))
+        error = _scatter(values) * math.sqrt(1 / recent + 1 / len(earlier))
+        return fmean(values[end:]) - fmean(earlier) > errors * error
 
     def fallen(self, key: str, share: float = 0.15, errors: float = 4.0) -> bool:
-        """Whether it has lost that share of its best beyond doubt, by :meth:`fall`."""
-        lost, sure = self.fall(key)
-        return lost > share and sure > errors
+        """Whether over ``share`` of its best is lost, by over ``errors`` standard errors; see :meth:`fall`."""
+        lost, in_errors = self.fall(key)
+        return lost > share and in_errors > errors
 
     def slope(self, key: str, size: int) -> float | None:
         """Least-squares slope per step over the last ``size`` values; None with fewer."""
@@ -139,16 +154,26 @@ class History:
         return sum((s - x) * (v - y) for s, v in zip(steps, values, strict=True)) / spread if spread else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types."""
-        return {
+        """As plain types."""
+        state = {
             "steps": {key: list(value) for key, value in self.steps.items()},
             "values": {key: list(value) for key, value in self.values.items()},
         }
+        return state | ({"early": {key: list(value) for key, value in self.early.items()}} if self.early else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave, keys that are watched since included."""
+        """Take what :meth:`state_dict` gave. A key that is watched only since then starts with nothing."""
         for key in state["values"]:
             self.watch(key)
         for key in self.values:
             self.steps[key] = list(state["steps"].get(key, []))
             self.values[key] = list(state["values"].get(key, []))
+        for key in self.early:
+            self.early[key] = list(state.get("early", {}).get(key, []))
+
+
+def _scatter(values: list[float]) -> float:
+    """Standard deviation of single values, from the last 40."""
+    # From the differences of neighbours, so that a trend does not count as scatter, and by a median, so that a jump
+    # does not either.
+    return MAD_TO_STD * median(abs(b - a) for a, b in pairwise(values[-40:])) / math.sqrt(2)

@@ -1,4 +1,4 @@
-"""Confirms late what entropy and reward have said early."""
+"""Watches the KL divergence from the reference, which confirms late what entropy and reward say early."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 
 class KLMonitor(Monitor):
-    """KL to the reference, by k3. Never an alarm of its own.
+    """KL divergence from the reference, by the k3 estimator; never an alarm of its own.
 
     In the runs of 2508.03772 it stayed flat until rollout 1200 while the format was being lost from rollout 580 on. So
     the only finding is ``kl_late``, and only for information: KL has grown to ``growth`` times what it was ``window``
     rollouts ago, after entropy has moved by ``entropy`` and the reward has lost ``lost`` of its best.
 
     Args:
-        growth: multiple. Ours.
-        window: rollouts. Ours.
-        entropy: share of the entropy ``window`` rollouts ago. Ours.
-        lost: share of the best reward. Ours.
-        smooth: rollouts of the medians.
+        growth: multiple of the KL ``window`` rollouts ago.
+        window: rollouts.
+        entropy: share of the entropy ``window`` rollouts ago.
+        lost: share of the best reward.
+        smooth: rollouts that each median is taken over.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("kl/ref_k3", "entropy", "reward")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "kl_late",
+            DiagnosisKind("kl_drift", "far from the reference", "the policy has moved; a late sign"),
+            rank=750,
+            remedies=("none of its own: see the entropy",),
+        ),
+    )
 
     def __init__(
         self,
@@ -41,22 +50,16 @@ class KLMonitor(Monitor):
         self.growth, self.window, self.entropy, self.lost, self.smooth = growth, window, entropy, lost, smooth
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        if min(self.history.count("kl/ref_k3"), self.history.count("entropy")) < self.window:
+        kl = self.history.then_and_now("kl/ref_k3", self.smooth, self.window)
+        entropy = self.history.then_and_now("entropy", self.smooth, self.window)
+        if kl is None or entropy is None or kl[1] <= self.growth * kl[0]:
             return
-        back = self.window - self.smooth
-        kl, kl_then = self.history.median("kl/ref_k3", self.smooth), self.history.median("kl/ref_k3", self.smooth, back)
-        now, then = self.history.median("entropy", self.smooth), self.history.median("entropy", self.smooth, back)
-        assert kl is not None
-        assert kl_then is not None
-        assert now is not None
-        assert then is not None
-        lost = self.history.lost("reward", self.smooth)
-        if kl > self.growth * kl_then and abs(now - then) > self.entropy * then and lost > self.lost:
+        moved = abs(entropy[1] - entropy[0]) > self.entropy * entropy[0]
+        if moved and self.history.lost("reward", self.smooth) > self.lost:
             yield self.finding(
                 "kl_late",
                 "info",
                 "late confirmation: KL to the reference rises after entropy and reward have turned",
-                ("kl/ref_k3", self.window, kl, self.growth * kl_then, kl_then),
+                ("kl/ref_k3", self.window, kl[1], self.growth * kl[0], kl[0]),
                 onset=step - self.window,
-                remedies=("none of its own: see the entropy",),
             )

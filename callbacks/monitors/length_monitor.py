@@ -1,4 +1,4 @@
-"""Do completions grow or shrink without getting better, and do they still end by themselves?"""
+"""Watches whether completions grow or shrink without getting better, and whether they still end by themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 REMEDIES_LONG = (
@@ -13,10 +14,15 @@ REMEDIES_LONG = (
     "add a soft penalty on overlong completions",
     "look at what is truncated",
 )
+LENGTH_EXPLOSION = DiagnosisKind(
+    "length_explosion",
+    "length explosion",
+    "long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
+)
 
 
 class LengthMonitor(Monitor):
-    """Mean length, its gap between incorrect and correct completions, and the share that hits the limit.
+    """Mean length, its gap between incorrect and correct completions, and the share of them that hits the limit.
 
     Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not better;
     critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut; and growth into
@@ -27,24 +33,45 @@ class LengthMonitor(Monitor):
     above ``truncation_once``).
 
     Args:
-        growth: multiple. Ours.
-        fall: multiple. Ours.
-        floor: tokens. Ours; set it where an answer cannot be shorter.
+        growth: multiple of the smallest length within ``trend``.
+        fall: multiple of the largest length within ``trend``.
+        floor: tokens; set it where an answer cannot be shorter.
         trend: rollouts.
         gap: multiple of the mean correct length.
         truncation: share of completions.
         truncation_once: share of completions.
         sudden: multiple of the smallest length of the last ``sudden_within`` rollouts that is critical together with
-            ``truncation_sudden`` cut completions and ``sudden_entropy`` times the smallest entropy. Ours, like these.
+            ``truncation_sudden`` cut completions and ``sudden_entropy`` times the smallest entropy.
         sudden_within: rollouts.
-        sudden_entropy: multiple.
+        sudden_entropy: multiple of the smallest entropy within ``sudden_within``.
         truncation_sudden: share of completions.
-        patience: rollouts.
-        flat: rise of the reward that still counts as none. Ours.
+        patience: rollouts in a row.
+        flat: rise of the reward that still counts as none.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("length", "length/correct", "length/incorrect", "truncated", "reward", "entropy")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind("length_growing", LENGTH_EXPLOSION, 600, REMEDIES_LONG),
+        FindingKind(
+            "length_falling",
+            DiagnosisKind(
+                "length_collapse", "length collapse", "short answers are paid, or the limit punishes long ones"
+            ),
+            rank=605,
+            remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
+        ),
+        FindingKind(
+            "truncated",
+            DiagnosisKind(
+                "truncation",
+                "completions hit the length limit",
+                "the limit is too low, or the policy cannot end",
+            ),
+            rank=640,
+        ),
+        FindingKind("length_gap", LENGTH_EXPLOSION, 650, REMEDIES_LONG),
+    )
 
     def __init__(
         self,
@@ -77,15 +104,16 @@ class LengthMonitor(Monitor):
         yield from self._gap(step)
         yield from self._truncated(step)
 
-    def _better(self, size: int) -> float:
-        """How much the reward has risen over the last ``size`` rollouts."""
+    def _reward_gain(self, size: int) -> float:
+        """Rise of the reward over the last ``size`` rollouts."""
         half = max(1, size // 2)
         now, then = self.history.mean("reward", min(5, half)), self.history.mean("reward", min(5, half), back=size - 5)
         return 0.0 if now is None or then is None else now - then
 
     def _change(self, step: int) -> Iterable[Finding]:
         size = min(self.trend, self.history.count("length"))
-        if size < self.patience:
+        # Medians of three need earlier values to be compared with.
+        if size < max(self.patience, 6):
             return
         now = self.history.median("length", 3)
         values = self.history.window("length", size)
@@ -94,7 +122,7 @@ class LengthMonitor(Monitor):
         high = max(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
         (lost, _), fallen = self.history.fall("reward"), self.history.fallen("reward", errors=5.0)
         cut = self.history.median("truncated", 3) or 0.0
-        if low and now > self.growth * low and self._better(size) < self.flat:
+        if low and now > self.growth * low and self._reward_gain(size) < self.flat:
             bad = fallen or cut > self.truncation_once
             start = self.history.steps["length"][-size:][values.index(min(values))]
             yield self.finding(
@@ -104,7 +132,6 @@ class LengthMonitor(Monitor):
                 ("length", size, now, self.growth * low, low),
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
-                remedies=REMEDIES_LONG,
             )
         if now < self.floor or now < self.fall * high:
             start = self.history.steps["length"][-size:][values.index(max(values))]
@@ -115,11 +142,10 @@ class LengthMonitor(Monitor):
                 ("length", size, now, max(self.floor, self.fall * high), high),
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
-                remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
             )
 
     def _sudden(self, step: int) -> Iterable[Finding]:
-        """Growth into the limit with rising entropy, whatever the reward says: it may be paid for length."""
+        """Look for growth into the limit with rising entropy, whatever the reward says: it may pay for length."""
         history, size = self.history, min(self.sudden_within, self.history.count("length") - 3)
         if size < 5 or history.count("entropy") < size + 3:
             return
@@ -151,24 +177,19 @@ class LengthMonitor(Monitor):
                 "warning",
                 f"incorrect completions are {gap:.3g} tokens longer than correct ones",
                 ("length/incorrect - length/correct", 10, gap, self.gap * right),
-                remedies=REMEDIES_LONG,
             )
             return
-        if min(self.history.count("length/incorrect"), self.history.count("length/correct")) < self.trend:
+        rights, wrongs = (self.history.then_and_now(f"length/{s}", 10, self.trend) for s in ("correct", "incorrect"))
+        if rights is None or wrongs is None:
             return
-        right_before = self.history.median("length/correct", 10, back=self.trend - 10)
-        wrong_before = self.history.median("length/incorrect", 10, back=self.trend - 10)
-        assert right_before is not None
-        assert wrong_before is not None
-        before = wrong_before - right_before
-        if gap > max(1.2 * before, before + 0.1 * right) and self._better(self.trend) < self.flat:
+        before = wrongs[0] - rights[0]
+        if gap > max(1.2 * before, before + 0.1 * right) and self._reward_gain(self.trend) < self.flat:
             yield self.finding(
                 "length_gap",
                 "info",
                 f"incorrect completions grow while the reward is flat: {gap:.3g} tokens longer, {before:.3g} before",
                 ("length/incorrect - length/correct", self.trend, gap, 1.2 * before, before),
                 onset=step - self.trend,
-                remedies=REMEDIES_LONG,
             )
 
     def _truncated(self, step: int) -> Iterable[Finding]:
@@ -179,8 +200,9 @@ class LengthMonitor(Monitor):
         if now > self.truncation_once or lasting:
             bound = self.truncation_once if now > self.truncation_once else self.truncation
             remedies = ["raise the length limit (max_new_tokens)", "add a soft penalty on overlong completions"]
+            # Where most completions are truncated, masking them would leave nearly nothing to learn from.
             if now <= 0.5:
-                remedies.append("mask truncated completions")  # above, nearly nothing would be left
+                remedies.append("mask truncated completions")
             yield self.finding(
                 "truncated",
                 "warning",

@@ -1,4 +1,4 @@
-"""Do engine and learner agree on what was sampled, and does everything that was sampled reach the loss?"""
+"""Watches whether engine and learner agree on what was sampled, and whether all of it reaches the loss."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 REMEDIES = (
@@ -16,12 +17,19 @@ REMEDIES = (
     "check the number format of the engine and of the LM head",
     "correct with token weights capped at 2 (sampler_correction: tis_token)",
 )
+SAMPLER_MISMATCH = DiagnosisKind(
+    "stale_or_mismatched_sampler",
+    "engine and learner disagree",
+    "the engine holds old weights, another template, temperature or number format, or log-probabilities are shifted by "
+    "a token",
+    outlives_rollback=True,
+)
 
 
 class MismatchMonitor(Monitor):
-    """Sampler against learner, on the sampled tokens and before any update; and the way of the tokens into the loss.
+    """Sampler against learner on the sampled tokens, before any update, and the way of these tokens into the loss.
 
-    Findings: ``sampler_mismatch`` (any bound below is left; critical on-policy, where both sides should hold the same
+    Findings: ``sampler_mismatch`` (a bound below is left; critical on-policy, where both sides should hold the same
     weights, or where the effective sample size falls below ``ess_stop``), ``impossible_tokens`` (the engine was sure of
     tokens that the learner holds for impossible: wrong template, tokenizer or weights), ``tokens_missing`` (the
     learner's mask leaves generated tokens out), ``groups_mixed`` (completions of several prompts share a group).
@@ -36,17 +44,43 @@ class MismatchMonitor(Monitor):
         weight_std: standard deviation of c.
         kl: nats, by k1 and k3.
         chi2: mean c^2 - 1.
-        prob_max: largest |pi_old - pi_sampler|, for ``patience`` rollouts in a row. Ours.
-        perplexity: bounds of the learner's perplexity over the sampler's. Ours.
-        impossible: share of impossible tokens that is critical; any at all is a warning. Ours.
-        growth: multiple of the first rollout's mean gap, for ``patience`` rollouts, on-policy. Ours.
-        least: nats; a gap below it is never called grown. Ours.
-        ess_stop: effective sample size that is critical under any staleness.
-        patience: rollouts.
+        prob_max: largest |pi_old - pi_sampler|, for ``patience`` rollouts in a row.
+        perplexity: bounds of the learner's perplexity over the sampler's.
+        impossible: share of impossible tokens that is critical; any at all is a warning.
+        growth: multiple of the first rollout's mean gap, for ``patience`` rollouts in a row, on-policy.
+        least: nats; a mean gap below it is never called grown.
+        ess_stop: effective sample size, as a share, that is critical under any staleness.
+        patience: rollouts in a row.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("mismatch/logprob", "mismatch/prob_max", "mismatch/k3")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind("sampler_mismatch", SAMPLER_MISMATCH, 200, REMEDIES),
+        FindingKind("impossible_tokens", SAMPLER_MISMATCH, 210, REMEDIES),
+        FindingKind(
+            "tokens_missing",
+            DiagnosisKind(
+                "plumbing_mask",
+                "generated tokens are missing from the loss",
+                "a mask made from token ids instead of lengths, so that the end token counts as padding",
+                outlives_rollback=True,
+            ),
+            rank=220,
+            remedies=("make masks from lengths, never from token ids: the end token may equal the padding token",),
+        ),
+        FindingKind(
+            "groups_mixed",
+            DiagnosisKind(
+                "plumbing_groups",
+                "groups mix prompts",
+                "group ids were shuffled or completions were reordered without them",
+                outlives_rollback=True,
+            ),
+            rank=230,
+            remedies=("keep completions, rewards and group ids in one order; shuffle whole groups only",),
+        ),
+    )
     also_saved: ClassVar[tuple[str, ...]] = ("_first_gap",)
 
     def __init__(
@@ -79,9 +113,9 @@ class MismatchMonitor(Monitor):
         if self._first_gap is None and step == 1:
             self._first_gap = metrics["mismatch/logprob"]
         stale = metrics.get("staleness", 0.0) > 0
-        left = [e for e in self._bounds(metrics) if not math.isnan(e.value)]
+        left = self._bounds_left(metrics)
         if not stale:
-            left += self._grown(step)
+            left += self._grown()
         if left:
             starved = metrics.get("mismatch/ess", 1.0) < self.ess_stop
             known = self.history.window("mismatch/logprob", self.memory)
@@ -94,7 +128,8 @@ class MismatchMonitor(Monitor):
                 f"engine and learner disagree on the sampled tokens ({names})",
                 *left,
                 onset=onset,
-                remedies=REMEDIES[-1:] + REMEDIES[:-1] if stale else REMEDIES,
+                # Old weights are meant where rollouts are stale: to correct for them is then the first remedy.
+                remedies=REMEDIES[-1:] + REMEDIES[:-1] if stale else None,
             )
         share = metrics.get("mismatch/impossible", 0.0)
         if share > 0:
@@ -103,11 +138,9 @@ class MismatchMonitor(Monitor):
                 "critical" if share > self.impossible and not stale else "warning",
                 f"{share:.2%} of the tokens were likely for the engine and impossible for the learner",
                 ("mismatch/impossible", 1, share, self.impossible),
-                remedies=REMEDIES,
             )
 
-    def _bounds(self, metrics: Mapping[str, float]) -> list[Evidence]:
-        """The bounds that this rollout leaves."""
+    def _bounds_left(self, metrics: Mapping[str, float]) -> list[Evidence]:
         found: list[Evidence] = []
 
         def outside(key: str, value: float, low: float, high: float, window: int = 1) -> None:
@@ -128,7 +161,7 @@ class MismatchMonitor(Monitor):
             outside("mismatch/prob_max", metrics.get("mismatch/prob_max", nan), -inf, self.prob_max, self.patience)
         return found
 
-    def _grown(self, step: int) -> list[Evidence]:
+    def _grown(self) -> list[Evidence]:
         if self._first_gap is None:
             return []
         bound = max(self.growth * self._first_gap, self.least)
@@ -145,7 +178,6 @@ class MismatchMonitor(Monitor):
                 "critical",
                 f"{missing:.1%} of the generated tokens are not in the learner's mask",
                 ("tokens/missing", 1, missing, 0.0),
-                remedies=("make masks from lengths, never from token ids: the end token may equal the padding token",),
             )
         mixed = metrics.get("groups/mixed_prompts", 0.0)
         if mixed != 0:
@@ -154,5 +186,4 @@ class MismatchMonitor(Monitor):
                 "critical",
                 f"{mixed:.1%} of the completions are in a group of another prompt",
                 ("groups/mixed_prompts", 1, mixed, 0.0),
-                remedies=("keep completions, rewards and group ids in one order; shuffle whole groups only",),
             )

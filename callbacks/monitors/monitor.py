@@ -1,8 +1,9 @@
-"""What all monitors share: numbers in, findings out; the same on every rank; state that survives a checkpoint."""
+"""The base of all monitors, which makes findings from logged metrics, and what its subclasses need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 from lit_grpo.callbacks.diagnosis.actions import Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Evidence, Finding, Severity
+from lit_grpo.callbacks.diagnosis.kinds import FindingKind, declare, finding_kind
 from lit_grpo.callbacks.monitors.history import History
 from lit_grpo.errors import UserError
 
@@ -17,25 +19,27 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 Numbers = tuple[str, int, float, float] | tuple[str, int, float, float, float | None]
-"""What :class:`Evidence` is made from."""
+"""The fields of an :class:`Evidence`: metric, window, value, threshold[, before]."""
 
 REARM = 10
-"""An alarm that has not held for this many rollouts is over: the next one is a new finding."""
+"""Rollouts after which an alarm that does not hold any more is over, so that the next one is a new finding."""
 
 
 class Monitor(pl.Callback):
     """Watches some logged metrics and raises findings.
 
-    A subclass names what it reads in ``keys`` and says in :meth:`check` which alarms hold now. Everything else is here:
-    an alarm that goes on is one finding, raised again only when it gets graver or comes back.
+    A subclass names the metrics it reads in ``keys`` and what it can find in ``findings``, and says in :meth:`check`
+    which alarms hold now. Everything else is here: an alarm that goes on is one finding, which is raised again only
+    when it gets graver or comes back. A bound on one metric needs no subclass, see
+    :class:`lit_grpo.callbacks.ThresholdMonitor`.
 
-    It works alone in any Lightning project: ``Trainer(callbacks=[EntropyMonitor()])``. The metrics come from
+    A monitor works alone in any Lightning project: ``Trainer(callbacks=[EntropyMonitor()])``. The metrics come from
     ``pl_module.step_metrics`` (a ``dict[str, float]`` of the last training step) if the module has it, else from
     ``trainer.callback_metrics``, under the keys of docs/metrics.md; a monitor whose keys are not logged is silent. One
     training batch is one step. With several processes the numbers of rank 0 decide, so all ranks do the same.
 
-    Together with others it belongs into :class:`lit_grpo.callbacks.HealthMonitor`, which makes one diagnosis of what
-    all of them find, and can roll back.
+    Several monitors belong into a :class:`lit_grpo.callbacks.HealthMonitor`, which makes one diagnosis of what all of
+    them find, and can roll back.
 
     Args:
         actions: what to do, ``log`` or ``stop``, by severity or name of a diagnosis. Left out: ``log`` for ``info`` and
@@ -43,25 +47,31 @@ class Monitor(pl.Callback):
     """
 
     keys: ClassVar[tuple[str, ...]] = ()
-    """Metrics it reads."""
+    """Metrics that the monitor reads from its history."""
+    findings: ClassVar[tuple[FindingKind, ...]] = ()
+    """Kinds of findings that the monitor raises. One that is left out becomes a diagnosis of its own name."""
     memory: ClassVar[int] = 120
-    """Values of each that it remembers."""
+    """Values of each key that are remembered."""
     also_saved: ClassVar[tuple[str, ...]] = ()
-    """Further attributes of plain types that are part of its state."""
+    """Names of further attributes, of plain types, that are part of the state."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        declare(cls.findings)
 
     def __init__(self, actions: dict[str, str] | None = None) -> None:
         self.actions: Actions = check_actions(actions, type(self).__name__, alone=True)
         self.history = History(self.keys, self.memory)
         self.step = 0
-        """Rollouts trained on when it last looked."""
+        """Rollouts trained on when metrics were last observed."""
         self._active: dict[str, tuple[Finding, int]] = {}
-        """The finding of each kind that still counts, and when it was last seen."""
+        """The last finding of each kind, and the step at which it was last seen."""
         self._journal: Journal | None = None
 
-    # What a subclass writes.
+    # For subclasses.
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        """All alarms that hold at this step. ``self.history`` already holds the step's numbers.
+        """Return all alarms that hold at this step, new or not. ``self.history`` already has the step's numbers.
 
         Args:
             step: rollouts trained on, from 1.
@@ -76,19 +86,29 @@ class Monitor(pl.Callback):
         explanation: str,
         *evidence: Numbers,
         onset: int | None = None,
-        remedies: tuple[str, ...] = (),
+        remedies: tuple[str, ...] | None = None,
     ) -> Finding:
-        """A finding at the present step; each evidence is (metric, window, value, threshold[, before])."""
+        """Make a finding of the present step.
+
+        Args:
+            kind: name of a :class:`lit_grpo.callbacks.FindingKind`.
+            severity: ``info``, ``warning`` or ``critical``.
+            explanation: one sentence.
+            evidence: (metric, window, value, threshold[, before]) of each number behind it.
+            onset: step at which it began; this one if left out.
+            remedies: what to do, best first; those of the declared kind if left out.
+        """
+        remedies = finding_kind(kind).remedies if remedies is None else remedies
         onset = self.step if onset is None else min(onset, self.step)
         numbers = tuple(Evidence(*one) for one in evidence)
         return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies)
 
-    # What replays.
+    # Replay.
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Look at the numbers of one step; the alarms that are new.
+        """Take the numbers of one step and return the findings that are new.
 
-        Needs no Lightning: a recorded run is replayed by calling it with one step after the other.
+        It needs no Lightning: a recorded run is replayed by calling it with one step after the other.
         """
         self.step = step
         self.history.push(step, metrics)
@@ -97,30 +117,20 @@ class Monitor(pl.Callback):
             known, seen = self._active.get(found.kind, (None, step))
             if known is not None and step - seen <= REARM:
                 graver = SEVERITIES.index(found.severity) > SEVERITIES.index(known.severity)
-                onset = min(known.onset, found.onset)
                 if not graver:
-                    # It goes on: what was said first still holds, the time it was seen moves on.
+                    # The alarm goes on: the first finding still holds, only the time at which it was seen moves.
                     self._active[found.kind] = (known, step)
                     continue
-                found = Finding(
-                    found.monitor,
-                    found.kind,
-                    found.step,
-                    onset,
-                    found.severity,
-                    found.evidence,
-                    found.explanation,
-                    found.remedies,
-                )
+                found = replace(found, onset=min(known.onset, found.onset))
             self._active[found.kind] = (found, step)
             new.append(found)
         return new
 
     def active(self) -> list[Finding]:
-        """Findings that hold, or held in the last rollouts."""
+        """Return the findings that hold, or held within the last :data:`REARM` rollouts."""
         return [found for found, seen in self._active.values() if self.step - seen <= REARM]
 
-    # Lightning.
+    # Hooks of Lightning.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -132,8 +142,9 @@ class Monitor(pl.Callback):
         new = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
         diagnosis = merge(self.active()) if new else None
         if diagnosis is not None and self._journal is not None:
-            grave = any(found.severity == diagnosis.severity for found in new)
-            action = chosen(self.actions, diagnosis) if grave else "log"
+            # A milder finding that joins an alarm must not repeat the action that was taken on that.
+            gravest = any(found.severity == diagnosis.severity for found in new)
+            action = chosen(self.actions, diagnosis) if gravest else "log"
             act(trainer, self._journal, new, diagnosis, action, type(self).__name__)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,12 +168,12 @@ class Monitor(pl.Callback):
 
 
 def trained_rollouts(trainer: Trainer) -> int:
-    """Rollouts trained on since the run began, resumed parts included."""
+    """Count the rollouts trained on since the run began, resumed parts included."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def read_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-    """The numbers of the last training step, and the last evaluation's under ``val/``; rank 0's on every rank."""
+    """Return the metrics of the last training step, and of the last evaluation under ``val/``, alike on every rank."""
     own = getattr(pl_module, "step_metrics", None)
     logged = trainer.callback_metrics
     if own is None:
@@ -170,6 +181,7 @@ def read_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, floa
     else:
         values = {key: float(value) for key, value in logged.items() if key.startswith("val/")} | dict(own)
     if trainer.world_size > 1:
+        # Rank 0 decides for all: ranks that acted on numbers of their own would not stop or roll back together.
         values = trainer.strategy.broadcast(values)
     return values
 
@@ -178,7 +190,7 @@ def positive(where: str, **values: float) -> None:
     """Refuse thresholds and windows that are not above 0.
 
     Raises:
-        UserError: names the first.
+        UserError: names the first of them.
     """
     for name, value in values.items():
         if not value > 0:

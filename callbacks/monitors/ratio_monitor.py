@@ -1,4 +1,4 @@
-"""How far does the policy move on one rollout, and is it itself before the first update?"""
+"""Watches how far the policy moves on one rollout, and whether it equals itself before the first update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
 REMEDIES = ("take fewer updates on each rollout", "lower the learning rate", "lower clip_high and clip_low")
 REMEDIES_FAULT = (
@@ -14,26 +16,32 @@ REMEDIES_FAULT = (
     "apply the temperature in both passes",
     "use the same kernels and number format in both passes",
 )
+PLUMBING_RATIO = DiagnosisKind(
+    "plumbing_ratio",
+    "the policy differs from itself before the first update",
+    "dropout, temperature or kernels differ between passes",
+    outlives_rollback=True,
+)
 
 
-class RatioMonitor(Monitor):
-    """Importance ratio, KL between the policy before and after, clip fractions by side.
+class RatioMonitor(ThresholdMonitor):
+    """Importance ratio, KL divergence between the policy before and after, and clip fractions by side.
 
     Findings: ``first_update_ratio`` and ``first_update_clip`` (with one optimizer step a rollout ratio and clip
     fractions are known beforehand: 1 and 0; anything else is a fault in the code that computes them),
     ``policy_change`` (mean |ratio - 1| above ``gap``, KL(old || new) by k3 above ``kl``, or mean |pi - pi_old| doubled
     within ``double_within`` rollouts while above ``delta``), ``clipping`` (a clip fraction above ``clip``, or one side
-    more than ``one_sided`` times the other). ``clipping`` alone is no diagnosis; it is evidence for others.
+    more than ``one_sided`` times the other). ``clipping`` is only evidence for other findings.
 
     Args:
         first_gap: bound on mean |ratio - 1| of a single update: rounding, 1e-6 in float32 and 1e-2 in bfloat16.
         gap: the clip range, usually 0.2.
         kl: nats.
         double_within: rollouts.
-        delta: mean |pi - pi_old| below which doubling says nothing. Ours.
+        delta: mean |pi - pi_old| below which doubling says nothing.
         clip: share of tokens; raise it to 0.2 for GSPO, whose sequence clip stops 10 to 15 %.
-        one_sided: multiple.
-        patience: rollouts that ``gap``, ``kl`` and ``clip`` must be exceeded in a row. Ours.
+        one_sided: multiple of the other side's clip fraction.
+        patience: rollouts in a row in which ``gap``, ``kl`` or ``clip`` must be exceeded.
         actions: see :class:`Monitor`.
     """
 
@@ -45,6 +53,12 @@ class RatioMonitor(Monitor):
         "policy/delta_prob_abs",
         "optimizer_steps",
         "skipped_steps",
+    )
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind("first_update_ratio", PLUMBING_RATIO, 240, REMEDIES_FAULT),
+        FindingKind("first_update_clip", PLUMBING_RATIO, 250, REMEDIES_FAULT),
+        FindingKind("policy_change", LEARNING_RATE_TOO_HIGH, 580, REMEDIES),
+        FindingKind("clipping", LEARNING_RATE_TOO_HIGH, 720, REMEDIES),
     )
 
     def __init__(
@@ -59,20 +73,43 @@ class RatioMonitor(Monitor):
         patience: int = 3,
         actions: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(actions)
+        self._change_rules = [
+            Rule(
+                key,
+                above=bound,
+                for_rollouts=patience,
+                name="policy_change",
+                text="the policy moves far on one rollout: {key} {value:.2g}",
+            )
+            for key, bound in (("ratio/gap", gap), ("kl/old_k3", kl))
+        ]
+        self._clip_rules = {
+            side: Rule(
+                side,
+                above=clip,
+                for_rollouts=patience,
+                severity="info",
+                name="clipping",
+                text="{value:.1%} of the tokens are stopped at {key}",
+                remedies=(*REMEDIES, "if rare tokens are clipped (clip/old_prob is low): clip_high 0.28, or cispo"),
+                statistic="median",
+            )
+            for side in ("clip/low", "clip/high")
+        }
+        super().__init__([*self._change_rules, *self._clip_rules.values()], actions)
         positive("RatioMonitor", first_gap=first_gap, gap=gap, kl=kl, clip=clip, one_sided=one_sided, patience=patience)
-        self.first_gap, self.gap, self.kl, self.double_within, self.delta = first_gap, gap, kl, double_within, delta
-        self.clip, self.one_sided, self.patience = clip, one_sided, patience
+        self.first_gap, self.double_within, self.delta = first_gap, double_within, delta
+        self.one_sided, self.patience = one_sided, patience
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        if self._single(step):
+        if self._had_one_update(step):
             yield from self._faults(metrics)
             return
         yield from self._change(step)
-        yield from self._clipping(step)
+        yield from self._clipping()
 
-    def _single(self, step: int) -> bool:
-        """Whether this rollout had one optimizer step, or none. False where that is not logged."""
+    def _had_one_update(self, step: int) -> bool:
+        """Whether this rollout had at most one optimizer step. False where that is not logged."""
         taken = 0.0
         for key in ("optimizer_steps", "skipped_steps"):
             values = self.history.window(key, 2)
@@ -92,7 +129,6 @@ class RatioMonitor(Monitor):
                 "critical",
                 f"the ratio of the first update is not 1: mean |ratio - 1| is {gap:.2g}",
                 ("ratio/gap", 1, gap, self.first_gap),
-                remedies=REMEDIES_FAULT,
             )
         for side in ("clip/low", "clip/high"):
             share = metrics.get(side, 0.0)
@@ -102,49 +138,29 @@ class RatioMonitor(Monitor):
                     "critical",
                     f"tokens are clipped in the first update, where the ratio is 1: {side} {share:.2g}",
                     (side, 1, share, 0.0),
-                    remedies=REMEDIES_FAULT,
                 )
 
     def _change(self, step: int) -> Iterable[Finding]:
-        for key, bound in (("ratio/gap", self.gap), ("kl/old_k3", self.kl)):
-            # mypy gives a lambda with a default no type.
-            if self.history.holds(key, self.patience, lambda value, bound=bound: value > bound):  # type: ignore[misc]
-                value = self.history.last(key) or 0.0
-                yield self.finding(
-                    "policy_change",
-                    "warning",
-                    f"the policy moves far on one rollout: {key} {value:.2g}",
-                    (key, self.patience, value, bound),
-                    # mypy gives a lambda with a default no type.
-                    onset=self.history.began(key, lambda value, bound=bound: value > bound, step),  # type: ignore[misc]
-                    remedies=REMEDIES,
-                )
-                return
+        if far := [found for rule in self._change_rules for found in self.apply(rule)]:
+            yield far[0]
+            return
         key = "policy/delta_prob_abs"
-        now, then = self.history.median(key, 3), self.history.median(key, 3, back=self.double_within - 3)
-        enough = self.history.count(key) >= self.double_within
-        if enough and now is not None and then is not None and now > max(2 * then, self.delta):
+        change = self.history.then_and_now(key, 3, self.double_within)
+        if change is not None and change[1] > max(2 * change[0], self.delta):
+            then, now = change
             yield self.finding(
                 "policy_change",
                 "info",
                 f"the policy moves twice as far on a rollout as {self.double_within} rollouts ago",
                 (key, self.double_within, now, 2 * then, then),
                 onset=step - self.double_within,
-                remedies=REMEDIES,
             )
 
-    def _clipping(self, step: int) -> Iterable[Finding]:
+    def _clipping(self) -> Iterable[Finding]:
         low, high = (self.history.median(side, self.patience) or 0.0 for side in ("clip/low", "clip/high"))
         for side, share, other in (("clip/low", low, high), ("clip/high", high, low)):
-            if self.history.holds(side, self.patience, lambda value: value > self.clip):
-                yield self.finding(
-                    "clipping",
-                    "info",
-                    f"{share:.1%} of the tokens are stopped at {side}",
-                    (side, self.patience, share, self.clip),
-                    onset=self.history.began(side, lambda value: value > self.clip, step),
-                    remedies=(*REMEDIES, "if rare tokens are clipped (clip/old_prob is low): clip_high 0.28, or cispo"),
-                )
+            if stopped := self.apply(self._clip_rules[side]):
+                yield from stopped
                 return
             if share > 0.03 and share > self.one_sided * other:
                 yield self.finding(
@@ -152,6 +168,5 @@ class RatioMonitor(Monitor):
                     "info",
                     f"clipping is one-sided: {side} {share:.1%}, the other side {other:.1%}",
                     (side, self.patience, share, self.one_sided * other),
-                    remedies=REMEDIES,
                 )
                 return

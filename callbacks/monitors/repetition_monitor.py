@@ -1,4 +1,4 @@
-"""Do completions say the same thing over and over?"""
+"""Watches whether completions repeat themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 
@@ -13,17 +14,28 @@ class RepetitionMonitor(Monitor):
     """Repeated 4-grams, runs of one token, and one token that fills most of an answer.
 
     Findings: ``repetition``, critical when a bound is exceeded for ``patience`` rollouts. Long runs of token 0
-    (``!!!!`` for many tokenizers) are how weights that are lost look from outside.
+    (``!!!!`` for many tokenizers) are what weights that are lost look like from outside.
 
     Args:
-        repeated: share of 4-grams seen before in the same completion.
-        run: share of a completion taken by one run of a token. Ours.
-        top_token: share of a completion taken by one token. Ours.
-        patience: rollouts. Ours.
+        repeated: share of 4-grams that were seen before in the same completion.
+        run: share of a completion that is one run of a token.
+        top_token: share of a completion that is one token.
+        patience: rollouts in a row.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("repetition", "repetition/run", "repetition/top_token")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "repetition",
+            DiagnosisKind("repetition", "completions repeat themselves", "the policy has degenerated"),
+            rank=630,
+            remedies=(
+                "return to the last checkpoint before the onset",
+                "if it follows a weight sync, check that the engine got all weights",
+            ),
+        ),
+    )
 
     def __init__(
         self,
@@ -54,8 +66,4 @@ class RepetitionMonitor(Monitor):
             "completions repeat themselves",
             *((key, self.patience if lasts else 1, self.history.last(key) or 0.0, self.bounds[key]) for key in over),
             onset=self.history.began(first, lambda value: value > self.bounds[first], step),
-            remedies=(
-                "return to the last checkpoint before the onset",
-                "if it follows a weight sync, check that the engine got all weights",
-            ),
         )

@@ -1,4 +1,4 @@
-"""Does the reward still stand for the thing that is wanted?"""
+"""Watches whether the reward still stands for what is wanted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 NO_TERMS = ("reward/std", "reward/contradiction")
+"""Metrics that are named like a term of the reward and are none."""
 REMEDIES = (
     "read 20 completions with a high reward: what do they have in common?",
     "lower the weight of the term that rises, or pay it only where the other is earned",
     "return to the best held-out checkpoint and stop",
+)
+REWARD_HACKING = DiagnosisKind(
+    "reward_hacking",
+    "the reward rises without the thing it stands for",
+    "one reward term can be had without solving the task",
 )
 
 
@@ -27,10 +34,10 @@ class RewardHackingMonitor(Monitor):
     2508.03772 marks the onset of a collapse at 9 of 10).
 
     Args:
-        window: rollouts. Ours.
-        rise: in units of the reward term. Ours.
-        fall: share of what the term was. Ours.
-        smooth: rollouts of the means that are compared.
+        window: rollouts.
+        rise: in units of the reward term.
+        fall: share of what the term was.
+        smooth: rollouts that each mean is taken over.
         train_window: rollouts.
         train_rise: in units of the reward.
         errors: standard errors.
@@ -41,6 +48,16 @@ class RewardHackingMonitor(Monitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = ("reward", "val/reward")
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind("reward_terms_diverge", REWARD_HACKING, 550, REMEDIES),
+        FindingKind("held_out_falls", REWARD_HACKING, 555, REMEDIES),
+        FindingKind(
+            "format_lost",
+            REWARD_HACKING,
+            rank=660,
+            remedies=("look at the entropy: it turns at the same time", "weigh conflicting tokens (recipe gtpo)"),
+        ),
+    )
 
     def __init__(
         self,
@@ -66,7 +83,8 @@ class RewardHackingMonitor(Monitor):
         for key in metrics:
             if key.startswith("reward/") and key not in NO_TERMS:
                 self.history.watch(key)
-        if metrics.get("val/reward") == self.history.last("val/reward"):  # the last evaluation's, logged again
+        # Between two evaluations the last one's reward is logged again with every step.
+        if metrics.get("val/reward") == self.history.last("val/reward"):
             metrics = {key: value for key, value in metrics.items() if key != "val/reward"}
         return super().observe(step, metrics)
 
@@ -76,7 +94,7 @@ class RewardHackingMonitor(Monitor):
         yield from self._format(step)
 
     def _means(self, key: str) -> list[float]:
-        """Means of ``smooth`` rollouts, oldest first, over the window."""
+        """Means of ``smooth`` rollouts in a row, oldest first, over the window."""
         values = self.history.window(key, self.window)
         return [math.fsum(values[i : i + self.smooth]) / self.smooth for i in range(len(values) - self.smooth + 1)]
 
@@ -97,7 +115,6 @@ class RewardHackingMonitor(Monitor):
                         (up, self.window, high[-1], high[since] + self.rise, high[since]),
                         (down, self.window, low[-1], (1 - self.fall) * best, best),
                         onset=self.history.steps[down][-self.window :][peak] + self.smooth - 1,
-                        remedies=REMEDIES,
                     )
                     return
 
@@ -119,7 +136,6 @@ class RewardHackingMonitor(Monitor):
                 ("reward", size, now, then + self.train_rise, then),
                 ("val/reward", len(held), held[-1], best - self.errors * error, best),
                 onset=self.history.steps["val/reward"][held.index(best)],
-                remedies=REMEDIES,
             )
 
     def _format(self, step: int) -> Iterable[Finding]:
@@ -133,5 +149,4 @@ class RewardHackingMonitor(Monitor):
                 f"{self.format_key} fell to {now:.2g} from {best:.2g}: an early sign of collapse",
                 (self.format_key, self.smooth, now, self.format_share * best, best),
                 onset=self.history.began(self.format_key, lambda value: value < best, step),
-                remedies=("look at the entropy: it turns at the same time", "weigh conflicting tokens (recipe gtpo)"),
             )

@@ -1,4 +1,4 @@
-"""Is there anything to learn from, and can the rewards be believed?"""
+"""Watches how many groups have a gradient, and whether rewards contradict themselves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
+
+REWARD_NOISE = DiagnosisKind(
+    "reward_noise",
+    "rewards contradict themselves",
+    "a random or broken verifier: equal completions are judged differently",
+    outlives_rollback=True,
+)
+VERIFIER_FAILURE = DiagnosisKind(
+    "verifier_failure",
+    "rewards time out or fail",
+    "the verifier hangs, crashes or is overloaded",
+    outlives_rollback=True,
+)
 
 
-class SignalMonitor(Monitor):
+class SignalMonitor(ThresholdMonitor):
     """Groups without a gradient, the batch that is left, and rewards that contradict themselves.
 
     Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
@@ -26,14 +41,14 @@ class SignalMonitor(Monitor):
     Args:
         zero_gradient: share of groups.
         all_wrong: share of groups.
-        hopeless: share of groups. Ours.
-        patience: rollouts. Ours.
+        hopeless: share of groups.
+        patience: rollouts in a row.
         batch: groups with a gradient.
-        smooth: rollouts of the median.
-        noise: share of contradicting pairs that is critical. Ours.
-        pairs: contradicting pairs in the last ``smooth`` rollouts that are enough to say so. Ours.
-        inverted: share of groups, for ``smooth`` rollouts. Ours: chance alone gives 0.5.
-        failures: share of completions; critical above one half. Ours.
+        smooth: rollouts that medians are taken over.
+        noise: share of contradicting pairs that is critical.
+        pairs: contradicting pairs within ``smooth`` rollouts from which on there is a finding.
+        inverted: share of groups, for ``smooth`` rollouts in a row. Chance alone gives 0.5.
+        failures: share of completions; critical above one half.
         actions: see :class:`Monitor`.
     """
 
@@ -46,6 +61,42 @@ class SignalMonitor(Monitor):
         "reward/contradiction",
         "advantage/contradiction",
         "advantage/inverted",
+    )
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "reward_failures",
+            VERIFIER_FAILURE,
+            rank=300,
+            remedies=("raise the reward's time limit", "look at the completions it fails on"),
+        ),
+        FindingKind(
+            "reward_noise",
+            REWARD_NOISE,
+            rank=310,
+            remedies=(
+                "judge the same completion twice and mend the reward until both verdicts agree",
+                "if the reward is drawn on purpose, average several draws",
+            ),
+        ),
+        FindingKind(
+            "reward_inverted",
+            REWARD_NOISE,
+            rank=320,
+            remedies=("look for a flipped sign or flipped labels between the reward and the advantage",),
+        ),
+        FindingKind(
+            "all_wrong",
+            NO_SIGNAL,
+            rank=610,
+            remedies=("take easier prompts, or filter them by pass rate", "take larger groups", "train format first"),
+        ),
+        FindingKind(
+            "zero_gradient",
+            NO_SIGNAL,
+            rank=620,
+            remedies=("sample until groups are mixed (recipe dapo)", "filter prompts by pass rate", "larger groups"),
+        ),
+        FindingKind("small_batch", NO_SIGNAL, 710, ("more prompts in each rollout (prompts_per_rollout)",)),
     )
 
     def __init__(
@@ -62,20 +113,27 @@ class SignalMonitor(Monitor):
         failures: float = 0.1,
         actions: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(actions)
+        rule = Rule(
+            "advantage/inverted",
+            above=inverted,
+            for_rollouts=smooth,
+            severity="critical",
+            name="reward_inverted",
+            text="in {value:.0%} of the groups the better completions have the smaller advantage",
+            statistic="mean",
+        )
+        super().__init__([rule], actions)
         positive("SignalMonitor", zero_gradient=zero_gradient, patience=patience, smooth=smooth, pairs=pairs)
         self.zero_gradient, self.all_wrong, self.hopeless, self.patience = zero_gradient, all_wrong, hopeless, patience
-        self.batch, self.smooth, self.noise, self.pairs = batch, smooth, noise, pairs
-        self.inverted, self.failures = inverted, failures
+        self.batch, self.smooth, self.noise, self.pairs, self.failures = batch, smooth, noise, pairs, failures
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._groups(step)
         yield from self._noise("reward/contradiction", "rewards")
-        if not math.isfinite(
-            metrics.get("value/outside", math.nan)
-        ):  # else the critic's values are in the advantages: CriticMonitor's concern
+        # With a critic its values are in the advantages, and contradictions are the CriticMonitor's concern.
+        if not math.isfinite(metrics.get("value/outside", math.nan)):
             yield from self._noise("advantage/contradiction", "advantages")
-        yield from self._inverted()
+        yield from super().check(step, metrics)
         yield from self._failures(metrics)
 
     def _groups(self, step: int) -> Iterable[Finding]:
@@ -93,11 +151,6 @@ class SignalMonitor(Monitor):
                 f"{wrong:.0%} of the groups have no completion with a reward",
                 ("groups/all_wrong", size, wrong, self.hopeless if lasts else self.all_wrong),
                 onset=history.began("groups/all_wrong", lambda value: value > self.all_wrong, step),
-                remedies=(
-                    "take easier prompts, or filter them by pass rate",
-                    "take larger groups",
-                    "train format first",
-                ),
             )
         elif zero > self.zero_gradient:
             solved = right is not None and right > zero / 2
@@ -108,11 +161,6 @@ class SignalMonitor(Monitor):
                 + (", most of them because they are solved" if solved else ""),
                 ("groups/zero_gradient", size, zero, self.zero_gradient),
                 onset=history.began("groups/zero_gradient", lambda value: value > self.zero_gradient, step),
-                remedies=(
-                    "sample until groups are mixed (recipe dapo)",
-                    "filter prompts by pass rate",
-                    "larger groups",
-                ),
             )
         groups = history.last("groups/count")
         if groups is not None and groups * (1 - zero) < self.batch:
@@ -121,13 +169,12 @@ class SignalMonitor(Monitor):
                 "info",
                 f"{groups * (1 - zero):.0f} groups of a rollout have a gradient: a small batch",
                 ("groups/count mixed", size, groups * (1 - zero), self.batch),
-                remedies=("more prompts in each rollout (prompts_per_rollout)",),
             )
 
     def _noise(self, key: str, what: str) -> Iterable[Finding]:
         history = self.history
         pairs = dict(zip(history.steps["groups/equal_pairs"], history.values["groups/equal_pairs"], strict=True))
-        # By step: a rollout without an equal pair logs no share.
+        # Matched by step, since a rollout without an equal pair logs no share.
         both = [(pairs.get(s, 0.0), v) for s, v in zip(history.steps[key], history.values[key], strict=True)]
         recent = both[-self.smooth :]
         against, total = sum(n * share for n, share in recent), sum(n for n, _ in recent)
@@ -140,23 +187,7 @@ class SignalMonitor(Monitor):
             f"{share:.1%} of the pairs of equal completions get different {what}",
             (key, len(recent), share, self.noise),
             onset=history.began(key, lambda value: value > 0, self.step),
-            remedies=(
-                "judge the same completion twice and mend the reward until both verdicts agree",
-                "if the reward is drawn on purpose, average several draws",
-            ),
         )
-
-    def _inverted(self) -> Iterable[Finding]:
-        if self.history.holds("advantage/inverted", self.smooth, lambda value: value > self.inverted):
-            share = self.history.mean("advantage/inverted", self.smooth) or 0.0
-            yield self.finding(
-                "reward_inverted",
-                "critical",
-                f"in {share:.0%} of the groups the better completions have the smaller advantage",
-                ("advantage/inverted", self.smooth, share, self.inverted),
-                onset=self.history.began("advantage/inverted", lambda value: value > self.inverted, self.step),
-                remedies=("look for a flipped sign or flipped labels between the reward and the advantage",),
-            )
 
     def _failures(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
         for key, value in sorted(metrics.items()):
@@ -166,6 +197,5 @@ class SignalMonitor(Monitor):
                     "critical" if value > 0.5 else "warning",
                     f"{value:.0%} of the completions were not judged ({key})",
                     (key, 1, value, self.failures),
-                    remedies=("raise the reward's time limit", "look at the completions it fails on"),
                 )
                 return

@@ -1,32 +1,47 @@
-"""Did the run become slow, and does memory grow?"""
+"""Watches whether the run becomes slow and whether memory grows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
 PHASES = ("time/sync", "time/generate", "time/reward", "time/update", "time/wait")
+SLOW_DOWN = DiagnosisKind(
+    "slow_down",
+    "the run became slow",
+    "memory is short, the engine is starved, or completions grew",
+    outlives_rollback=True,
+)
 
 
-class ThroughputMonitor(Monitor):
-    """Tokens a second, time by phase, memory.
+class ThroughputMonitor(ThresholdMonitor):
+    """Tokens a second, time by phase, and memory.
 
-    Findings: ``slow`` (tokens a second below ``slow`` of their median for ``patience`` rollouts; names the phase that
-    grew most), ``memory`` (peak memory grew by more than ``growth`` in each half of the last ``trend`` rollouts).
+    Findings: ``slow`` (tokens a second below ``slow`` of their median for ``patience`` rollouts; it names the phase
+    that grew most), ``memory`` (peak memory grew by more than ``growth`` in each half of the last ``trend`` rollouts).
 
     Args:
-        slow: share of the median. Ours.
-        patience: rollouts. Ours.
-        window: rollouts of the median.
-        growth: share. Ours.
-        trend: rollouts. Ours.
+        slow: share of the median.
+        patience: rollouts in a row.
+        window: rollouts that the median is taken over.
+        growth: share of the memory half of ``trend`` before.
+        trend: rollouts.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("tokens_per_second", "memory/peak", *PHASES)
+    findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "slow", SLOW_DOWN, 730, ("look at the phase that grew", "compare with the length of the completions")
+        ),
+        FindingKind("memory", SLOW_DOWN, 740, ("lower micro_batch_tokens", "look for tensors that callbacks keep")),
+    )
 
     def __init__(
         self,
@@ -37,29 +52,28 @@ class ThroughputMonitor(Monitor):
         trend: int = 60,
         actions: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(actions)
+        rule = Rule(
+            "tokens_per_second",
+            below=slow,
+            of="usual",
+            reference_rollouts=window,
+            for_rollouts=patience,
+            after=3 * patience,
+            name="slow",
+            text="{value:.3g} tokens a second, usually {reference:.3g}",
+            statistic="mean",
+        )
+        super().__init__([rule], actions)
         positive("ThroughputMonitor", slow=slow, patience=patience, window=window, growth=growth, trend=trend)
-        self.slow, self.patience, self.window, self.growth, self.trend = slow, patience, window, growth, trend
+        self.patience, self.window, self.growth, self.trend = patience, window, growth, trend
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        history, key = self.history, "tokens_per_second"
-        usual = history.median(key, self.window, back=self.patience)
-        if usual and history.count(key) >= 3 * self.patience:
-            bound = self.slow * usual
-            if history.holds(key, self.patience, lambda value: value < bound):
-                now, grown = history.mean(key, self.patience) or 0.0, self._phase()
-                yield self.finding(
-                    "slow",
-                    "warning",
-                    f"{now:.3g} tokens a second, usually {usual:.3g}" + (f"; {grown} grew most" if grown else ""),
-                    (key, self.patience, now, bound, usual),
-                    onset=history.began(key, lambda value: value < bound, step),
-                    remedies=("look at the phase that grew", "compare with the length of the completions"),
-                )
+        for slow in super().check(step, metrics):
+            grown = self._phase_that_grew_most()
+            yield replace(slow, explanation=f"{slow.explanation}; {grown} grew most") if grown else slow
         yield from self._memory(step)
 
-    def _phase(self) -> str:
-        """The phase whose time grew most, by seconds."""
+    def _phase_that_grew_most(self) -> str:
         grown = {
             phase: (self.history.mean(phase, self.patience) or 0.0)
             - (self.history.median(phase, self.window, back=self.patience) or 0.0)
@@ -80,5 +94,4 @@ class ThroughputMonitor(Monitor):
                 f"peak memory grows steadily: {now:.3g} GiB, {then:.3g} GiB {self.trend} rollouts ago",
                 ("memory/peak", self.trend, now, (1 + self.growth) * middle, then),
                 onset=step - self.trend,
-                remedies=("lower micro_batch_tokens", "look for tensors that callbacks keep"),
             )

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any, get_args
 
 import pytest
 import yaml
 
-from lit_grpo.callbacks import HealthMonitor, monitors
+from lit_grpo.callbacks import HealthMonitor, Rule, ThresholdMonitor, merge, monitors
 from lit_grpo.callbacks.diagnosis.actions import Action
-from lit_grpo.callbacks.diagnosis.diagnosis import DESCRIPTIONS, NAMED_BY, ORDER
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from tests.paths import ROOT
 
 TEXT = (ROOT / "docs/monitors.md").read_text(encoding="utf-8")
+KINDS = sorted(
+    (kind for name in monitors.__all__ for kind in getattr(monitors, name).findings), key=lambda kind: kind.rank
+)
 
 
 def test_everything_is_named():
-    for name in (*monitors.__all__, *NAMED_BY, *ORDER, *get_args(Action)):
+    for name in (*monitors.__all__, "ThresholdMonitor", *get_args(Action)):
         assert f"`{name}`" in TEXT, name
-    for description in DESCRIPTIONS.values():
-        assert description.title in TEXT
-        assert description.likely_cause in TEXT
+    for kind in KINDS:
+        assert f"`{kind.name}`" in TEXT
+        row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{kind.diagnosis.name}` |"))
+        assert kind.diagnosis.title in row
+        assert kind.diagnosis.likely_cause in row
+        assert f"`{kind.name}`" in row
 
 
 def test_diagnoses_stand_in_the_order_of_decision():
     shown = re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)
-    order = list(dict.fromkeys(NAMED_BY.values()))
+    order = list(dict.fromkeys(kind.diagnosis.name for kind in KINDS))
     assert [name for name in shown if name in order] == order
 
 
@@ -52,8 +58,28 @@ def test_the_monitor_of_your_own_works():
     codes = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     space: dict[str, Any] = {}
     exec(compile(codes[-1], "docs/monitors.md", "exec"), space)
-    found = [f for step in range(1, 12) for f in space["BrevityMonitor"]().observe(step, {"length": 3.0})]
+    monitor = space["BrevityMonitor"]()
+    found = [f for step in range(1, 12) for f in monitor.observe(step, {"length": 3.0})]
     assert found[0].kind == "too_brief"
+    assert found[0].remedies == ("look at the shortest answers",)
+    watcher = HealthMonitor([monitor], actions={"brevity": "adjust"})
+    diagnosis = merge(found)
+    assert diagnosis is not None
+    assert diagnosis.name == "brevity"
+    assert diagnosis.explanation.startswith("answers of a few tokens, began at step 1")
+    assert diagnosis.explanation.endswith("likely cause: the reward pays for them")
+    assert watcher.remedies["brevity"] == Remedy(0.3)
+
+
+def test_the_rules_of_your_own_work():
+    example = next(text for text in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL) if "ThresholdMonitor" in text)
+    monitor = ThresholdMonitor(**yaml.safe_load(example)["init_args"])
+    run = [{"reward": 0.05, "grad_norm": 1.0 if step < 25 else 30.0} for step in range(1, 30)]
+    found = [f for step, metrics in enumerate(run, 1) for f in monitor.observe(step, metrics)]
+    assert [(f.step, f.kind, f.severity) for f in found] == [(20, "reward_below", "warning"), (29, "steep", "critical")]
+    assert found[0].explanation == "the reward stays below 0.1"
+    for field in dataclasses.fields(Rule):
+        assert f"`{field.name}`" in TEXT
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

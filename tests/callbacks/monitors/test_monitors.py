@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lit_grpo.callbacks import HealthMonitor, monitors
-from lit_grpo.callbacks.diagnosis.diagnosis import DESCRIPTIONS, NAMED_BY, ORDER, merge
+from lit_grpo.callbacks.diagnosis.diagnosis import merge
+from lit_grpo.callbacks.diagnosis.kinds import finding_kind
 from lit_grpo.errors import UserError
 from tests.callbacks.synthetic import Change, changed, healthy, replay
 
@@ -205,8 +206,21 @@ def test_every_monitor_and_every_kind_is_tried():
     assert {name for name, *_ in TROUBLES} == set(monitors.__all__)
     tried = {kind for _, kind, *_ in TROUBLES}
     # What has tests of its own below is left out here; a kind that nothing tries shows.
-    assert set(NAMED_BY) - tried == {"first_update_ratio", "first_update_clip", "tn_pl", "tn_nl"}
-    assert set(NAMED_BY.values()) | {"other"} == set(ORDER) == set(DESCRIPTIONS)
+    declared = {kind.name for name in monitors.__all__ for kind in getattr(monitors, name).findings}
+    assert declared - tried == {"first_update_ratio", "first_update_clip", "tn_pl", "tn_nl"}
+    assert tried <= declared
+
+
+def test_the_order_of_decision_is_clear_and_every_diagnosis_is_described():
+    kinds = [kind for name in monitors.__all__ for kind in getattr(monitors, name).findings]
+    ranks = [kind.rank for kind in kinds]
+    assert len(set(ranks)) == len(ranks)
+    for kind in kinds:
+        assert finding_kind(kind.name) is kind, "two monitors declare it"
+        assert kind.diagnosis.title
+        assert kind.diagnosis.likely_cause
+    described = {kind.diagnosis.name: kind.diagnosis for kind in kinds}
+    assert all(described[kind.diagnosis.name] is kind.diagnosis for kind in kinds), "two descriptions of one diagnosis"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,6 @@ def test_the_plan_is_as_large_as_promised_and_its_seeds_are_apart():
 
 
 def test_every_expected_diagnosis_is_one_there_is():
-    from lit_grpo.callbacks.diagnosis.diagnosis import ORDER
+    from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 
-    assert {name for case in CASES for name in case.right} <= set(ORDER)
+    assert {name for case in CASES for name in case.right} <= set(diagnosis_kinds())

@@ -1,0 +1,100 @@
+"""What findings and diagnoses there are. Each monitor declares its own; every table is derived from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lit_grpo.callbacks.diagnosis.remedies import Remedy
+
+LAST = 1000
+"""Rank of a finding that says of itself nothing about the order of decision."""
+
+
+@dataclass(frozen=True)
+class DiagnosisKind:
+    """A name that a diagnosis can have, and what follows from it.
+
+    Attributes:
+        name: stands in ``findings.jsonl``, in tags and as a key of ``actions`` and ``remedies``.
+        title: what it is, in a few words; "" takes the explanation of the finding.
+        likely_cause: "" where there is no likely one.
+        remedy: how the run is changed before it goes on, with the action ``adjust`` or ``rollback``.
+        outlives_rollback: whether the fault would still be there after a rollback. Then a rollback that was chosen by
+            severity, not by this name, is a stop.
+    """
+
+    name: str
+    title: str = ""
+    likely_cause: str = ""
+    remedy: Remedy = field(default_factory=Remedy)
+    outlives_rollback: bool = False
+
+
+@dataclass(frozen=True)
+class FindingKind:
+    """A kind of finding that a monitor can raise.
+
+    Attributes:
+        name: :attr:`lit_grpo.callbacks.Finding.kind` of such findings.
+        diagnosis: what it speaks for; left out, a diagnosis of the same name that is described by the finding itself.
+        rank: its place in the order of decision. Among the gravest findings the one of the lowest rank gives the
+            diagnosis its name; all that cannot be told apart otherwise keeps the order of the monitors.
+        remedies: what to do, best first, where the finding does not say it itself.
+    """
+
+    name: str
+    diagnosis: DiagnosisKind = field(default_factory=lambda: DiagnosisKind(""))
+    rank: int = LAST
+    remedies: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.diagnosis.name:
+            object.__setattr__(self, "diagnosis", DiagnosisKind(self.name))
+
+
+# The ranks, over all monitors: numbers that are none (100), then plumbing, which makes all other signals unreliable
+# until it is mended (200), rewards (300), the critic (400), causes and collapses by their signature (500), single
+# signals (600), and what only confirms (700). A cause stands before its signs, so updates that are too large name a
+# collapse that they come with, and a spike of the gradient norm does not.
+
+LEARNING_RATE_TOO_HIGH = DiagnosisKind(
+    "learning_rate_too_high",
+    "updates are too large",
+    "the learning rate is too high for this batch",
+    Remedy(0.1),
+)
+NO_SIGNAL = DiagnosisKind(
+    "no_signal",
+    "hardly any group has a gradient",
+    "the prompts are solved or far too hard",
+    outlives_rollback=True,
+)
+
+_declared: dict[str, FindingKind] = {}
+
+
+def declare(kinds: Iterable[FindingKind]) -> None:
+    """Make kinds known to the diagnosis. The last declaration of a name counts."""
+    for kind in kinds:
+        _declared[kind.name] = kind
+
+
+def is_declared(name: str) -> bool:
+    """Whether some monitor has declared a kind of this name."""
+    return name in _declared
+
+
+def finding_kind(name: str) -> FindingKind:
+    """The declared kind of this name, or one that knows nothing but its name."""
+    return _declared.get(name) or FindingKind(name)
+
+
+def finding_kinds() -> list[FindingKind]:
+    """All that are declared, in the order of decision."""
+    return sorted(_declared.values(), key=lambda kind: kind.rank)
+
+
+def diagnosis_kinds() -> dict[str, DiagnosisKind]:
+    """All diagnoses that a declared finding speaks for, by name, in the order of decision."""
+    return {kind.diagnosis.name: kind.diagnosis for kind in finding_kinds()}
