@@ -9,32 +9,32 @@ from typing import Any, Literal, NamedTuple
 from scripts.diagnosis import sabotage as sab
 
 SEEDS = {"tuning": (0, 1), "heldout": (100, 101)}
-"""Thresholds were chosen on the runs of the first alone."""
+"""Seeds by set. Thresholds were chosen on the runs of ``tuning`` alone."""
 PARTS = ("diagnosis", "rollback")
 MODELS: dict[str, dict[str, Any]] = {"two_form_addition": {"seed": 0}}
-"""Warm starts that runs begin from: arguments of scripts/warm_start_two_form_addition.py."""
+"""Arguments of scripts/warm_start_two_form_addition.py by name of the model that runs begin from."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of run.
+    """Kind of run, healthy or sabotaged.
 
     Attributes:
         name: of the kind.
-        recipe: of the objective.
-        lr: learning rate, constant.
-        right: the diagnoses that are right; empty for a healthy run.
+        recipe: the objective's recipe.
+        lr: learning rate after the warm-up.
+        right: names of the diagnoses that are right; empty for a healthy run.
         onset: ``sabotage``: the run is wrong from the sabotage on. ``reward``: it is wrong when its reward begins to
-            fall, see :func:`scripts.diagnosis.scoring.reward_onset`.
-        make: the sabotage; the default does nothing, and what is wrong lies in recipe and learning rate.
+            fall, see :func:`scripts.diagnosis.scoring.reward_fall`.
+        make: makes the sabotage; the default does nothing, for runs whose recipe or learning rate is what is wrong.
         objective: overrides of the recipe.
         module: further arguments of the module.
-        warmup_steps: over which the learning rate rises.
+        warmup_steps: steps over which the learning rate rises.
         rollouts: length of the run, see :meth:`length`.
         model: name of the warm-started model, see :data:`MODELS`.
-        seeds: how many of the seeds of a set it runs with.
-        rollback: whether it is also run with rollbacks, to see whether they save it: runs that learn at first and then
-            collapse by themselves.
+        seeds: how many seeds of a set it is run with.
+        rollback: whether it is also run with rollbacks, to see whether they save it. That makes sense for runs that
+            learn at first and then collapse by themselves.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Case:
         return not self.right
 
     def length(self, part: str) -> int:
-        """Rollouts of a run. One that goes back gets more: what it learns afterwards counts."""
+        """Number of rollouts of a run. One with rollbacks gets 20 more, since what it learns afterwards counts."""
         return self.rollouts + (20 if part == "rollback" else 0)
 
 
@@ -113,24 +113,24 @@ CASES: tuple[Case, ...] = (
 
 
 class Job(NamedTuple):
-    """One run."""
+    """Run of the benchmark."""
 
     part: str
     """``diagnosis``: monitors watch and only log. ``rollback``: they may go back."""
     name: str
-    """Of the case."""
+    """Name of the case."""
     seed: int
     seeds: str
-    """The set that the seed is of."""
+    """Name of the set that the seed belongs to."""
 
 
 def find(name: str) -> Case:
-    """The case of this name."""
+    """Find the case of this name."""
     return next(case for case in CASES if case.name == name)
 
 
 def plan(which: str, only: list[str] | None = None, parts: tuple[str, ...] = PARTS) -> list[Job]:
-    """Every run of a set of seeds, the longest first, so that none is left running alone."""
+    """List every run of a set of seeds, the longest first, so that none is left running alone."""
     jobs = [
         Job(part, case.name, seed, which)
         for case in CASES

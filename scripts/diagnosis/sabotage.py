@@ -1,5 +1,8 @@
-"""What goes wrong in the runs. It is done from outside, by wrapping the engine, the reward or methods of the module,
-as a bug elsewhere would do it; no monitor is told."""
+"""What goes wrong in the runs of the benchmark.
+
+It is done from outside, by wrapping the engine, the reward or methods of the module, as a bug elsewhere would do it. No
+monitor knows of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from lit_grpo.utils.random import derive_seed
 
 
 class Sabotage:
-    """Does nothing; each kind overrides where it interferes.
+    """Base that leaves a run as it is. Each kind overrides the methods where it interferes.
 
     Args:
         start: rollouts trained on before it begins.
@@ -48,7 +51,7 @@ class Sabotage:
 
 
 class Engine:
-    """An engine that passes everything on to another."""
+    """Engine that passes everything on to another."""
 
     def __init__(self, inner: RolloutEngine) -> None:
         self.inner = inner
@@ -68,7 +71,7 @@ class Engine:
 
 
 class StaleEngine(Engine):
-    """Takes the learner's weights only every ``every`` rollouts, and says that it always does."""
+    """Engine that takes the learner's weights only every ``every`` rollouts, and says that it always does."""
 
     def __init__(self, inner: TransformersEngine, every: int) -> None:
         super().__init__(TransformersEngine(copy.deepcopy(inner.model), inner.end_token_ids, inner.batch_size))
@@ -85,7 +88,7 @@ class StaleEngine(Engine):
 
 
 class HotEngine(Engine):
-    """Samples at another temperature than it is asked to."""
+    """Engine that samples at another temperature than it is asked to."""
 
     def __init__(self, inner: RolloutEngine, temperature: float) -> None:
         super().__init__(inner)
@@ -96,10 +99,11 @@ class HotEngine(Engine):
 
 
 class StaleWeights(Sabotage):
-    """The engine's weights are up to ``every`` rollouts old."""
+    """Weights of the engine that are up to ``every`` rollouts old."""
 
     def __init__(self, every: int) -> None:
-        super().__init__(start=1)  # the first rollout has the right weights
+        # The first rollout has the right weights.
+        super().__init__(start=1)
         self.every = every
 
     def engine(self, engine: RolloutEngine) -> RolloutEngine:
@@ -108,7 +112,7 @@ class StaleWeights(Sabotage):
 
 
 class OneSidedTemperature(Sabotage):
-    """The engine samples at a temperature that the learner does not know of."""
+    """Sampling at a temperature that the learner does not know of."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
@@ -122,7 +126,7 @@ class OneSidedTemperature(Sabotage):
 
 
 class WrappedReward(Reward):
-    """A reward under the name and weight of another, whose scores it changes."""
+    """Reward with the name and weight of another, whose scores it changes."""
 
     def __init__(self, inner: Reward, change: Callable[[RewardInput, float], float]) -> None:
         super().__init__(inner.weight, inner.name)
@@ -134,7 +138,7 @@ class WrappedReward(Reward):
 
 
 class RewardNoise(Sabotage):
-    """A share of the labels is wrong; with ``coin`` every label is a coin toss, so that none means anything."""
+    """Wrong labels for a share of the completions; with ``coin`` these labels are coin tosses instead."""
 
     def __init__(self, share: float, coin: bool = False) -> None:
         super().__init__()
@@ -142,9 +146,9 @@ class RewardNoise(Sabotage):
 
     def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
         def change(item: RewardInput, value: float) -> float:
-            # Not from the text: equal completions are judged differently, as a broken verifier does.
-            one = item.completion
-            draw = derive_seed("noise", seed, item.prompt.id, one.policy_version, one.sample) / 2**63
+            # Not drawn from the text, so that equal completions are judged differently, as a broken verifier does.
+            completion = item.completion
+            draw = derive_seed("noise", seed, item.prompt.id, completion.policy_version, completion.sample) / 2**63
             if self.coin:
                 return float(draw < self.share / 2) if draw < self.share else value
             return 1.0 - value if draw < self.share else value
@@ -153,14 +157,14 @@ class RewardNoise(Sabotage):
 
 
 class BriefReward(Reward):
-    """Pays for a completion that begins with the answer, right or not."""
+    """Reward for a completion that begins with the answer, right or not."""
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [Score(float(item.text.startswith(":"))) for item in batch]
 
 
 class HackableFormat(Sabotage):
-    """A second reward, for a format in which this policy gets fewer sums right; nothing ties it to a right answer."""
+    """Second reward for a format in which this policy gets fewer sums right, paid for wrong answers too."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -171,7 +175,7 @@ class HackableFormat(Sabotage):
 
 
 class PaidLength(Sabotage):
-    """The one reward grows with length."""
+    """Reward that grows with length."""
 
     def __init__(self, per_token: float) -> None:
         super().__init__()
@@ -188,7 +192,7 @@ class PaidLength(Sabotage):
 
 
 class ChangedExperience(Sabotage):
-    """What the objective sees of a rollout is changed."""
+    """Change of what the objective sees of a rollout."""
 
     def change(self, batch: Rollout, experience: Experience) -> Experience:
         raise NotImplementedError
@@ -204,14 +208,14 @@ class ChangedExperience(Sabotage):
 
 
 class DroppedEos(ChangedExperience):
-    """The end token counts as padding and has no loss."""
+    """End tokens that count as padding and have no loss."""
 
     def change(self, batch: Rollout, experience: Experience) -> Experience:
         return replace(experience, lengths=experience.lengths - (~experience.truncated).long())
 
 
 class ShuffledGroups(ChangedExperience):
-    """Group ids are dealt out at random: groups mix prompts."""
+    """Group ids dealt out at random, so that groups mix prompts."""
 
     def change(self, batch: Rollout, experience: Experience) -> Experience:
         generator = torch.Generator().manual_seed(batch.index)
@@ -220,7 +224,7 @@ class ShuffledGroups(ChangedExperience):
 
 
 class AtTrainStart(pl.Callback):
-    """Changes the module when its own checks are done."""
+    """Callback that changes the module once its own checks are done."""
 
     def __init__(self, change: Callable[[Any], None]) -> None:
         self.change = change
@@ -230,7 +234,7 @@ class AtTrainStart(pl.Callback):
 
 
 class ShiftedLogprobs(Sabotage):
-    """The learner takes each token's log-probability from the position after the right one. Needs padded rows."""
+    """Log-probabilities that the learner takes from the position after the right one. It needs padded rows."""
 
     def callbacks(self, seed: int) -> list[pl.Callback]:
         def change(module: Any) -> None:
@@ -246,7 +250,7 @@ class ShiftedLogprobs(Sabotage):
 
 
 class BadValues(Sabotage):
-    """The critic's values are noise of this standard deviation on top of what it learns."""
+    """Noise of this standard deviation on top of the values that the critic learns."""
 
     def __init__(self, noise: float) -> None:
         super().__init__()
@@ -270,7 +274,7 @@ class BadValues(Sabotage):
 
 
 class NanGradient(pl.Callback):
-    """Puts a NaN into one gradient in each of some rollouts."""
+    """Callback that puts a NaN into one gradient in each of ``count`` rollouts."""
 
     def __init__(self, start: int, count: int) -> None:
         self.active = range(start, start + count)
@@ -285,7 +289,7 @@ class NanGradient(pl.Callback):
 
 
 class InjectedNan(Sabotage):
-    """A gradient is NaN for ``count`` rollouts."""
+    """Gradient that is NaN for ``count`` rollouts."""
 
     def __init__(self, start: int, count: int) -> None:
         super().__init__(start)

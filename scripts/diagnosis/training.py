@@ -29,12 +29,12 @@ from scripts.diagnosis.sabotage import Sabotage
 
 PROMPTS, GROUP_SIZE = 16, 8
 NO_GUARDS = GuardConfig(max_engine_gap=None, max_ratio_gap=None, max_truncated=None)
-"""The module's own guards stop a run whose engine and learner disagree at its first rollout. They are off here: the
-monitors are to find it."""
+"""No guards: the module's own would stop a run whose engine and learner disagree at its first rollout. Here the monitors
+are to find that."""
 
 
 class SabotagedData(RolloutDataModule):
-    """Data whose engine is wrapped when it is made."""
+    """Data module that wraps its engine in the sabotage as soon as that is made."""
 
     def __init__(self, sabotage: Sabotage, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -50,7 +50,7 @@ class SabotagedData(RolloutDataModule):
 
 
 class Trace(pl.Callback):
-    """Keeps each step's metrics, and what no monitor sees: the share of answers that are really right."""
+    """Callback that keeps each step's metrics, and the share of really right answers, which no monitor sees."""
 
     def __init__(self, keep_rollouts: bool = False) -> None:
         self.steps: list[dict[str, float]] = []
@@ -65,14 +65,14 @@ class Trace(pl.Callback):
 
 
 def correct_share(batch: Rollout) -> float:
-    """Share of completions with the right answer, whatever the rewards say."""
+    """Compute the share of completions with the right answer, whatever the rewards say."""
     found = [re.search(ANSWER, text) for text in batch.texts]
     answers = [batch.prompts[i // batch.group_size].answer for i in range(len(found))]
     return sum(m is not None and m[1] == a for m, a in zip(found, answers, strict=True)) / max(1, len(found))
 
 
 def build(case: Case, sabotage: Sabotage, base: Path, seed: int, rollouts: int) -> tuple[LitGRPO, SabotagedData]:
-    """Module and data of one run."""
+    """Make the module and the data of a run."""
     module = LitGRPO(
         policy=PolicyConfig(path=str(base), share_prompts=False),
         objective=ObjectiveConfig(recipe=case.recipe, **case.objective),  # type: ignore[arg-type]
@@ -103,15 +103,15 @@ def train(
     callbacks: Sequence[pl.Callback] | None = None,
     keep_rollouts: bool = False,
 ) -> dict[str, Any]:
-    """One run: its trace, what the monitors wrote down, and how it ended. Never raises.
+    """Train a run and return its trace, what the monitors wrote down, and how it ended. Never raises.
 
     Args:
         job: which run.
         models: folder with the warm-started models.
-        folder: of the run.
+        folder: the run's folder.
         rollouts: length; the case's own if None.
-        callbacks: in place of a HealthMonitor.
-        keep_rollouts: return the rollouts themselves too.
+        callbacks: watch in place of a HealthMonitor.
+        keep_rollouts: whether the rollouts themselves are returned too.
     """
     case, cpu = find(job.name), time.process_time()
     trace = Trace(keep_rollouts)
@@ -136,7 +136,8 @@ def train(
             trainer.fit(module, datamodule=data)
     except StopRun as stop:
         out |= {"status": "stopped", "reason": str(stop)}
-    except Exception as error:  # a run that fails must not end the others
+    # A run that fails must not end the others.
+    except Exception as error:
         out |= {"status": "error", "reason": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     journal = folder / FINDINGS_FILE
     out["events"] = read_journal(journal) if journal.exists() else []
@@ -145,7 +146,10 @@ def train(
 
 
 def health_monitor(part: str) -> HealthMonitor:
-    """All monitors with their defaults. To see what they say of a whole run they only log, unless they may go back."""
+    """Make all monitors with their defaults.
+
+    They only log, so that their view of the whole run is seen, unless rollbacks are what is tried.
+    """
     if part == "rollback":
         return HealthMonitor(actions={"critical": "rollback"})
     return HealthMonitor(actions={"critical": "log"})

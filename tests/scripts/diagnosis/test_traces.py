@@ -1,8 +1,8 @@
-"""Recorded runs of the benchmark, seed 0 of the tuning seeds, replayed through all monitors: no training, so a changed
-threshold shows here at once.
+"""Recorded runs of the benchmark, seed 0, are judged as before by all monitors.
 
-Each file is a trace of ``scripts/diagnosis_benchmark.py --record``, turned into columns (null: not logged in that
-rollout), four digits, with the metrics that some monitor reads, times and memory left out.
+Nothing is trained, so a changed threshold shows here at once. Each file is a trace of ``scripts/diagnosis_benchmark.py
+--record``, turned into columns (null: not logged in that rollout), four digits, with the metrics that some monitor
+reads, times and memory left out.
 """
 
 from __future__ import annotations
