@@ -1,4 +1,4 @@
-"""Keeps the last rollouts whole on disk, so that a run which went wrong can be looked at token by token."""
+"""Record of the last rollouts on disk, so that a run which went wrong can be looked at token by token."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE
+from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.errors import UserError
 from lit_grpo.run import flight
 from lit_grpo.run.folder import run_folder, run_logger
@@ -32,19 +33,19 @@ _PER_TOKEN = {
     "entropy": "entropy",
     "values": "values",
 }
-"""Field of an Experience -> name in the record."""
+"""Name in the record by field of an :class:`lit_grpo.types.Experience`, for fields of shape [N, T]."""
 
 
 class FlightRecorder(pl.Callback):
-    """Writes every rollout to ``<run folder>/flight``: tokens, log-probabilities, entropies, advantages, texts.
+    """Recorder of every rollout in ``<run folder>/flight``: tokens, log-probabilities, entropies, advantages, texts.
 
     The folder holds the last ``steps`` rollouts and, of those before, at most ``landmarks`` spread evenly over the run,
     so that there is always something from before a fault began. An alarm (a diagnosis of a monitor that is more than
     ``info``), a stop or an exception keeps all of it in ``flight/<reason>-<step>``, by hard links where the disk can.
     ``lit-grpo report`` shows it; the format is in :mod:`lit_grpo.run.flight`.
 
-    With several processes rank 0's part of each rollout is recorded. A disk that refuses is said once and never stops a
-    run.
+    With several processes rank 0's part of each rollout is recorded. If the disk refuses, that is logged once, and the
+    run goes on without a record.
 
     It records what the module leaves in ``last_experience`` and ``last_advantages`` ([N] or [N, T]), and in
     ``last_logprobs`` and ``last_entropy`` ([N, T], before the first update, NaN where the learner was not asked) where
@@ -53,9 +54,9 @@ class FlightRecorder(pl.Callback):
     Args:
         steps: rollouts in the ring (K).
         landmarks: earlier rollouts that are kept.
-        groups: record only the first groups of each rollout; None: all.
+        groups: how many of the first groups of each rollout are recorded; None records all.
         dumps: how many alarms are kept.
-        upload: send what is kept to MLflow too.
+        upload: whether what is kept is also sent to MLflow.
     """
 
     def __init__(
@@ -70,20 +71,20 @@ class FlightRecorder(pl.Callback):
         self.step = 0
         """Rollouts trained on at the last record."""
         self.seconds = 0.0
-        """Spent on recording since the process began."""
+        """Time spent on recording since the process began."""
         self._stride = 1
-        """Of the landmarks, in rollouts."""
+        """Distance of the landmarks, in rollouts."""
         self._kept: list[str] = []
-        """What was dumped."""
+        """Names of the folders with what was dumped."""
         self._folder: Path | None = None
         self._batch: Any = None
-        self._at = 0
+        self._batch_step = 0
         """Rollouts trained on with the batch under way."""
         self._seen: weakref.ref[Any] | None = None
-        self._journal = 0
-        """Bytes of the findings that were read."""
-        self._known: set[int] = set()
-        """Token ids whose text is written."""
+        self._journal_offset = 0
+        """Bytes of the journal that were read."""
+        self._written_tokens: set[int] = set()
+        """Token ids whose texts are written."""
         self._failed = False
 
     # Hooks.
@@ -95,30 +96,33 @@ class FlightRecorder(pl.Callback):
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             self._folder = run / flight.FOLDER
             findings = run / FINDINGS_FILE
-            self._journal = findings.stat().st_size if findings.exists() else 0
-            self._known = set(flight.read_token_texts(self._folder))
+            self._journal_offset = findings.stat().st_size if findings.exists() else 0
+            self._written_tokens = set(flight.read_token_texts(self._folder))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._watch(trainer)  # a rollback trains on some steps again, which would replace what is recorded of them
-        self._batch, self._at = batch, _trained(trainer)
+        # Before anything is recorded: a rollback trains on some steps again, which replaces their records.
+        self._dump_if_alarmed(trainer)
+        self._batch, self._batch_step = batch, trained_rollouts(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._record(pl_module, batch, self._at)
+        self._record(pl_module, batch, self._batch_step)
         self._batch = None
-        self._watch(trainer)
+        self._dump_if_alarmed(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch(trainer)  # monitors may come after us in the last batch
+        # Monitors may come after this callback in the last batch.
+        self._dump_if_alarmed(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._folder is None or trainer.state.fn != "fit":
             return
-        if self._batch is not None:  # broke off inside the step
-            self._record(pl_module, self._batch, self._at, unfinished=True)
+        # A batch that is still here was broken off inside its step.
+        if self._batch is not None:
+            self._record(pl_module, self._batch, self._batch_step, unfinished=True)
             self._batch = None
-        self._watch(trainer)
+        self._dump_if_alarmed(trainer)
         if not isinstance(exception, KeyboardInterrupt | SystemExit):
             self.dump(trainer, "exception", f"{type(exception).__name__}: {exception}")
 
@@ -142,13 +146,14 @@ class FlightRecorder(pl.Callback):
             flight.write_step(flight.step_file(self._folder, step), tensors, rollout)
             self.step = step
             self._thin_out()
-        except Exception as error:  # a run is not lost for want of a record
+        # A run is not lost for want of a record.
+        except Exception as error:
             self._failed = True
             log.warning("The flight recorder gives up at step %d: %s: %s", step, type(error).__name__, error)
         self.seconds += time.perf_counter() - started
 
     def _gather(self, pl_module: LightningModule, batch: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and metadata of a record."""
+        """Make the tensors and the metadata of a record."""
         size = batch.group_size
         groups = len(batch.prompts) if self.groups is None else min(self.groups, len(batch.prompts))
         count = groups * size
@@ -174,11 +179,11 @@ class FlightRecorder(pl.Callback):
             "prompts": [{"id": p.id, "question": p.question, "answer": p.answer} for p in prompts],
             "texts": list(batch.texts[:count]),
         }
-        # One reward alone is the total itself, and safetensors refuses two names for one memory.
+        # With one reward its scores are the total itself, and safetensors refuses two names for one memory.
         return {name: value.clone() for name, value in tensors.items()}, rollout
 
     def _of_learner(self, pl_module: LightningModule, lengths: Tensor) -> dict[str, Tensor]:
-        """What the learner made of the rollout; nothing if it has not got so far."""
+        """Collect what the learner computed for the rollout; nothing if it has not got that far."""
         experience = getattr(pl_module, "last_experience", None)
         if experience is None or (self._seen is not None and self._seen() is experience):
             return {}
@@ -204,36 +209,39 @@ class FlightRecorder(pl.Callback):
         tokenizer = getattr(pl_module, "tokenizer", None)
         if tokenizer is None:
             return
-        fresh = set().union(*(c.token_ids for c in batch.completions)) - self._known
+        fresh = set().union(*(c.token_ids for c in batch.completions)) - self._written_tokens
         if fresh:
             assert self._folder is not None
             lines = [json.dumps([i, tokenizer.decode([i])]) + "\n" for i in sorted(fresh)]
             with (self._folder / flight.TOKENS_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(lines)
-            self._known |= fresh
+            self._written_tokens |= fresh
 
     def _thin_out(self) -> None:
-        """Delete what has left the ring and is no landmark."""
+        """Delete the records that have left the ring and are no landmarks."""
         assert self._folder is not None
         files = flight.recorded_steps(self._folder)
         past = [step for step in files if step <= self.step - self.steps]
-        while len(marks := [step for step in past if (step - 1) % self._stride == 0]) > self.landmarks > 0:
+        while len(landmarks := [step for step in past if (step - 1) % self._stride == 0]) > self.landmarks > 0:
             self._stride *= 2
-        keep = set(marks) if self.landmarks else set()
+        keep = set(landmarks) if self.landmarks else set()
         for step in past:
             if step not in keep:
                 files[step].unlink(missing_ok=True)
 
-    # Keeping.
+    # Dumping.
 
     def dump(self, trainer: Trainer, reason: str, explanation: str, step: int | None = None) -> Path | None:
-        """Keep all that is recorded now in ``flight/<reason>-<step>``; None if there is nothing, or no room left.
+        """Keep all that is recorded now in ``flight/<reason>-<step>``.
 
         Args:
-            trainer: whose run it is.
+            trainer: of the run.
             reason: a short name.
-            explanation: what ``reason.json`` says.
-            step: in the name; that of the last record if left out.
+            explanation: written to ``reason.json``.
+            step: step in the name; that of the last record if left out.
+
+        Returns:
+            The folder, or None if nothing is recorded or ``dumps`` folders are kept already.
         """
         if self._folder is None or not flight.recorded_steps(self._folder) or len(self._kept) >= self.dumps:
             return None
@@ -244,8 +252,8 @@ class FlightRecorder(pl.Callback):
             return target
         try:
             flight.link_folder(self._folder, target)
-            told = {"reason": reason, "step": step, "explanation": explanation}
-            (target / flight.REASON_FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            content = {"reason": reason, "step": step, "explanation": explanation}
+            (target / flight.REASON_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             log.warning("The flight record could not be kept in %s: %s", target, error)
             return None
@@ -254,16 +262,16 @@ class FlightRecorder(pl.Callback):
             logger.log_artifact(target, f"{flight.FOLDER}/{name}")
         return target
 
-    def _watch(self, trainer: Trainer) -> None:
-        """Keep the record if a monitor has written a diagnosis since, or the run is being stopped."""
+    def _dump_if_alarmed(self, trainer: Trainer) -> None:
+        """Keep the record if a monitor has written a new diagnosis, or the run is being stopped."""
         if self._folder is None:
             return
         try:
-            news = self._new_diagnoses()
+            diagnoses = self._new_diagnoses()
         except (OSError, ValueError, KeyError) as error:
             log.warning("%s cannot be read (%s).", FINDINGS_FILE, error)
-            news = []
-        for name, explanation, step in news:
+            diagnoses = []
+        for name, explanation, step in diagnoses:
             if not any(kept.startswith(f"{name}-") for kept in self._kept):
                 self.dump(trainer, name, explanation, step)
         stop = stop_reason(trainer)
@@ -275,16 +283,17 @@ class FlightRecorder(pl.Callback):
             self.dump(trainer, "stop", f"{stop.monitor}: {stop.reason}")
 
     def _new_diagnoses(self) -> list[tuple[str, str, int | None]]:
-        """(name, explanation, step) of each that is more than ``info``."""
+        """Read (name, explanation, step) of each new diagnosis that is more than ``info``."""
         assert self._folder is not None
         path = self._folder.parent / FINDINGS_FILE
-        if not path.exists() or path.stat().st_size <= self._journal:
+        if not path.exists() or path.stat().st_size <= self._journal_offset:
             return []
         with path.open("rb") as file:
-            file.seek(self._journal)
+            file.seek(self._journal_offset)
             data = file.read()
+        # A last line that is still being written is read next time.
         whole = data[: data.rfind(b"\n") + 1]
-        self._journal += len(whole)
+        self._journal_offset += len(whole)
         events = [json.loads(line) for line in whole.splitlines() if line.strip()]
         return [
             (str(e["diagnosis"]), str(e.get("explanation", "")), e.get("step"))
@@ -296,7 +305,3 @@ class FlightRecorder(pl.Callback):
 def _flat(rows: Iterable[Iterable[Any]], dtype: Any = np.int32) -> Tensor:
     # NumPy reads an iterator several times faster than torch reads a list; this is most of a record's cost.
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
-
-
-def _trained(trainer: Trainer) -> int:
-    return trainer.fit_loop.epoch_loop.batch_progress.total.ready

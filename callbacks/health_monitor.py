@@ -1,4 +1,4 @@
-"""All monitors under one roof: one diagnosis of what they find, and what is done about it."""
+"""Many monitors together: one diagnosis of what they find, and what is done about it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lit_grpo.run.folder import run_logger
 
 log = logging.getLogger(__name__)
 
-SETTLE = 50
-"""Rollouts after a rollback within which the next one goes back further."""
+ROLLBACK_TRIAL = 50
+"""Rollouts after a rollback within which new trouble means that it did not go back far enough."""
 
 
 @dataclass
-class _Return:
-    """A rollback that is decided."""
+class _Rollback:
+    """A rollback that is decided and waits for the end of the batch."""
 
     diagnosis: Diagnosis
     target: int
@@ -36,7 +36,7 @@ class _Return:
 
 
 class HealthMonitor(pl.Callback):
-    """Watches a run with many monitors, makes one diagnosis of what they find at one time, and acts on it.
+    """Many monitors that watch a run, one diagnosis of what they find at one time, and the action that follows from it.
 
     ``log`` writes it to ``findings.jsonl`` in the folder of the run and to MLflow. ``stop`` saves the run and ends it
     with exit code 3. ``adjust`` applies the remedy and goes on. ``rollback`` returns, within the same fit, to the
@@ -47,14 +47,14 @@ class HealthMonitor(pl.Callback):
     are not finite are left out before the optimizer steps, whatever is chosen (``GradientNormMonitor.skip_spikes``).
 
     Args:
-        monitors: None: one of each, with defaults.
+        monitors: to watch with; None takes one of each that comes with lit-grpo, with defaults.
         actions: by severity or by the name of a diagnosis, which wins: ``log``, ``skip_step``, ``adjust``, ``stop`` or
             ``rollback``. Left out: ``log`` for ``info`` and ``warning``, ``stop`` for ``critical``.
-        remedies: by the name of a diagnosis, over the defaults
-        (:data:`lit_grpo.callbacks.diagnosis.remedies.REMEDIES`). rollbacks: how many are allowed in a run.
+        remedies: by the name of a diagnosis, over those that its :class:`lit_grpo.callbacks.DiagnosisKind` declares.
+        rollbacks: how many are allowed in a run.
         adjustments: how many are allowed in a run.
         checkpoint_every: rollouts between two checkpoints to go back to; saved only if some action is ``rollback``.
-        checkpoints: how many of them are kept, besides the first.
+        checkpoints: how many of them are kept besides the first.
     """
 
     survives_rollback = True
@@ -86,27 +86,31 @@ class HealthMonitor(pl.Callback):
         self.rollbacks, self.adjustments = rollbacks, adjustments
         self.ring = CheckpointRing(checkpoint_every, checkpoints)
         self.diagnosis: Diagnosis | None = None
-        """The last one."""
+        """The last diagnosis, or None."""
         self.targets: list[int] = []
-        """Rollouts trained on after each rollback so far."""
+        """Rollouts trained on in the checkpoint of each rollback so far."""
         self.adjusted: list[str] = []
         """Diagnoses that were answered by an adjustment."""
         self._changed: list[dict[str, Any]] = []
-        """Objectives changed to, in order: to be changed to again when the run is resumed."""
+        """Changes of the objective so far, in order, which a run that is resumed needs again."""
         self._after_all = AfterAll(self._end_of_batch)
-        self._decided: _Return | None = None
+        self._decided: _Rollback | None = None
         self._journal: Journal | None = None
 
-    # What replays.
+    # Replay.
 
     def observe(self, step: int, metrics: dict[str, float]) -> tuple[list[Finding], Diagnosis | None]:
-        """What is new at this step, and the one diagnosis of all that holds; None if nothing is new."""
+        """Take the numbers of one step, as :meth:`Monitor.observe` does.
+
+        Returns:
+            The findings that are new, and one diagnosis of all that hold, or None if nothing is new.
+        """
         new = [found for monitor in self.monitors for found in monitor.observe(step, metrics)]
         if not new:
             return [], None
         return new, merge([found for monitor in self.monitors for found in monitor.active()])
 
-    # Lightning.
+    # Hooks of Lightning.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -123,7 +127,7 @@ class HealthMonitor(pl.Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ring.open(trainer)
         for changes in self._changed:
-            # Any module may have it; Lightning declares only what every module has.
+            # A module may have change_objective; Lightning declares only what every module has.
             pl_module.change_objective(dict(changes))  # type: ignore[operator]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,10 +135,13 @@ class HealthMonitor(pl.Callback):
             self.ring.save(trainer, 0)
 
     def veto_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
-        """Why the optimizer step that is about to be taken should be left out; see
-        :class:`lit_grpo.learner.optimizer_step.Updater`."""
-        said = [m.veto_update(trainer, module, metrics) for m in self.monitors if hasattr(m, "veto_update")]
-        reason = next((text for text in said if text), None)
+        """Say why the optimizer step that is about to be taken should be left out; None lets it be taken.
+
+        See :class:`lit_grpo.learner.optimizer_step.Updater`.
+        """
+        # All of them are asked, since each remembers the norms that it was shown.
+        vetoes = [m.veto_update(trainer, module, metrics) for m in self.monitors if hasattr(m, "veto_update")]
+        reason = next((veto for veto in vetoes if veto), None)
         if reason and self._journal is not None:
             self._journal.write("skip_step", {"step": trained_rollouts(trainer), "reason": reason})
         return reason
@@ -147,6 +154,7 @@ class HealthMonitor(pl.Callback):
             return
         self.diagnosis = diagnosis
         action: Action = "log"
+        # A milder finding that joins an alarm must not repeat the action that was taken on that.
         if any(found.severity == diagnosis.severity for found in new):
             action = chosen(self.actions, diagnosis)
         reason = ""
@@ -170,7 +178,7 @@ class HealthMonitor(pl.Callback):
         if self._journal is not None and isinstance(exception, StopRun):
             step = trained_rollouts(trainer)
             known = merge([found for monitor in self.monitors for found in monitor.active()])
-            # Who raised it knows best; else it is what was critical before.
+            # The exception's own diagnosis is the best there is; else it is what was critical before.
             name = getattr(exception, "diagnosis", None)
             if name is None and known is not None and known.severity == "critical":
                 name = known.name
@@ -183,10 +191,10 @@ class HealthMonitor(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._after_all.detach(trainer)
 
-    # Going back.
+    # Rollbacks and adjustments.
 
-    def _plan(self, trainer: Trainer, diagnosis: Diagnosis) -> tuple[_Return | None, str]:
-        """The rollback to make, or why there is none."""
+    def _plan(self, trainer: Trainer, diagnosis: Diagnosis) -> tuple[_Rollback | None, str]:
+        """Decide which rollback to make, or say why there is none."""
         kind = diagnosis_kinds().get(diagnosis.name)
         if kind is not None and kind.outlives_rollback and diagnosis.name not in self.actions:
             return None, "going back would not mend it"
@@ -195,32 +203,32 @@ class HealthMonitor(pl.Callback):
         if not can_return(trainer):
             return None, "the train loader has no state_dict, so its position cannot be set back"
         target = self.ring.before(diagnosis.onset)
-        if self.targets and diagnosis.step - self.targets[-1] <= SETTLE:
-            # The same road again: go back further, if that is possible.
+        if self.targets and diagnosis.step - self.targets[-1] <= ROLLBACK_TRIAL:
+            # The trouble came back: go back further than last time, or to the same point if that was the first.
             target = self.ring.before(self.targets[-1]) if target is None or target >= self.targets[-1] else target
             target = self.targets[-1] if target is None and self.targets[-1] in self.ring.saved else target
         if target is None:
             return None, f"there is no checkpoint from before rollout {diagnosis.onset}"
-        return _Return(diagnosis, target, self._remedy(diagnosis.name)), ""
+        return _Rollback(diagnosis, target, self._remedy(diagnosis.name)), ""
 
     def _remedy(self, name: str) -> Remedy:
         return self.remedies.get(name) or Remedy()
 
     def _end_of_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After all other callbacks of the rollout: go back if that was decided, else save if it is time to."""
+        """Go back if that was decided, else save a checkpoint if one is due; after all other callbacks."""
         if self._decided is not None:
             decided, self._decided = self._decided, None
             if not trainer.received_sigterm:
                 self._go_back(trainer, pl_module, decided)
             return
         step = trained_rollouts(trainer)
-        if self._can_roll_back and step % self.ring.every == 0 and not trainer.should_stop and not self._suspicious():
+        if self._can_roll_back and step % self.ring.every == 0 and not trainer.should_stop and not self._is_critical():
             self.ring.save(trainer, step)
 
-    def _suspicious(self) -> bool:
+    def _is_critical(self) -> bool:
         return any(found.severity == "critical" for monitor in self.monitors for found in monitor.active())
 
-    def _go_back(self, trainer: Trainer, pl_module: LightningModule, decided: _Return) -> None:
+    def _go_back(self, trainer: Trainer, pl_module: LightningModule, decided: _Rollback) -> None:
         left_at = trained_rollouts(trainer)
         checkpoint = restore(trainer, pl_module, self.ring.path(decided.target), self._after_all)
         self._restore_monitors(checkpoint["callbacks"][self.state_key])
@@ -250,7 +258,7 @@ class HealthMonitor(pl.Callback):
             )
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule, remedy: Remedy, event: dict[str, Any]) -> None:
-        """Change the run, and write down how. A module that cannot change its objective only learns more slowly."""
+        """Change the run and write down how. A module that cannot change its objective gets a lower rate instead."""
         applied = remedy
         if remedy.objective and not hasattr(pl_module, "change_objective"):
             applied = Remedy(min(remedy.lr_scale, 0.5))
@@ -279,10 +287,10 @@ class HealthMonitor(pl.Callback):
         self._changed = [dict(changes) for changes in state_dict["changed"]]
 
     def _restore_monitors(self, state_dict: dict[str, Any]) -> None:
-        """By class and order; a monitor that is new to the run starts with nothing."""
-        left = list(state_dict["monitors"])
+        """Give monitors their states by class and order; a monitor that is new to the run starts with nothing."""
+        states = list(state_dict["monitors"])
         for monitor in self.monitors:
-            found = next((entry for entry in left if entry[0] == type(monitor).__name__), None)
-            if found is not None:
-                left.remove(found)
-                monitor.load_state_dict(found[1])
+            entry = next((entry for entry in states if entry[0] == type(monitor).__name__), None)
+            if entry is not None:
+                states.remove(entry)
+                monitor.load_state_dict(entry[1])

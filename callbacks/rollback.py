@@ -1,4 +1,4 @@
-"""Return to an earlier point of the same fit: a ring of whole checkpoints, and what Lightning's loops need."""
+"""Return to an earlier point of the same fit: the checkpoints to return to, and the state of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from lit_grpo.utils import random as rng
 log = logging.getLogger(__name__)
 
 FOLDER = "rollback"
-"""In the folder of the run."""
+"""Subfolder of the run's folder with the checkpoints to return to."""
 
 
 class CheckpointRing:
-    """The newest checkpoints of a run, and its first, for going back to. They are whole Lightning checkpoints.
+    """The newest checkpoints of a run and its first, to return to. They are whole Lightning checkpoints.
 
     Args:
-        every: rollouts between two.
-        keep: how many to keep besides the first.
+        every: rollouts between two checkpoints.
+        keep: number of checkpoints to keep besides the first.
     """
 
     def __init__(self, every: int, keep: int) -> None:
         self.every, self.keep = every, keep
         self.saved: list[int] = []
-        """Rollouts trained on in each, oldest first."""
+        """Rollouts trained on in each checkpoint, oldest first."""
         self.folder = Path(FOLDER)
 
     def open(self, trainer: Trainer) -> None:
-        """Find the folder; forget what is no longer there. All ranks must call it."""
+        """Find the folder, and forget checkpoints that are no longer there. All ranks must call it."""
         self.folder = run_folder(trainer) / FOLDER
         self.saved = trainer.strategy.broadcast([step for step in self.saved if self.path(step).exists()])
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after ``step`` rollouts is."""
+        """Path of the checkpoint after ``step`` rollouts."""
         return self.folder / f"rollout-{step:06d}.ckpt"
 
     def save(self, trainer: Trainer, step: int) -> None:
@@ -54,15 +54,15 @@ class CheckpointRing:
         self._drop(trainer, [] if len(self.saved) <= self.keep + 1 else self.saved[1 : -self.keep])
 
     def before(self, step: int) -> int | None:
-        """The newest checkpoint of fewer than ``step`` rollouts, or None."""
+        """Find the newest checkpoint of fewer than ``step`` rollouts; None if there is none."""
         return max((saved for saved in self.saved if saved < step), default=None)
 
     def drop_after(self, trainer: Trainer, step: int) -> None:
-        """Remove what belongs to the life of the run that is given up."""
+        """Remove the checkpoints of more than ``step`` rollouts, which a rollback has made void."""
         self._drop(trainer, [saved for saved in self.saved if saved > step])
 
     def clear(self, trainer: Trainer) -> None:
-        """Remove all: the run is at its end."""
+        """Remove all checkpoints, at the end of the run."""
         self._drop(trainer, list(self.saved))
         if trainer.is_global_zero and self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
@@ -76,21 +76,24 @@ class CheckpointRing:
 
 
 class AfterAll(Callback):
-    """Comes after every other callback of a batch, checkpoints included, so that all of them see the same rollout."""
+    """Callback that runs a function after every other callback of a batch, checkpoints included.
+
+    So all of them see the same rollout, and none sees half of a rollback.
+    """
 
     def __init__(self, function: Callable[[Trainer, LightningModule], None]) -> None:
         self.function = function
         self._true_step: int | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Become the last callback."""
-        # Every Trainer has them, but Lightning does not declare them.
+        """Become the trainer's last callback."""
+        # Every Trainer has callbacks, but Lightning does not declare them.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self not in callbacks:
             callbacks.append(self)
 
     def detach(self, trainer: Trainer) -> None:
-        # Every Trainer has them, but Lightning does not declare them.
+        # Every Trainer has callbacks, but Lightning does not declare them.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
@@ -101,7 +104,7 @@ class AfterAll(Callback):
         self.function(trainer, pl_module)
 
     def at_next_batch(self, logged_steps: int) -> None:
-        """Set the step under which metrics are logged back when the batch that is ending has been logged."""
+        """Set the step under which metrics are logged back, once the batch that is ending has been logged."""
         self._true_step = logged_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -190,7 +193,7 @@ def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll)
 
 
 def give_up_later_checkpoints(trainer: Trainer) -> None:
-    """Let the run's own checkpoints follow: remove those that were given up, and save where it stands now."""
+    """Let the run's own checkpoints follow a rollback: remove later ones, and save the run as it is now."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, RolloutCheckpoint):
             callback.go_back(trainer, trained_rollouts(trainer))

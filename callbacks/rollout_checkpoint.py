@@ -1,4 +1,4 @@
-"""Saves a run every few rollouts, whole or not at all."""
+"""Checkpoints every few rollouts, whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_folder
 
@@ -22,15 +23,15 @@ LAST = "last.ckpt"
 
 
 class RolloutCheckpoint(Checkpoint):
-    """Writes ``rollout-000120.ckpt`` after 120 rollouts, and ``last.ckpt``, a link to the newest.
+    """Checkpoints of a run: ``rollout-000120.ckpt`` after 120 rollouts, and ``last.ckpt``, a link to the newest.
 
-    A checkpoint is written under another name, brought to the disk and renamed, so a file with this name is whole. It
-    is a folder where the strategy saves in shards.
+    A checkpoint is written under another name, synced to disk and renamed, so what bears its name is whole. It is a
+    folder where the strategy saves in shards.
 
     Besides every ``every_n_rollouts``, the run is saved at its end, when it is stopped, and on an exception, SIGTERM or
     Ctrl-C if the weights are those after a whole rollout; inside a rollout nothing is saved and the previous checkpoint
-    holds. With several processes an exception is one process's own, and saving needs all of them, so then only a stop
-    and SIGTERM save.
+    holds. With several processes only a stop and SIGTERM save: an exception may be one process's own, and saving needs
+    all of them.
 
     ``last.ckpt`` is a relative symbolic link: it survives moving or copying the folder (``mv``, ``cp -a``, ``tar``,
     ``rsync -a``) but means nothing alone. Where links cannot be made it is a hard link, which a copy turns into a
@@ -44,12 +45,12 @@ class RolloutCheckpoint(Checkpoint):
 
     Args:
         every_n_rollouts: distance between two checkpoints.
-        keep_last: checkpoints of this run to keep; None keeps all.
-        dirpath: where to; by default ``checkpoints`` in the folder of the run.
+        keep_last: number of checkpoints of this run to keep; None keeps all.
+        dirpath: folder of the checkpoints; by default ``checkpoints`` in the folder of the run.
     """
 
     best_model_path = ""
-    """Asked for by ``ckpt_path="best"``; empty, because this callback does not judge."""
+    """What ``ckpt_path="best"`` asks for. It is empty, because this callback compares no checkpoints."""
 
     def __init__(self, every_n_rollouts: int = 50, keep_last: int | None = 2, dirpath: str | None = None) -> None:
         for name, value in (("every_n_rollouts", every_n_rollouts), ("keep_last", keep_last)):
@@ -64,7 +65,7 @@ class RolloutCheckpoint(Checkpoint):
 
     @property
     def last_path(self) -> Path | None:
-        """The newest checkpoint of this run, or None."""
+        """Path of this run's newest checkpoint, or None if there is none."""
         path = self.dirpath / self._saved[-1] if self.dirpath and self._saved else None
         return path if path and path.exists() else None
 
@@ -84,12 +85,12 @@ class RolloutCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._loader_state = _loader_state(trainer)
-        ends = trainer.is_last_batch or trainer.should_stop or trainer.received_sigterm
-        if ends or _trained(trainer) % self.every_n_rollouts == 0:
+        last = trainer.is_last_batch or trainer.should_stop or trainer.received_sigterm
+        if last or trained_rollouts(trainer) % self.every_n_rollouts == 0:
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Stopped by something that came after us in the last batch.
+        # A callback that came after this one may have stopped the run in the last batch.
         self.save(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -111,7 +112,7 @@ class RolloutCheckpoint(Checkpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Save now, unless this rollout is saved already. All processes must call it."""
-        rollout = _trained(trainer)
+        rollout = trained_rollouts(trainer)
         if rollout == self._saved_rollout or getattr(trainer, "fast_dev_run", False) or trainer.sanity_checking:
             return
         assert self.dirpath is not None
@@ -138,7 +139,7 @@ class RolloutCheckpoint(Checkpoint):
         trainer.strategy.barrier("RolloutCheckpoint.save")
 
     def go_back(self, trainer: Trainer, rollout: int) -> None:
-        """The run went back to ``rollout``: remove checkpoints of what was given up, and save where it stands.
+        """Follow a run that went back to ``rollout``: remove later checkpoints, and save it as it is now.
 
         All processes must call it, at the end of a batch.
         """
@@ -160,20 +161,18 @@ class RolloutCheckpoint(Checkpoint):
         try:
             if self._is_whole(trainer):
                 self.save(trainer)
-        except Exception as error:  # what ends the run is said, not what its last save met
+        # The exception that ends the run must be seen, not one of its last save.
+        except Exception as error:
             log.warning("The run could not be saved on the way out: %s", error)
 
     def _is_whole(self, trainer: Trainer) -> bool:
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        # Unequal counts: inside training_step, or a rollout was taken that is not trained on.
         if not batches.ready == batches.started == batches.processed > 0:
-            return False  # inside training_step, or a rollout was taken that is not trained on
-        # A monitor may have stopped the run before our hook ran; otherwise the loader must not have moved on since.
+            return False
+        # The batch is not completed where a monitor stopped the run before this callback's hook ran. Otherwise the
+        # loader must not have moved on since the last one.
         return batches.completed < batches.processed or _loader_state(trainer) == self._loader_state
-
-
-def _trained(trainer: Trainer) -> int:
-    """Rollouts trained on since the run began, resumed parts included."""
-    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def _loader_state(trainer: Trainer) -> Any:
@@ -182,9 +181,9 @@ def _loader_state(trainer: Trainer) -> Any:
 
 
 def _reopen(loops: dict[str, Any], length: int) -> None:
-    """Let a run go on that was closed before ``length`` rollouts: it was stopped, or it is to be longer now.
+    """Let a run go on that ended before ``length`` rollouts, because it was stopped or is to be longer now.
 
-    Lightning holds the one epoch of such a run for finished and would return at once.
+    Lightning takes the one epoch of such a run for finished and would return at once.
     """
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     if batches["current"]["ready"] >= length:

@@ -11,8 +11,6 @@ from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
-LN2 = math.log(2)
-
 REMEDIES_HIGH = (
     "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter and entropy_gamma)",
     "halve the learning rate",
@@ -74,7 +72,7 @@ class EntropyMonitor(Monitor):
 
     def __init__(
         self,
-        threshold: float = LN2,
+        threshold: float = math.log(2),
         high: float = 2.0,
         low: float = 0.1,
         floor: float = 0.02,

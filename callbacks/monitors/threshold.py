@@ -173,6 +173,13 @@ class ThresholdMonitor(Monitor):
         for rule in self.rules:
             rule.watch(self.history)
 
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints, which Lightning wants to be another for each callback of a trainer."""
+        if type(self) is not ThresholdMonitor:
+            return super().state_key
+        return f"{super().state_key}[{', '.join(rule.name for rule in self.rules)}]"
+
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         for rule in self.rules:
             yield from self.apply(rule)

@@ -29,8 +29,8 @@ from scripts.diagnosis.sabotage import Sabotage
 
 PROMPTS, GROUP_SIZE = 16, 8
 NO_GUARDS = GuardConfig(max_engine_gap=None, max_ratio_gap=None, max_truncated=None)
-"""No guards: the module's own would stop a run whose engine and learner disagree at its first rollout. Here the monitors
-are to find that."""
+"""No guards: the module's own would stop a run whose engine and learner disagree at its first rollout. Here the
+monitors are to find that."""
 
 
 class SabotagedData(RolloutDataModule):

@@ -13,6 +13,7 @@ from lit_grpo.callbacks import Finding, HealthMonitor, Monitor, Rule, ThresholdM
 from lit_grpo.callbacks.monitors import threshold
 from lit_grpo.errors import UserError
 from tests.callbacks.synthetic import replay
+from tests.tracking.stand_in import StandIn, StandInLoader, make_trainer
 
 
 def values(key: str, *numbers: float) -> list[dict[str, float]]:
@@ -130,6 +131,12 @@ health:
     assert diagnosis.name == "my_metric_above"
     assert made.health.actions["my_metric_above"] == "stop"
     assert made.health.remedies["my_metric_above"].lr_scale == 0.3
+
+
+def test_a_trainer_can_have_several(tmp_path):
+    several = [ThresholdMonitor([Rule("reward", above=bound, name=f"above_{bound}")]) for bound in (-1, 5)]
+    make_trainer(False, several, default_root_dir=str(tmp_path)).fit(StandIn(), StandInLoader(3))
+    assert [[f.kind for f in monitor.active()] for monitor in several] == [["above_-1"], []]
 
 
 @pytest.mark.parametrize(
