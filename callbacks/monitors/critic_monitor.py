@@ -79,6 +79,7 @@ class CriticMonitor(ThresholdMonitor):
         warmup: int = 20,
         actions: dict[str, str] | None = None,
     ) -> None:
+        positive("CriticMonitor", unexplained=unexplained, patience=patience, range=highest - lowest)
         self._always = [
             Rule(
                 "advantage/contradiction",
@@ -126,7 +127,6 @@ class CriticMonitor(ThresholdMonitor):
             ),
         ]
         super().__init__([*self._always, *self._after_warmup], actions)
-        positive("CriticMonitor", unexplained=unexplained, patience=patience, range=highest - lowest)
         self.lowest, self.highest, self.patience, self.warmup = lowest, highest, patience, warmup
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:

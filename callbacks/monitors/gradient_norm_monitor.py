@@ -96,6 +96,7 @@ class GradientNormMonitor(ThresholdMonitor):
         lasts: int = 3,
         actions: dict[str, str] | None = None,
     ) -> None:
+        positive("GradientNormMonitor", window=window, spikes=spikes, patience=patience, skip=skip, update=update)
         rule = Rule(
             "grad_norm",
             below=vanished,
@@ -107,7 +108,6 @@ class GradientNormMonitor(ThresholdMonitor):
             statistic="mean",
         )
         super().__init__([rule], actions)
-        positive("GradientNormMonitor", window=window, spikes=spikes, patience=patience, skip=skip, update=update)
         self.window, self.warmup, self.spikes, self.patience = window, warmup, spikes, patience
         self.skip, self.skip_spikes = skip, skip_spikes
         self.vanished_patience, self.update, self.lasts = vanished_patience, update, lasts

@@ -73,6 +73,7 @@ class RatioMonitor(ThresholdMonitor):
         patience: int = 3,
         actions: dict[str, str] | None = None,
     ) -> None:
+        positive("RatioMonitor", first_gap=first_gap, gap=gap, kl=kl, clip=clip, one_sided=one_sided, patience=patience)
         self._change_rules = [
             Rule(
                 key,
@@ -97,7 +98,6 @@ class RatioMonitor(ThresholdMonitor):
             for side in ("clip/low", "clip/high")
         }
         super().__init__([*self._change_rules, *self._clip_rules.values()], actions)
-        positive("RatioMonitor", first_gap=first_gap, gap=gap, kl=kl, clip=clip, one_sided=one_sided, patience=patience)
         self.first_gap, self.double_within, self.delta = first_gap, double_within, delta
         self.one_sided, self.patience = one_sided, patience
 

@@ -113,6 +113,7 @@ class SignalMonitor(ThresholdMonitor):
         failures: float = 0.1,
         actions: dict[str, str] | None = None,
     ) -> None:
+        positive("SignalMonitor", zero_gradient=zero_gradient, patience=patience, smooth=smooth, pairs=pairs)
         rule = Rule(
             "advantage/inverted",
             above=inverted,
@@ -123,7 +124,6 @@ class SignalMonitor(ThresholdMonitor):
             statistic="mean",
         )
         super().__init__([rule], actions)
-        positive("SignalMonitor", zero_gradient=zero_gradient, patience=patience, smooth=smooth, pairs=pairs)
         self.zero_gradient, self.all_wrong, self.hopeless, self.patience = zero_gradient, all_wrong, hopeless, patience
         self.batch, self.smooth, self.noise, self.pairs, self.failures = batch, smooth, noise, pairs, failures
 

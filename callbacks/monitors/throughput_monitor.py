@@ -52,6 +52,7 @@ class ThroughputMonitor(ThresholdMonitor):
         trend: int = 60,
         actions: dict[str, str] | None = None,
     ) -> None:
+        positive("ThroughputMonitor", slow=slow, patience=patience, window=window, growth=growth, trend=trend)
         rule = Rule(
             "tokens_per_second",
             below=slow,
@@ -64,7 +65,6 @@ class ThroughputMonitor(ThresholdMonitor):
             statistic="mean",
         )
         super().__init__([rule], actions)
-        positive("ThroughputMonitor", slow=slow, patience=patience, window=window, growth=growth, trend=trend)
         self.patience, self.window, self.growth, self.trend = patience, window, growth, trend
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
