@@ -183,7 +183,7 @@ class FlightRecorder(pl.Callback):
         return {name: value.clone() for name, value in tensors.items()}, rollout
 
     def _of_learner(self, pl_module: LightningModule, lengths: Tensor) -> dict[str, Tensor]:
-        """Collect what the learner computed for the rollout; nothing if it has not got that far."""
+        """What the learner made of the rollout; nothing if it has not got so far."""
         experience = getattr(pl_module, "last_experience", None)
         if experience is None or (self._seen is not None and self._seen() is experience):
             return {}
