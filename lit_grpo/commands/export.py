@@ -34,7 +34,7 @@ class Exported(NamedTuple):
 
 def run(command: str, argv: list[str]) -> int:
     """The command."""
-    from lit_grpo.cli.arguments import CommandParser
+    from lit_grpo.cli.argument_parser import CommandParser
 
     parser = CommandParser(
         command,

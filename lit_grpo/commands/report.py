@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lit_grpo.cli.arguments import CommandParser
+from lit_grpo.cli.argument_parser import CommandParser
 from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.run import how_it_ended, main_diagnosis
 from lit_grpo.run.folder import shown

@@ -50,7 +50,7 @@ class Totals(NamedTuple):
 
 def run(command: str, argv: list[str]) -> int:
     """The command; 0, or 1 where a reward failed."""
-    from lit_grpo.cli.arguments import CommandParser
+    from lit_grpo.cli.argument_parser import CommandParser
 
     parser = CommandParser(command, "Judge ready completions with any reward. No model is needed.", EXAMPLES)
     parser.add_argument("--input", required=True, metavar="FILE", help="JSON Lines, gzip or not; - is standard input")
@@ -97,8 +97,8 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
     import yaml
     from jsonargparse import ArgumentParser
 
-    from lit_grpo.cli.explain import Explainer
-    from lit_grpo.cli.layers import find, read_layers
+    from lit_grpo.cli.config_files import find, read_layers
+    from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError, check_rewards
 
@@ -132,11 +132,8 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
         check_rewards(rewards)
     except (argparse.ArgumentError, ValueError) as error:
-        inner_error: BaseException | None = error
-        while inner_error is not None and not isinstance(inner_error, UserError):
-            inner_error = inner_error.__cause__ or inner_error.__context__
-        if isinstance(inner_error, UserError):
-            raise explainer.locate(inner_error) from error
+        if (cause := user_error_below(error)) is not None:
+            raise explainer.locate(cause) from error
         raise explainer.explain(str(error)) from error
     return rewards, on_error
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.report import charts
 from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.page import make_report, write_report

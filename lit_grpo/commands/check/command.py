@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.cli import DONE, FAILED
-from lit_grpo.cli.arguments import CommandParser
-from lit_grpo.cli.early import check_early
-from lit_grpo.cli.layers import config_files, read_layers
-from lit_grpo.cli.training import _quiet
+from lit_grpo.cli.argument_parser import CommandParser
+from lit_grpo.cli.config_files import config_files
+from lit_grpo.cli.main import DONE, FAILED
+from lit_grpo.cli.training import read_configuration
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.utils.logging import at_level
 
@@ -40,20 +38,16 @@ def run(command: str, argv: list[str]) -> int:
     if args.gold_format is not None and "{answer}" not in args.gold_format:
         raise UserError("--gold-format has no {answer}", where="command line", remedy=r"as in '\boxed{{answer}}'")
     rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_layers(rest, "fit")
-    check_early("fit", rest, layers, parser.options())  # before anything heavy is imported
-    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
-        sys.path.append(str(Path.cwd()))
-    _quiet()
+    layers = read_configuration("fit", rest, parser.options())
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
-    from lit_grpo.cli.building import BuildingCLI
+    from lit_grpo.cli.lightning_cli import BuildOnlyCLI
     from lit_grpo.commands.check.preflight import Preflight
     from lit_grpo.commands.check.prompts import rendered
     from lit_grpo.commands.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
     with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
-        cli = BuildingCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
+        cli = BuildOnlyCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):

@@ -5,19 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_grpo.cli import DONE, FAILED
-from lit_grpo.cli.arguments import CommandParser
-from lit_grpo.cli.early import check_early
-from lit_grpo.cli.layers import read_layers
-from lit_grpo.cli.training import _quiet
-from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path
+from lit_grpo.cli.argument_parser import CommandParser
+from lit_grpo.cli.main import DONE, FAILED
+from lit_grpo.cli.training import read_configuration
 from lit_grpo.commands.filter.options import Options
+from lit_grpo.commands.filter.rate_journal import Journal, Rate, all_rates_paths, rates_path
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,12 +61,8 @@ def run(command: str, argv: list[str]) -> int:
             remedy="give another file",
         )
     rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_layers(rest, "fit")
-    check_early("fit", rest, layers, parser.options())  # before anything heavy is imported
-    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
-        sys.path.append(str(Path.cwd()))
-    _quiet()
-    from lit_grpo.commands.filter.cli import run_filter
+    layers = read_configuration("fit", rest, parser.options())
+    from lit_grpo.commands.filter.sampling import run_filter
 
     trainer, data = run_filter(options, rest, layers)
     if not trainer.is_global_zero:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lit_grpo.commands.filter.journal import Rate
+from lit_grpo.commands.filter.rate_journal import Rate
 
 _SECONDS = 10.0
 """Between two lines where the output is no terminal."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.commands.filter.command import finish
-from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path
 from lit_grpo.commands.filter.options import Options
+from lit_grpo.commands.filter.rate_journal import Journal, Rate, all_rates_paths, rates_path
 from lit_grpo.data import JsonlPrompts
 from lit_grpo.errors import UserError
 from lit_grpo.types import Prompt
@@ -63,7 +63,7 @@ def lines(path):
 def test_killed_and_resumed_equals_unbroken_and_no_prompt_is_sampled_twice(folder, capsys, monkeypatch):
     command = ["filter", "--config", "run.yaml", "--keep-above", "0", "--keep-below", "1", "--output"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "KILL_AFTER": "60"}
-    run = [sys.executable, "-c", "import sys; from lit_grpo.cli import main; sys.exit(main(sys.argv[1:]))"]
+    run = [sys.executable, "-c", "import sys; from lit_grpo.cli.main import main; sys.exit(main(sys.argv[1:]))"]
     done = subprocess.run([*run, *command, "cut.jsonl"], env=environment, capture_output=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     rates = folder / "cut.rates.jsonl"

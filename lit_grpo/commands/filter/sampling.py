@@ -8,11 +8,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lit_grpo.cli.building import BuildingCLI
-from lit_grpo.cli.layers import Layer
-from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path, weights_identity
+from lit_grpo.cli.config_files import Layer
+from lit_grpo.cli.lightning_cli import BuildOnlyCLI
 from lit_grpo.commands.filter.options import Options
 from lit_grpo.commands.filter.progress import Progress
+from lit_grpo.commands.filter.rate_journal import Journal, Rate, all_rates_paths, rates_path, weights_identity
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.engines import check_engine
 from lit_grpo.errors import UserError
@@ -162,7 +162,7 @@ def run_filter(options: Options, argv: Sequence[str], layers: Sequence[Layer]) -
         argv: what ``fit`` would get.
         layers: the configuration files, already read.
     """
-    cli = BuildingCLI(argv, layers, datamodule_class=FilterData)
+    cli = BuildOnlyCLI(argv, layers, datamodule_class=FilterData)
     data, given = cli.datamodule, cli.config["fit"]
     assert isinstance(data, FilterData)
     options.ckpt_path = given.get("ckpt_path")
