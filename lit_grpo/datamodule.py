@@ -247,6 +247,17 @@ class RolloutDataModule(pl.LightningDataModule):
     def _encoded(self) -> dict[str, list[Prompt]]:
         return {key: one.prompts for key, one in self._sets.items()}
 
+    @property
+    def encoded_prompts(self) -> dict[str, list[Prompt]]:
+        """The tokenized prompts of each set that is set up: ``train``, ``val/NAME`` and ``test/NAME``."""
+        return self._encoded
+
+    def load_training_prompts(self) -> None:
+        """Read, check, clean and tokenize ``data.prompts``, and log what was left out; starts no engine."""
+        assert self.prompts is not None
+        self._encode("train", self.prompts, "data.prompts", self.format)
+        self._tell()
+
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
         """Read, check, clean and tokenise a source, once."""
         if key in self._sets:

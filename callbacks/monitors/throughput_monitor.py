@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
-
-PHASES = ("time/sync", "time/generate", "time/reward", "time/update", "time/wait")
+from lit_grpo.run.phases import PHASES
 
 
 class ThroughputMonitor(Monitor):

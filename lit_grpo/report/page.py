@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
 from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
 from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
 from lit_grpo.run.folder import REPORT_FILE
+from lit_grpo.run.phases import PHASES, learner_phases
+from lit_grpo.tracking.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
 
-PHASES = (
-    ("time/sync", "weights to the engine"),
-    ("time/generate", "sampling"),
-    ("time/wait", "waiting for sampling"),
-    ("time/reward", "waiting for rewards"),
-    ("time/update", "training"),
-)
 SIGNS = {"critical": "✖ critical", "warning": "▲ warning", "info": "● info"}
 MARKS_SHOWN = 4
 
@@ -64,10 +58,7 @@ def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
     if rewards := [(f"{t}: step {r.step}", r.tensors["reward"].tolist()) for t, r in records]:
         histogram = draw_histograms(rewards)
         pictures.append(histogram)
-    phases = [(key, name) for key, name in PHASES if run.has(key)]
-    # With sampling beside training, the learner spends only what it waits.
-    if run.has("time/wait"):
-        phases = [(key, name) for key, name in phases if key not in ("time/generate", "time/reward")]
+    phases = learner_phases({key for key in PHASES if run.has(key)})
     phase_picture = draw_phases(run, phases, marks) if phases else None
     if phase_picture:
         pictures.append(phase_picture)
@@ -212,7 +203,7 @@ def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _phase_table(run: Run, phases: Sequence[tuple[str, str]], onset: int | None) -> list[dict[str, Any]]:
+def _phase_table(run: Run, phases: Mapping[str, str], onset: int | None) -> list[dict[str, Any]]:
     """Mean seconds and share of each phase; before and since the onset if there is one."""
     parts = [("whole run", list(range(len(run.steps))))]
     if onset is not None:
@@ -222,7 +213,7 @@ def _phase_table(run: Run, phases: Sequence[tuple[str, str]], onset: int | None)
             parts = [("before onset", before), ("since onset", since)]
     columns = []
     for title, rows in parts:
-        seconds = {name: _mean([run.values(key)[i] for i in rows]) for key, name in phases}
+        seconds = {name: _mean([run.values(key)[i] for i in rows]) for key, name in phases.items()}
         total = sum(seconds.values())
         cells = [(name, _seconds(s), f"{s / total:.0%}" if total else "-") for name, s in seconds.items()]
         columns.append({"title": title, "cells": cells, "total": _seconds(total)})

@@ -1,4 +1,4 @@
-"""What a run left behind, read once: from its folder here, from MLflow in ``mlflow_run``."""
+"""A run as the report sees it, read from its folder; :mod:`lit_grpo.report.mlflow_run` reads one from MLflow."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from typing import Any
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run import flight
 from lit_grpo.run.folder import shown
+from lit_grpo.tracking.charts import History
 from lit_grpo.tracking.spool import FILE_NAME, read_lines
 
 FINDINGS_FILE = "findings.jsonl"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass
-class Run:
-    """A run as the report sees it. Steps count rollouts trained on, from 1; findings count alike."""
+@dataclass(kw_only=True)
+class Run(History):
+    """A run with everything that a report shows of it. The steps of findings count like those of metrics, from 1."""
 
     name: str
     source: str
-    """Where it was read from, as a person would type it."""
-    steps: list[int]
-    metrics: dict[str, list[float]]
-    """By key, one value for each of ``steps``; NaN where it was not logged."""
-    abandoned: list[tuple[list[int], dict[str, list[float]]]] = field(default_factory=list)
-    """Steps and metrics of what was trained on and then left behind by a rollback or a resume, oldest first."""
+    """Where the run was read from, as a person would type it."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Lines of findings.jsonl, in order."""
     config: str = ""
-    """config.yaml as it stands."""
+    """Text of config.yaml."""
     objective: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     started: str = ""
     run_id: str = ""
     status: str = ""
-    """Of MLflow, where the run was read from there."""
+    """Status in MLflow, where the run was read from there."""
     records: dict[int, Path] = field(default_factory=dict)
     """Flight records by step."""
     token_texts: dict[int, str] = field(default_factory=dict)
@@ -49,16 +45,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
 
-    def values(self, key: str) -> list[float]:
-        """A metric at every step; NaN where there is none."""
-        return self.metrics.get(key) or [math.nan] * len(self.steps)
-
-    def has(self, key: str) -> bool:
-        """Whether a metric has a finite value anywhere."""
-        return any(map(math.isfinite, self.metrics.get(key, ())))
-
     def settings(self) -> dict[str, Any]:
-        """The configuration as plain values; empty if there is none or it cannot be read."""
+        """Return the configuration as plain values; empty if there is none or it cannot be read."""
         import yaml
 
         try:
@@ -137,7 +125,7 @@ def read_folder(folder: Path) -> Run:
             where="RUN",
             remedy=f"it holds runs: {', '.join(inside[:8])}" if inside else "give the folder of one run",
         )
-    run = Run(folder.resolve().name, shown(folder.absolute()), [], {})
+    run = Run(name=folder.resolve().name, source=shown(folder.absolute()), steps=[], metrics={})
     if (folder / FILE_NAME).exists():
         fill(run, (record for record, _ in read_lines(folder / FILE_NAME)))
     else:

@@ -18,7 +18,7 @@ from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
 from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
 from lit_grpo.run.stop import KEYBOARD, stop_reason
-from lit_grpo.tracking.curves import PANELS, draw_curves
+from lit_grpo.tracking.charts import OVERVIEW_KEYS, History, draw_overview
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RunSummary(Callback):
 
     def __init__(self) -> None:
         self._steps: list[int] = []
-        self._metrics: dict[str, list[float]] = {key: [] for key in PANELS}
+        self._metrics: dict[str, list[float]] = {key: [] for key in OVERVIEW_KEYS}
         self._batch: Any = None
         self._folder = Path()
 
@@ -78,7 +78,7 @@ class RunSummary(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = list(state_dict["steps"])
-        self._metrics = {key: list(state_dict["metrics"][key]) for key in PANELS}
+        self._metrics = {key: list(state_dict["metrics"][key]) for key in OVERVIEW_KEYS}
 
     def final_reward(self) -> tuple[float, int] | None:
         """Mean reward of the last rollouts and how many they are; None if there are none."""
@@ -185,8 +185,9 @@ class RunSummary(Callback):
         path = self._folder / CURVES_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draw_curves(self._steps, self._metrics, self._folder.name, path)
-        except Exception as error:  # a run is not lost for want of a picture
+            path.write_bytes(draw_overview(History(self._steps, self._metrics), self._folder.name))
+        # A run is not lost for want of a picture.
+        except Exception as error:
             log.warning("The curves could not be drawn: %s", error)
             return None
         return path

@@ -46,14 +46,16 @@ def run(command: str, argv: list[str]) -> int:
     from lit_grpo.commands.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
-    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
+    # Lightning's notes do not belong among the lines of the table.
+    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
         cli = BuildOnlyCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # whatever engine, reward or step raise is what the preflight is there to find
-            preflight.results.append(broken(preflight.at, error))
+        # Whatever engine, reward or step raise is what the preflight is there to find.
+        except Exception as error:
+            preflight.results.append(failure(preflight.activity, error))
     if not cli.trainer.is_global_zero:
         return DONE
     results: list[Result] = preflight.results
@@ -67,8 +69,8 @@ def run(command: str, argv: list[str]) -> int:
     return FAILED if any(r.status == "fail" for r in results) else DONE
 
 
-def broken(at: str, error: Exception) -> Any:
-    """The line of the table for something that raised."""
+def failure(activity: str, error: Exception) -> Any:
+    """Return the table's line for an error that was raised during ``activity``."""
     from lit_grpo.commands.check.result import Result
 
     text = error.reason if isinstance(error, StopRun) else str(error).strip() or type(error).__name__
@@ -80,4 +82,4 @@ def broken(at: str, error: Exception) -> Any:
         remedy = "the run itself would stop here"
     else:
         remedy = "LIT_GRPO_DEBUG=1 lit-grpo fit with the same arguments shows where"
-    return Result("one step" if "step" in at else "sampling", "fail", f"while {at}: {name}: {text}", remedy)
+    return Result("one step" if "step" in activity else "sampling", "fail", f"while {activity}: {name}: {text}", remedy)

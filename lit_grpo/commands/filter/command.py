@@ -14,7 +14,7 @@ from lit_grpo.cli.argument_parser import CommandParser
 from lit_grpo.cli.main import DONE, FAILED
 from lit_grpo.cli.training import read_configuration
 from lit_grpo.commands.filter.options import Options
-from lit_grpo.commands.filter.rate_journal import Journal, Rate, all_rates_paths, rates_path
+from lit_grpo.commands.filter.rate_journal import Rate, RateJournal, all_rates_paths, rates_path
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _RESERVED = ("prompt", "answer", "id")
 
 
 def run(command: str, argv: list[str]) -> int:
-    """Sample, write, and return the exit code."""
+    """Sample what has no pass rate yet, write the kept prompts, and return the exit code."""
     parser = CommandParser(command, "Sample every training prompt and keep those of the wanted pass rate.", EXAMPLES)
     parser.add_argument("--config", metavar="FILE", action="append", help="as for fit; may be given several times")
     parser.add_argument("--output", metavar="FILE", required=True, help="prompts that are kept (.jsonl or .jsonl.gz)")
@@ -68,12 +68,12 @@ def run(command: str, argv: list[str]) -> int:
     if not trainer.is_global_zero:
         return DONE
     settings = data.journal.settings
-    rates = {r.id: r for path in all_rates_paths(options.output) for r in Journal(path, settings).read()}
-    return finish(data._encoded["train"], rates, options, data.samples)
+    rates = {r.id: r for path in all_rates_paths(options.output) for r in RateJournal(path, settings).read()}
+    return finish(data.encoded_prompts["train"], rates, options, data.samples)
 
 
 def finish(prompts: Sequence[Prompt], rates: Mapping[str, Rate], options: Options, samples: int) -> int:
-    """Write the prompts of the band and say what there was."""
+    """Write the prompts of the band, print what was found, and return the exit code."""
     missing = [prompt.id for prompt in prompts if prompt.id not in rates]
     if missing:
         raise RuntimeError(f"{len(missing)} prompts have no pass rate, the first is {missing[0]!r}")
@@ -90,14 +90,15 @@ def finish(prompts: Sequence[Prompt], rates: Mapping[str, Rate], options: Option
 
 
 def record(prompt: Prompt, rate: Rate) -> dict[str, Any]:
-    """A row that ``JsonlPrompts`` reads back as the same prompt."""
+    """Return a row that ``JsonlPrompts`` reads back as the same prompt."""
+    # A column of the user's that has the name of one of ours would come back as the prompt itself.
     extra = {f"{key}_column" if key in _RESERVED else key: value for key, value in prompt.extra.items()}
-    found = {"id": prompt.id, "prompt": prompt.question, "answer": prompt.answer, "source": prompt.source, **extra}
-    return found | {"pass_rate": rate.pass_rate, "samples": rate.samples}
+    row = {"id": prompt.id, "prompt": prompt.question, "answer": prompt.answer, "source": prompt.source, **extra}
+    return row | {"pass_rate": rate.pass_rate, "samples": rate.samples}
 
 
 def write(output: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """All of it or nothing."""
+    """Write rows as JSON Lines, gzip where the name says so, whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in records).encode()
     temporary = output.with_name(f".{output.name}.tmp")
