@@ -14,6 +14,7 @@ from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
 from lit_grpo.run.folder import REPORT_FILE
 from lit_grpo.run.phases import PHASES, learner_phases
 from lit_grpo.tracking.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
+from lit_grpo.utils.files import write_atomically
 
 SIGNS = {"critical": "✖ critical", "warning": "▲ warning", "info": "● info"}
 MARKS_SHOWN = 4
@@ -35,9 +36,7 @@ def write_report(run: Run, folder: Path, how: str | None = None) -> Path:
     for picture in pictures:
         (images / f"{picture.name}.png").write_bytes(picture.png)
     path = folder / REPORT_FILE
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, html)
     return path
 
 

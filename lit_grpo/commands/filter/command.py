@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from lit_grpo.cli.training import read_configuration
 from lit_grpo.commands.filter.options import Options
 from lit_grpo.commands.filter.rate_journal import Rate, RateJournal, all_rates_paths, rates_path
 from lit_grpo.errors import UserError
+from lit_grpo.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from lit_grpo.types import Prompt
@@ -101,9 +101,4 @@ def write(output: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSON Lines, gzip where the name says so, whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in records).encode()
-    temporary = output.with_name(f".{output.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(output)
+    write_atomically(output, gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)
