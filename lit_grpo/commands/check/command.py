@@ -1,4 +1,4 @@
-"""``lit-grpo check --config FILE``: the preflight on the command line."""
+"""``lit-grpo check``: look at a configuration before GPU hours are spent on it."""
 
 from __future__ import annotations
 
