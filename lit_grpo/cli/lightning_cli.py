@@ -35,10 +35,12 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 1,
     "min_epochs": 0,
     "accelerator": "auto",
+    # A class path, not an instance, so that `--trainer.logger.run_name NAME` sets one argument of it.
     "logger": {"class_path": "lit_grpo.tracking.RunLogger", "init_args": {}},
     "log_every_n_steps": 1,
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
+    # The loaders share out prompts over ranks themselves.
     "use_distributed_sampler": False,
 }
 
@@ -174,6 +176,7 @@ class TrainingCLI(LightningCLI):
         if config.get("enable_checkpointing") is False:
             added = [callback for callback in added if not isinstance(callback, Checkpoint)]
         added = [callback for callback in added if not any(isinstance(other, type(callback)) for other in configured)]
+        # The Trainer would take `fsdp` for FSDP1.
         config["strategy"] = resolve_strategy(config["strategy"])
         config["plugins"] = add_checkpoint_reader(config.get("plugins"), config["strategy"])
         self._continue_run(config.get("logger"))

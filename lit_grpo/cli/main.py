@@ -187,5 +187,6 @@ def _show(error: UserError, command: str) -> None:
         traceback.print_exception(error)
     from lit_grpo.cli.errors.terminal import render
 
+    # What the command has printed comes first where both streams go to one file.
     sys.stdout.flush()
     print(render(error, command), file=sys.stderr, flush=True)

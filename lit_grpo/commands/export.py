@@ -153,6 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
 
             content: Any = read_sharded(path, optimizers=False)
         else:
+            # weights_only: a checkpoint from elsewhere must not run code. torch maps only its zip format into memory.
             content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:
         first = str(error).strip().partition("\n")[0][:200]
@@ -207,6 +208,7 @@ def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, 
         model = AutoModelForCausalLM.from_config(config, dtype=to_dtype)
     weights = {name: tensor.to(to_dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    # Assigned tensors are not tied, and a tied weight may be there under one of its names only.
     model.tie_weights()
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if missing or unexpected:

@@ -206,6 +206,7 @@ def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> Rewa
             + (f"; the reward {counting!r} goes by it" if counting else ""),
         )
     cut = row.get("finish_reason") == "length"
+    # No tokenizer here: rewards that go by length need only the number of tokens.
     ids = (0,) * tokens
     completion = Completion(0, 0, ids, (), "length" if cut else "stop", 0)
     question = row.get("prompt", row.get("question"))

@@ -70,6 +70,7 @@ def _default_uri() -> str:
 
 @contextmanager
 def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
+    # By default MLflow retries for minutes where no server answers.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for noisy in ("mlflow.store.db.utils", "alembic"):

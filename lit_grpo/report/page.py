@@ -65,6 +65,8 @@ def make_report(run: Run, ending: str | None = None) -> tuple[list[Picture], str
         pictures.append(phase_picture)
 
     modes = [m for m in ("entropy", "surprise", "advantage") if any(m in rollout.modes for rollout in rollouts)]
+    # autoescape: what a model wrote must appear as text, never as HTML. StrictUndefined: a name that the template
+    # misspells raises instead of leaving a gap.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,

@@ -203,6 +203,7 @@ def how_it_ended(run: Run) -> str:
     exception = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
     if reason := run.tags.get("stop.reason"):
         return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
+    # An exception before the last step is not the end: the run was resumed after it.
     if exception is not None and int(exception.get("step") or 0) >= done:
         return f"broke off {after}: {exception.get('explanation')}"
     event = next((e for e in reversed(run.events) if e.get("event") == "exception" and e.get("reason")), None)

@@ -42,6 +42,7 @@ def run_folder(trainer: Trainer) -> Path:
     """
     logger = run_logger(trainer)
     if logger is not None:
+        # Rank 0 alone has a folder and tells the others.
         return Path(trainer.strategy.broadcast(str(logger.run_dir)))
     return Path(trainer.log_dir or trainer.default_root_dir)
 

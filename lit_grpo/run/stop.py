@@ -44,6 +44,7 @@ def request_stop(trainer: Trainer, reason: str, monitor: str) -> None:
     """
     if stop_reason(trainer) is None:
         step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        # On the trainer, which callbacks, loggers and the command line all reach.
         setattr(trainer, _ATTRIBUTE, StopReason(reason, monitor, step))
         logger = run_logger(trainer)
         if logger is not None:

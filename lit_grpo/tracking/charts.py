@@ -175,6 +175,7 @@ def _expand(history: History, panel: Panel) -> list[tuple[str, str]]:
             lines += [(k, k.removeprefix(key[:-1])) for k in names] if len(names) > 1 else []
         else:
             lines.append((key, label))
+    # More lines than there are kinds of dashes could not be told apart.
     return lines[: len(DASHES)]
 
 
@@ -250,6 +251,7 @@ def _plot(
                           linewidth=0.8, alpha=0.6)  # fmt: skip
                 axes.plot(*left[-1], color=COLOURS[i], marker="x", markersize=5)
                 described.append(f"left behind: {label} {left[-1][1]:.3g} at step {left[-1][0]}")
+    # Only where the values come near the level, which would else stretch the axis.
     if panel.level is not None and finite and max(finite) > 0.8 * panel.level:
         axes.axhline(panel.level, color="0.4", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(panel.level_name, (0, panel.level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")

@@ -260,26 +260,27 @@ class RunLogger(Logger, RunRecord):
 
     @property
     def unsent(self) -> int:
-        """Records that are not in MLflow."""
+        """Number of records that are not in MLflow."""
         return self._opened[1].unsent if self._opened else 0
 
-    def delivery_report(self, said: bool = False) -> str | None:
-        """One sentence on the records that MLflow does not have, or None.
+    def delivery_report(self, shown_by_caller: bool = False) -> str | None:
+        """Say in one sentence how many records MLflow does not have; None if it has all.
 
         Args:
-            said: the caller shows it, so the end of the run need not say it again.
+            shown_by_caller: whether the caller shows it, so that the end of the run need not say it again.
         """
         if self._opened is None or not (count := self._opened[1].unsent):
             return None
-        if said:
-            self._reported = count + 1  # the final status is still to come
+        if shown_by_caller:
+            # One more for the final status, which is still to come.
+            self._reported = count + 1
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
         reason = f" ({sender.last_error})" if sender.last_error else " yet"
         return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {shown(spool.path)}"
 
     def view_command(self) -> str:
-        """How to look at the run in MLflow."""
+        """Return the address of the run in MLflow, or the command that shows its store."""
         if self.tracking_uri.startswith("http"):
             return f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/")
         return f"mlflow ui --backend-store-uri {self.tracking_uri}"
@@ -291,6 +292,7 @@ class RunLogger(Logger, RunRecord):
             # Imported on the main thread: a worker process forked while a thread holds an import lock would hang.
             import mlflow.tracking  # noqa: F401
 
+            # They log each step of creating the tables of a new SQLite store.
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
             logging.getLogger("alembic").setLevel(logging.WARNING)
             run_dir = self._make_run_dir()
@@ -361,6 +363,7 @@ def _new_folder(root: Path, name: str) -> Path:
     """Create ``root/name``, with a number added if a run is there already."""
     for number in range(1, 10_000):
         path = root / (name if number == 1 else f"{name}-{number}")
+        # mkdir itself decides whether the name is free, so that two runs started at once get two folders.
         try:
             path.mkdir(parents=True)
         except FileExistsError:

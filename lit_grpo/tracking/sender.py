@@ -174,6 +174,7 @@ class Sender:
         self._target.start()
         self._progress += 1
         while self._jobs:
+            # Taken off the queue only once it is sent: an exception leaves it there for the next round.
             self._try(self._jobs[0])
             with self._changed:
                 self._jobs.popleft()

@@ -37,6 +37,7 @@ class Spool:
         if self._file is None:
             self._file = self._open()
         self._file.write(json.dumps(record).encode() + b"\n")
+        # Flushed but not synced: a process that is killed loses nothing, only a power failure can.
         self._file.flush()
         return self._file.tell()
 

@@ -74,6 +74,8 @@ class RunSummary(Callback):
         for key, values in self._metrics.items():
             values.append(float(logged.get(key, torch.nan)))
 
+    # In the checkpoint, so that a resumed run shows its whole history.
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps), "metrics": {key: list(values) for key, values in self._metrics.items()}}
 
@@ -161,7 +163,7 @@ class RunSummary(Callback):
                 logger.log_artifact(curves)
             logger.flush()
             facts.append(("MLflow", logger.view_command()))
-            if report := logger.delivery_report(said=True):
+            if report := logger.delivery_report(shown_by_caller=True):
                 facts.append(("not sent", report))
         count = f"{len(self._steps)} rollout" + ("" if len(self._steps) == 1 else "s")
         sys.stderr.flush()

@@ -104,8 +104,10 @@ class Explainer:
 
     def option(self, matches: Callable[[str], bool]) -> tuple[str, str] | None:
         """Return (``--key``, value) of the last option whose key satisfies ``matches``."""
+        # From the end: of an option that is given twice the last one holds.
         for i in range(len(self.argv) - 1, -1, -1):
             option, equals, value = self.argv[i].partition("=")
+            # On the command line `init_args` may be left out, and a + at the end appends to a list.
             if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):
                 value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
                 return option, value
@@ -122,6 +124,7 @@ class Explainer:
     def locate(self, error: UserError) -> UserError:
         """Add file and line to an error whose ``where`` is a key, or ``Class.argument``."""
         key = error.where or ""
+        # Anything else is a place already, such as a file and line of the data.
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             return error
         first, _, last = key.rpartition(".")

@@ -40,6 +40,7 @@ def memory(device: torch.device) -> Memory:
         # Not only torch's allocations: an engine in this process may allocate by itself.
         free, total = torch.cuda.mem_get_info(device)
         return Memory(max(torch.cuda.max_memory_reserved(device), total - free), total, "of the card")
+    # Linux counts ru_maxrss in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Memory(peak, _main_memory(), "of main memory")
 
@@ -49,6 +50,7 @@ def _main_memory() -> int | None:
     limits = []
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(path).strip()
+        # Without a limit the file holds "max" or a number near 2**63.
         if text.isdigit() and int(text) < 1 << 60:
             limits.append(int(text))
     for line in _read("/proc/meminfo").splitlines():

@@ -166,6 +166,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
                       f"{wrong.id!r}: {shorten(answers[accepted.index(False)], 40)!r}",
                       "mend the row or choose a verifier that reads it; else such prompts are never right",
                       values)  # fmt: skip
+    # For each prompt a wrong answer that looks right: the next gold that differs from its own.
     others = [next((a for a in answers[i + 1 :] + answers[:i] if a.strip() != answers[i].strip()), None)
               for i in range(len(answers))]  # fmt: skip
     pairs = [(p, other) for p, other in zip(prompts, others, strict=True) if other is not None]
@@ -182,6 +183,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
 
 
 def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], tokenizer: Any) -> list[bool]:
+    # Texts become completions as the engine would return them, with the end token at their end.
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     batch = []
     for prompt, text in zip(prompts, texts, strict=True):

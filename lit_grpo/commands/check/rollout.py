@@ -159,11 +159,13 @@ def mismatch(experience: Experience, bound: float | None) -> Result:
     values = {**means, **{key: float(v) for key, v in peaks.items()}}
     largest = values["mismatch/logprob_max"]
     values = {key.removeprefix("mismatch/"): value for key, value in values.items() if isfinite(value)}
+    # Every single token is without one.
     if means["mismatch/missing"] == 1:
         return Result("mismatch", "warn", "the engine gives no log-probabilities", "have it return them: without them "
                       "no sampler correction and no guard", values)  # fmt: skip
     found = f"log-probabilities differ by {gap:.2g} nats on average, {largest:.2g} at most"
     remedy = "check dtype, temperature and template on both sides; then sampler_correction: tis_token"
+    # Written so that a gap of NaN fails too.
     if not gap <= (math.inf if bound is None else bound) or impossible:
         if impossible:
             found += f"; {impossible:.2%} of tokens are impossible for the learner"

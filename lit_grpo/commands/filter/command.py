@@ -101,4 +101,5 @@ def write(output: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSON Lines, gzip where the name says so, whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in records).encode()
+    # Without a time in the gzip header the same rows give the same bytes.
     write_atomically(output, gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)

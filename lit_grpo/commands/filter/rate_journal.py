@@ -49,6 +49,7 @@ class RateJournal:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        # As JSON gives them back, so that they compare equal with those in the file.
         self.path, self.settings = path, json.loads(json.dumps(settings, default=str))
         self._length = 0
 
