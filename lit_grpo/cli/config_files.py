@@ -109,16 +109,17 @@ def _similar_file(path: Path) -> str:
 
 def _refuse_double_keys(layer: Layer, node: Node) -> None:
     if isinstance(node, MappingNode):
-        seen: dict[str, Node] = {}
+        first: dict[str, Node] = {}
         for key, value in node.value:
             name = str(key.value)
-            if name in seen and name != "<<":
+            # Several merges are allowed.
+            if name in first and name != "<<":
                 raise UserError(
-                    f"the key `{name}` is there twice, first in line {seen[name].start_mark.line + 1}",
+                    f"the key `{name}` is there twice, first in line {first[name].start_mark.line + 1}",
                     where=str(layer.place(key)),
                     remedy="keep one of them",
                 )
-            seen[name] = key
+            first[name] = key
             _refuse_double_keys(layer, value)
     elif isinstance(node, SequenceNode):
         for item in node.value:

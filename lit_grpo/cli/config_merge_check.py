@@ -75,8 +75,8 @@ def _chosen_classes(layer: Layer, node: MappingNode | None, prefix: str) -> Iter
         class_path, arguments = children.get("class_path"), children.get("init_args")
         if isinstance(class_path, ScalarNode):
             pairs = arguments.value if isinstance(arguments, MappingNode) else ()
-            places = {str(k.value): str(layer.place(k)).partition("\n")[0] for k, _ in pairs}
-            yield path, _ChosenClass(class_path.value, places, str(layer.place(class_path)))
+            lines = {str(k.value): str(layer.place(k)).partition("\n")[0] for k, _ in pairs}
+            yield path, _ChosenClass(class_path.value, lines, str(layer.place(class_path)))
         else:
             yield from _chosen_classes(layer, value, f"{path}.")
 

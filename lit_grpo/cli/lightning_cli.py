@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
+
+log = logging.getLogger(__name__)
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     # A run is one epoch over `data.rollouts` rollouts; min_epochs=0 lets a monitor end it at once.
@@ -115,6 +118,7 @@ class TrainingCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        log.debug("parsing the configuration")
         self._explainer().check_keys()
         check_class_changes(self._layers, self._argv)
         try:
@@ -157,8 +161,10 @@ class TrainingCLI(LightningCLI):
                 )
 
     def instantiate_classes(self) -> None:
+        log.debug("building trainer, model and data")
         try:
             super().instantiate_classes()
+            log.debug("trainer, model and data are built")
         except ValueError as error:
             # jsonargparse wraps the error of a constructor where the class is one of a list or of a union.
             if not isinstance(error, UserError) and (cause := user_error_below(error)) is not None:

@@ -164,8 +164,9 @@ def _version() -> str:
 
 
 def _exit_code(error: SystemExit) -> int:
-    # Lightning leaves with SystemExit both after SIGTERM (without a code) and after Ctrl-C (with code 1).
-    if any(kind.__name__ == "SIGTERMException" for kind in type(error).__mro__):
+    # Lightning leaves with SystemExit both after SIGTERM (without a code) and after Ctrl-C (with code 1). Its class is
+    # told by name, since importing it would import Lightning.
+    if any(cls.__name__ == "SIGTERMException" for cls in type(error).__mro__):
         return TERMINATED
     if isinstance(error.__context__, KeyboardInterrupt):
         return INTERRUPTED

@@ -6,6 +6,7 @@ It needs no model, and imports neither torch nor Lightning.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError
     from lit_grpo.types import RewardInput
+
+log = logging.getLogger(__name__)
 
 EXAMPLES = """\
 A line of the input: {"prediction": "... \\\\boxed{4}", "answer": "4"}; `gold` stands in for a missing `answer`.
@@ -68,6 +71,7 @@ def run(command: str, argv: list[str]) -> int:
     from lit_grpo.rewards.combine import RewardError
 
     try:
+        log.debug("starting the workers of %d rewards", len(rewards))
         for reward in rewards:
             reward.start()
         items = read_items(options.input, rewards)
@@ -238,6 +242,7 @@ def score(
     sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
     for start in range(0, len(items), _CHUNK):
         chunk = items[start : start + _CHUNK]
+        log.debug("scoring lines %d to %d of %d", start + 1, start + len(chunk), len(items))
         scores = score_all(rewards, [item for item, _ in chunk], on_error)
         for i, (_, identity) in enumerate(chunk):
             of_item = {name: column[i] for name, column in scores.items()}

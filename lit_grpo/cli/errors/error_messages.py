@@ -58,8 +58,7 @@ class Explainer:
         if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
             return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
         if found := re.match(r'Invalid option "([^"]*)" for --print_config', message):
-            kinds = ["skip_default", "skip_unset"]
-            return self.bad_choice("--print_config", found[1], kinds, "command line")
+            return self.bad_choice("--print_config", found[1], ["skip_default", "skip_unset"], "command line")
         return UserError(message, where=self.sources())
 
     def check_keys(self) -> None:

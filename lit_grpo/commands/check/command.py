@@ -32,13 +32,14 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--gold-format", metavar="TEXT", help="how the verifier wants an answer, with {answer} in it")
     parser.add_argument("--no-step", action="store_true", help="leave out the training step: no memory, no time")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
-    args, rest = parser.parse_known_args(argv)
+    args, fit_argv = parser.parse_known_args(argv)
     if args.prompts < 1:
         raise UserError(f"--prompts is {args.prompts}, must be at least 1", where="command line")
     if args.gold_format is not None and "{answer}" not in args.gold_format:
         raise UserError("--gold-format has no {answer}", where="command line", remedy=r"as in '\boxed{{answer}}'")
-    rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_configuration("fit", rest, parser.options())
+    # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
+    fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
+    layers = read_configuration("fit", fit_argv, parser.options())
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
     from lit_grpo.cli.lightning_cli import BuildOnlyCLI
     from lit_grpo.commands.check.preflight import Preflight
@@ -48,7 +49,7 @@ def run(command: str, argv: list[str]) -> int:
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
     # Lightning's notes do not belong among the lines of the table.
     with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
-        cli = BuildOnlyCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
+        cli = BuildOnlyCLI(fit_argv, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):
@@ -63,7 +64,7 @@ def run(command: str, argv: list[str]) -> int:
     if shown := rendered(results):
         print(shown)
     if args.json:
-        about: dict[str, Any] = {"config": config_files(rest, "fit"), "prompts": args.prompts}
+        about: dict[str, Any] = {"config": config_files(fit_argv, "fit"), "prompts": args.prompts}
         write_json(results, Path(args.json), about)
         print(f"results: {args.json}")
     return FAILED if any(r.status == "fail" for r in results) else DONE

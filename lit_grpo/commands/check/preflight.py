@@ -42,7 +42,7 @@ class Preflight(Callback):
         module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
         tokenizer = module.tokenizer
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
-        encoded = data.encoded_prompts["train"]
+        encoded = data.train_prompts
         self.results += [
             prompts.template(encoded, data.format, tokenizer),
             prompts.special_tokens(encoded, tokenizer, ends),
@@ -96,7 +96,7 @@ class Preflight(Callback):
                 cost.memory(pl_module.device),
                 longest=self._longest,
                 limit=limit,
-                prompt=max(len(p.token_ids) for p in data.encoded_prompts["train"]),
+                prompt=max(len(p.token_ids) for p in data.train_prompts),
                 processes=trainer.world_size,
             ),
             cost.time_result(module.step_metrics, data.rollouts),

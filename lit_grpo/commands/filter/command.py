@@ -51,7 +51,7 @@ def run(command: str, argv: list[str]) -> int:
         type=int,
         help="prompts sampled at once (data.prompts_per_rollout); a kill loses them",
     )
-    args, rest = parser.parse_known_args(argv)
+    args, fit_argv = parser.parse_known_args(argv)
     options = Options(Path(args.output), args.samples, args.keep_above, args.keep_below, args.batch)
     options.check()
     if options.output.exists() and not all_rates_paths(options.output):
@@ -60,16 +60,17 @@ def run(command: str, argv: list[str]) -> int:
             where="--output",
             remedy="give another file",
         )
-    rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_configuration("fit", rest, parser.options())
+    # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
+    fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
+    layers = read_configuration("fit", fit_argv, parser.options())
     from lit_grpo.commands.filter.sampling import run_filter
 
-    trainer, data = run_filter(options, rest, layers)
+    trainer, data = run_filter(options, fit_argv, layers)
     if not trainer.is_global_zero:
         return DONE
     settings = data.journal.settings
     rates = {r.id: r for path in all_rates_paths(options.output) for r in RateJournal(path, settings).read()}
-    return finish(data.encoded_prompts["train"], rates, options, data.samples)
+    return finish(data.train_prompts, rates, options, data.samples)
 
 
 def finish(prompts: Sequence[Prompt], rates: Mapping[str, Rate], options: Options, samples: int) -> int:

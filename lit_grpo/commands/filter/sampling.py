@@ -49,7 +49,8 @@ class FilterData(RolloutDataModule):
                 where="data.prompts",
                 remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
             )
-        self.load_training_prompts()
+        self.prepare_train_prompts(self.prompts)
+        self.log_prompt_report()
         self.samples = self.options.samples or self.group_size
         self._read_journals()
 
@@ -82,9 +83,8 @@ class FilterData(RolloutDataModule):
 
     def predict_dataloader(self) -> Any:
         trainer = cast(Trainer, self.trainer)
-        prompts = self.encoded_prompts["train"]
         # Positions are those among all prompts, so that a resumed run draws with the seeds of an unbroken one.
-        unsampled = [(position, p) for position, p in enumerate(prompts) if p.id not in self.known]
+        unsampled = [(position, p) for position, p in enumerate(self.train_prompts) if p.id not in self.known]
         return SinglePassSampler(
             self.producer,
             unsampled[trainer.global_rank :: trainer.world_size],
@@ -159,7 +159,7 @@ class RateWriter(Callback):
         self.progress: FilterProgress | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        total, done = len(self.data.encoded_prompts["train"]), len(self.data.known)
+        total, done = len(self.data.train_prompts), len(self.data.known)
         self.progress = FilterProgress(total, done, trainer.world_size) if trainer.is_global_zero else None
 
     def on_predict_batch_end(
