@@ -192,7 +192,7 @@ class RolloutDataModule(pl.LightningDataModule):
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
-        self._tell()
+        self.log_prompt_report()
 
     @property
     def _supervised(self) -> bool:
@@ -247,6 +247,15 @@ class RolloutDataModule(pl.LightningDataModule):
     def _encoded(self) -> dict[str, list[Prompt]]:
         return {key: one.prompts for key, one in self._sets.items()}
 
+    @property
+    def train_prompts(self) -> list[Prompt]:
+        """The training prompts as token ids, once they are set up."""
+        return self._sets["train"].prompts
+
+    def prepare_train_prompts(self, source: PromptSource) -> None:
+        """Read, check, clean and tokenise the training prompts, unless that is done."""
+        self._encode("train", source, "data.prompts", self.format)
+
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
         """Read, check, clean and tokenise a source, once."""
         if key in self._sets:
@@ -280,8 +289,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.evaluations = before
         return [one.source for one in sets]
 
-    def _tell(self) -> None:
-        """Say what the prompts are made with, and what looks wrong with them; write down what was left out."""
+    def log_prompt_report(self) -> None:
+        """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
         tokenizer = self._module.tokenizer
         rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
         for doubt in self.format.doubts(tokenizer):

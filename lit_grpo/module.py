@@ -335,8 +335,20 @@ class LitGRPO(pl.LightningModule):
         return name in self.objective.requires(self.updates_per_rollout)
 
     @property
+    def reference_policy(self) -> Policy | None:
+        """The policy that the KL penalty compares with, moving or frozen; None where the objective needs none."""
+        return self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
+
+    @torch.no_grad()
+    def measure_rollout(self, rollout: Rollout) -> Experience:
+        """Return a rollout with its log-probabilities and entropies under the present weights, on the CPU."""
+        experience = make_experience(rollout, self.device)
+        self._passes.fill(rollout, experience, frozenset({"old_logprobs", "entropy"}))
+        return experience.to("cpu")
+
+    @property
     def _passes(self) -> Passes:
-        reference = self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
+        reference = self.reference_policy
         replay = self.routing_replay == "old" and self.updates_per_rollout * self.objective.passes > 1
         most = partial(shards.largest_counts, device=self.device) if self.sharded else None
         return Passes(

@@ -40,7 +40,7 @@ def configs() -> list[Path]:
 
 @pytest.mark.parametrize("path", configs(), ids=lambda path: path.stem)
 def test_every_config_is_accepted_by_the_command_line(path, capsys, monkeypatch):
-    from lit_grpo.cli import main
+    from lit_grpo.cli.main import main
 
     monkeypatch.chdir(ROOT)
     code: Any

@@ -10,8 +10,8 @@ from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import positive
 from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
+from lit_grpo.run.phases import PHASES
 
-PHASES = ("time/sync", "time/generate", "time/reward", "time/update", "time/wait")
 SLOW_DOWN = DiagnosisKind(
     "slow_down",
     "the run became slow",

@@ -14,41 +14,43 @@ from lit_grpo.run.stop import KEYBOARD, request_stop
 
 
 class FirstCtrlC(Callback):
-    """Makes the first Ctrl-C of a fit wait for the end of the rollout, so that nothing is lost.
+    """Callback that lets the first Ctrl-C of a fit wait for the end of the rollout, so that nothing is lost.
 
     With several processes each would stop at its own rollout, so there Ctrl-C ends the run at once, as without this.
     """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._before: Any = None
+        self._interrupted = False
+        self._previous_handler: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._asked = False
+        self._interrupted = False
+        # Python takes signal handlers from the main thread only.
         if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
+            self._previous_handler = signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self._interrupted:
             raise KeyboardInterrupt
         # Only noted here: the main thread may be holding any lock at this moment.
-        self._asked = True
+        self._interrupted = True
         print("\nlit-grpo: ending after this rollout; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._asked:
+        if self._interrupted:
             request_stop(trainer, "interrupted by Ctrl-C", KEYBOARD)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore()
+        self._restore_handler()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, KeyboardInterrupt):  # then Lightning ignores Ctrl-C while it shuts down
-            self._restore()
+        # After a KeyboardInterrupt Lightning has set a handler of its own, which ignores Ctrl-C while it shuts down.
+        if not isinstance(exception, KeyboardInterrupt):
+            self._restore_handler()
 
-    def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+    def _restore_handler(self) -> None:
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
+            self._previous_handler = None

@@ -1,8 +1,9 @@
-"""The LightningCLI of the training commands: fixed classes, our defaults, errors as one screen."""
+"""The LightningCLI of every command that builds a run: fixed classes, our defaults, errors as one screen."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_grpo.callbacks import RolloutCheckpoint
-from lit_grpo.cli.explain import Explainer
+from lit_grpo.cli.config_files import Layer
+from lit_grpo.cli.config_merge_check import check_class_changes
+from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
-from lit_grpo.cli.layers import Layer
-from lit_grpo.cli.leaks import refuse_leaks
-from lit_grpo.cli.strategy import readers, resolve_strategy
+from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
@@ -30,20 +31,24 @@ from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 
+log = logging.getLogger(__name__)
+
 TRAINER_DEFAULTS: dict[str, Any] = {
     # A run is one epoch over `data.rollouts` rollouts; min_epochs=0 lets a monitor end it at once.
     "max_epochs": 1,
     "min_epochs": 0,
     "accelerator": "auto",
+    # A class path, not an instance, so that `--trainer.logger.run_name NAME` sets one argument of it.
     "logger": {"class_path": "lit_grpo.tracking.RunLogger", "init_args": {}},
     "log_every_n_steps": 1,
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
+    # The loaders share out prompts over ranks themselves.
     "use_distributed_sampler": False,
 }
 
-# Arguments of the Trainer that LitGRPO's manual optimization cannot follow, and what to use.
-_NOT_OURS = {
+# Arguments of the Trainer that LitGRPO's manual optimization cannot follow: (default, what to set in their place).
+_UNSUPPORTED = {
     "gradient_clip_val": (None, "set model.max_grad_norm"),
     "accumulate_grad_batches": (1, "set model.micro_batch_tokens, which bounds memory and leaves the gradient alone"),
     "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
@@ -52,19 +57,22 @@ _NOT_OURS = {
 
 
 class TrainingCLI(LightningCLI):
-    """Model and data module are fixed classes with typed arguments: short YAML, and errors that name one key.
+    """LightningCLI whose model and data module are fixed classes with typed arguments, for short YAML and exact errors.
 
     Always present, whatever ``trainer.callbacks`` lists: a :class:`RolloutCheckpoint`, configured by the top-level key
     ``checkpoint:``, a :class:`RunSummary` and, for ``fit``, a :class:`lit_grpo.report.ReportWriter`. One of the same
-    class in ``trainer.callbacks`` takes its place;
-    ``trainer.enable_checkpointing: false`` leaves the checkpoint out.
+    class in ``trainer.callbacks`` replaces the one from here; ``trainer.enable_checkpointing: false`` leaves the
+    checkpoint out.
 
     Args:
         command: fit, validate, test or predict.
-        argv: what follows it on the command line.
+        argv: the arguments that follow it on the command line.
         layers: the configuration files, already read.
         model_class: LitGRPO or a subclass.
         datamodule_class: RolloutDataModule or a subclass.
+
+    Raises:
+        UserError: the configuration is wrong; it names the key, where it stands, and a remedy.
     """
 
     def __init__(
@@ -76,9 +84,9 @@ class TrainingCLI(LightningCLI):
         datamodule_class: type[RolloutDataModule] = RolloutDataModule,
     ) -> None:
         self._command, self._argv, self._layers = command, list(argv), list(layers)
-        # Only the parser that is asked for: each of the four takes a noticeable time to build.
-        only = {command: LightningCLI.subcommands()[command]}
-        self.subcommands = lambda: only  # type: ignore[method-assign]
+        # Only the parser that is needed: each of the four takes a noticeable time to build.
+        chosen = {command: LightningCLI.subcommands()[command]}
+        self.subcommands = lambda: chosen  # type: ignore[method-assign]
         try:
             super().__init__(
                 model_class,
@@ -105,17 +113,19 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand in ("validate", "test"):
-            parser.set_defaults({"verbose": False})  # our table says it, by set and with standard errors
+            # EvaluationWriter prints a table by set and with standard errors; Lightning's would say the same again.
+            parser.set_defaults({"verbose": False})
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        log.debug("parsing the configuration")
         self._explainer().check_keys()
-        refuse_leaks(self._layers, self._argv)
+        check_class_changes(self._layers, self._argv)
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
-            if (inner := _user_error(error)) is not None:
-                raise inner from error
+            if (cause := user_error_below(error)) is not None:
+                raise cause from error
             raise self._explainer().explain(str(error)) from error
 
     def _explainer(self) -> Explainer:
@@ -125,7 +135,7 @@ class TrainingCLI(LightningCLI):
         return Explainer(self._command, self._argv, self._layers, keys)
 
     def _parse_ckpt_path(self) -> None:
-        # Lightning lets the checkpoint's arguments win over the given ones, silently. Here what is given holds.
+        # Lightning lets the hyperparameters in the checkpoint silently win over the configuration. Here they do not.
         path = self.config[self._command].get("ckpt_path")
         if path is not None and (path in ("last", "best", "hpc") or not Path(path).exists()):
             raise UserError(
@@ -144,48 +154,55 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         trainer = self.config[self._command].trainer
-        for name, (value, remedy) in _NOT_OURS.items():
+        for name, (value, remedy) in _UNSUPPORTED.items():
             if trainer.get(name, value) != value:
                 raise UserError(
                     f"trainer.{name} does not work with manual optimization", where=f"trainer.{name}", remedy=remedy
                 )
 
     def instantiate_classes(self) -> None:
+        log.debug("building trainer, model and data")
         try:
             super().instantiate_classes()
+            log.debug("trainer, model and data are built")
         except ValueError as error:
-            # What a class says in its constructor comes wrapped if it is one of a list, or one of several types.
-            if not isinstance(error, UserError) and (inner := _user_error(error)) is not None:
-                raise inner from error
+            # jsonargparse wraps the error of a constructor where the class is one of a list or of a union.
+            if not isinstance(error, UserError) and (cause := user_error_below(error)) is not None:
+                raise cause from error
             raise
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        given = config.get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
-        # The report comes before the summary, which names it.
-        closing: list[Callback] = [ReportWriter(), RunSummary()] if self._command == "fit" else [RunSummary()]
-        ending = [PredictionWriter()] if self._command == "predict" else [EvaluationWriter(), *closing]
-        ours = [*callbacks, *ending, FirstCtrlC()]
+        configured = config.get("callbacks") or []
+        configured = configured if isinstance(configured, list) else [configured]
+        added = [*callbacks, *self._result_writers(), FirstCtrlC()]
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
-            ours.append(LineProgress())
-        if any(isinstance(callback, ProgressBar) for callback in given):
-            ours = [callback for callback in ours if not isinstance(callback, ProgressBar)]
+            added.append(LineProgress())
+        if any(isinstance(callback, ProgressBar) for callback in configured):
+            added = [callback for callback in added if not isinstance(callback, ProgressBar)]
         if config.get("enable_checkpointing") is False:
-            ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
-        ours = [callback for callback in ours if not any(isinstance(other, type(callback)) for other in given)]
+            added = [callback for callback in added if not isinstance(callback, Checkpoint)]
+        added = [callback for callback in added if not any(isinstance(other, type(callback)) for other in configured)]
+        # The Trainer would take `fsdp` for FSDP1.
         config["strategy"] = resolve_strategy(config["strategy"])
-        config["plugins"] = readers(config.get("plugins"), config["strategy"])
+        config["plugins"] = add_checkpoint_reader(config.get("plugins"), config["strategy"])
         self._continue_run(config.get("logger"))
         try:
-            return super()._instantiate_trainer(config, ours)
+            return super()._instantiate_trainer(config, added)
         except UserError:
             raise
         except (MisconfigurationException, ValueError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
             raise UserError(f"the Trainer refuses this: {text}", where="trainer") from error
 
+    def _result_writers(self) -> list[Callback]:
+        if self._command == "predict":
+            return [PredictionWriter()]
+        # The report comes before the summary, which names its file.
+        report: list[Callback] = [ReportWriter()] if self._command == "fit" else []
+        return [EvaluationWriter(), *report, RunSummary()]
+
     def _continue_run(self, logger: Any) -> None:
-        """Let a run that is resumed from its own folder go on there, unless the logger is told where to write."""
+        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one.
         path = self.config[self._command].get("ckpt_path")
         if self._command == "fit" and path is not None and isinstance(logger, RunLogger):
             folder = Path(path).absolute().parent.parent
@@ -193,10 +210,38 @@ class TrainingCLI(LightningCLI):
                 logger.continue_run(folder)
 
 
-def _user_error(error: BaseException | None) -> UserError | None:
-    """A UserError that a class raised while it was checked, from under the parser's wrapping."""
-    while error is not None:
-        if isinstance(error, UserError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
+class BuildOnlyCLI(TrainingCLI):
+    """CLI that builds the model, data, strategy and precision of ``fit`` and runs nothing; its Trainer writes nothing.
+
+    For commands that run what ``fit`` would run in their own way.
+
+    Args:
+        argv: the arguments that ``fit`` would get.
+        layers: the configuration files, already read.
+        callbacks: the Trainer's only callbacks; those of the configuration are left out.
+        datamodule_class: RolloutDataModule or a subclass.
+        trainer_settings: further arguments of the Trainer, over those of the configuration.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        layers: Sequence[Layer],
+        callbacks: Sequence[Callback] = (),
+        datamodule_class: type[RolloutDataModule] = RolloutDataModule,
+        **trainer_settings: Any,
+    ) -> None:
+        self._own_callbacks, self._own_settings = list(callbacks), trainer_settings
+        super().__init__("fit", argv, layers, LitGRPO, datamodule_class)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        return
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        self.save_config_callback = None
+        config |= {
+            "logger": False, "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False,
+            "strategy": resolve_strategy(config["strategy"]), **self._own_settings,
+        }  # fmt: skip
+        # Not TrainingCLI's, which would add the callbacks that write.
+        return LightningCLI._instantiate_trainer(self, config, self._own_callbacks)

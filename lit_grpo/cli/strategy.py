@@ -1,4 +1,4 @@
-"""What ``trainer.strategy`` means here."""
+"""What ``trainer.strategy`` means here: FSDP is FSDP2, and every run can read sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lit_grpo.errors import UserError
 
 
 def resolve_strategy(strategy: Any) -> Any:
-    """The strategy for the Trainer. ``fsdp`` is FSDP2, with all ranks in one data-parallel dimension.
+    """Return the strategy for the Trainer; ``fsdp`` is FSDP2, with all ranks in one data-parallel dimension.
 
     Raises:
-        UserError: FSDP1, or tensor parallelism.
+        UserError: the strategy is FSDP1 or asks for tensor parallelism.
     """
     if strategy == "fsdp_cpu_offload":
         raise UserError(
@@ -19,14 +19,14 @@ def resolve_strategy(strategy: Any) -> Any:
             where="trainer.strategy",
             remedy="use `strategy: fsdp`, which is FSDP2, and `model: {sharding: {cpu_offload: true}}`",
         )
-    if type(strategy).__name__ == "FSDPStrategy":
+    class_name = type(strategy).__name__
+    if class_name == "FSDPStrategy":
         raise UserError(
             "FSDPStrategy is Lightning's FSDP1, which cannot clip gradients by norm",
             where="trainer.strategy",
             remedy="use `strategy: fsdp`, which is FSDP2; model.sharding has its settings",
         )
-    named = type(strategy).__name__
-    if strategy != "fsdp" and named != "ModelParallelStrategy":
+    if strategy != "fsdp" and class_name != "ModelParallelStrategy":
         return strategy
     from lit_grpo.distributed.strategy import FSDP2Strategy
 
@@ -41,13 +41,14 @@ def resolve_strategy(strategy: Any) -> Any:
     return FSDP2Strategy(strategy._process_group_backend, strategy._timeout)
 
 
-def readers(plugins: Any, strategy: Any) -> Any:
-    """The Trainer's plugins, with one that reads folders of shards where the run is not sharded itself."""
+def add_checkpoint_reader(plugins: Any, strategy: Any) -> Any:
+    """Return the Trainer's plugins, with one that reads folders of shards where the run is not sharded itself."""
     from lightning.pytorch.plugins.io import CheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from lit_grpo.distributed.checkpoint import AnyCheckpointIO
 
     given = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
-    reads = any(isinstance(plugin, CheckpointIO) for plugin in given)
-    return given if reads or isinstance(strategy, ModelParallelStrategy) else [*given, AnyCheckpointIO()]
+    # FSDP2Strategy reads folders of shards by itself, and a CheckpointIO of the user wins.
+    has_reader = any(isinstance(plugin, CheckpointIO) for plugin in given)
+    return given if has_reader or isinstance(strategy, ModelParallelStrategy) else [*given, AnyCheckpointIO()]

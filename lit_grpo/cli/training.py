@@ -1,22 +1,25 @@
-"""``lit-grpo fit | validate | test | predict``: LightningCLI with our defaults, files, and error screens."""
+"""``lit-grpo fit | validate | test | predict``, and the steps that every command with a configuration begins with."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lit_grpo.cli import INTERRUPTED, STOPPED
-from lit_grpo.cli.early import check_early
-from lit_grpo.cli.layers import read_layers
+from lit_grpo.cli.config_files import Layer, read_layers
+from lit_grpo.cli.errors.fast_validation import validate_fast
+from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
 
+log = logging.getLogger(__name__)
+
+# Beginnings of Lightning's messages that say nothing about the run.
 _CHATTER = (
     "💡",
     "Seed set to",
     "Loading `train_dataloader` to estimate",
-    "Seed set to",
     "TPU available",
     "`Trainer.fit` stopped: `max_epochs=1` reached",
     "Restoring states from",
@@ -24,38 +27,60 @@ _CHATTER = (
 
 
 def run(command: str, argv: list[str]) -> int:
-    """Parse, build and run; the exit code if no exception says more."""
-    layers = read_layers(argv, command)
-    check_early(command, argv, layers)  # before anything heavy is imported
-    if str(Path.cwd()) not in sys.path:  # rewards and callbacks of the user, next to the configuration
-        sys.path.append(str(Path.cwd()))
-    _quiet()
+    """Parse the configuration, build the run, run it, and return the exit code."""
+    layers = read_configuration(command, argv)
+    log.debug("importing Lightning and the model")
     from lit_grpo.cli.lightning_cli import TrainingCLI
     from lit_grpo.run.stop import KEYBOARD, stop_reason
 
     cli = TrainingCLI(command, argv, layers)
+    log.debug("%s has returned", command)
     reason = stop_reason(cli.trainer)
-    if reason is not None and reason.monitor == KEYBOARD:
+    if reason is None:
+        return DONE
+    if reason.monitor == KEYBOARD:
         return INTERRUPTED
-    if reason is not None:
-        print(f"lit-grpo: stopped by {reason.monitor} at rollout {reason.step}: {reason.reason}", file=sys.stderr)
-        return STOPPED
-    return 0
+    print(f"lit-grpo: stopped by {reason.monitor} at rollout {reason.step}: {reason.reason}", file=sys.stderr)
+    return STOPPED
 
 
-def _without(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()
+def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[str] = ()) -> list[Layer]:
+    """Read and check the configuration files of a command, and make ready for importing what is heavy.
+
+    Puts the current folder on the import path, for rewards and callbacks that lie next to the configuration, and
+    silences messages of libraries that say nothing about the run.
+
+    Args:
+        command: fit, validate, test or predict; check and filter take what ``fit`` takes.
+        argv: the arguments behind the command, without its own options.
+        own_options: options of the command that are no configuration keys, without their dashes.
+
+    Raises:
+        UserError: a file cannot be read, or holds an unknown key or choice.
+    """
+    layers = read_layers(argv, command)
+    # Before anything heavy is imported: a misspelt key is answered in a second, Lightning and torch alone take many.
+    validate_fast(command, argv, layers, own_options)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    _silence_libraries()
+    return layers
 
 
-def _quiet() -> None:
-    """Leave out what says nothing about the run."""
+def _silence_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
     for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed"):
-        logging.getLogger(f"lightning.{name}").addFilter(
-            lambda record: not record.getMessage().lstrip().startswith(_CHATTER)
-        )
+        logging.getLogger(f"lightning.{name}").addFilter(_is_no_chatter)
     # torchao, where it is installed, speaks of kernels for other cards than there are as soon as a model is loaded.
     for name, words in (("torchao", "Failed to load"), ("torch.utils._pytree", "is an Enum subclass")):
-        logging.getLogger(name).addFilter(partial(_without, words))
+        logging.getLogger(name).addFilter(partial(_is_without, words))
+
+
+def _is_no_chatter(record: logging.LogRecord) -> bool:
+    return not record.getMessage().lstrip().startswith(_CHATTER)
+
+
+def _is_without(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()

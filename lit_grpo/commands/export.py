@@ -1,7 +1,8 @@
-"""``lit-grpo export``: a checkpoint becomes a Hugging Face model folder that transformers and vLLM load."""
+"""``lit-grpo export``: turn a checkpoint into a Hugging Face model folder that transformers and vLLM load."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.files import move_into_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,24 +19,26 @@ if TYPE_CHECKING:
 
     from lit_grpo.policy.config import PolicyConfig
 
+log = logging.getLogger(__name__)
+
 PREFIX = "policy.model."
-"""Of the policy's weights in a checkpoint's ``state_dict``."""
+"""Prefix of the names of the policy's weights in a checkpoint's ``state_dict``."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The model folder that was written."""
 
     folder: Path
     architecture: str
     parameters: int
-    """Tied ones once."""
+    """Number of parameters; tied ones count once."""
     dtype: str
 
 
 def run(command: str, argv: list[str]) -> int:
-    """The command."""
-    from lit_grpo.cli.arguments import CommandParser
+    """Export a checkpoint, print what was written, and return the exit code."""
+    from lit_grpo.cli.argument_parser import CommandParser
 
     parser = CommandParser(
         command,
@@ -52,8 +56,8 @@ def run(command: str, argv: list[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    done = export(options.checkpoint, options.output, dtype=options.dtype, base=options.base, force=options.force)
-    print(f"{options.output}: {done.architecture}, {done.parameters / 1e6:.3g} M parameters, {done.dtype}")
+    exported = export(options.checkpoint, options.output, dtype=options.dtype, base=options.base, force=options.force)
+    print(f"{options.output}: {exported.architecture}, {exported.parameters / 1e6:.3g} M parameters, {exported.dtype}")
     return 0
 
 
@@ -68,31 +72,34 @@ def export(
     """Write the policy in ``checkpoint`` to the folder ``output``, whole or not at all.
 
     Args:
-        checkpoint: a file, a folder of shards, or the folder of a run (its last checkpoint).
+        checkpoint: a file, a folder of shards, or the folder of a run, whose last checkpoint is taken.
         output: the folder to write.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the format of training.
-        base: the model folder that gives configuration and tokenizer, in place of the one named in the checkpoint.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the dtype of training.
+        base: the folder of the model that training began with, if it has moved since.
         force: replace ``output`` if it holds a model.
 
     Raises:
-        UserError: no such checkpoint, one of something else, an output folder that is not empty.
+        UserError: the checkpoint does not exist or is of something else, or the output folder is not empty.
     """
     path, target = _find(Path(checkpoint)), Path(output)
     _check_target(target, force)
     content = _read(path)
     policy = _policy_config(content, path, base)
+    log.debug("the checkpoint %s is read", path)
     weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
     if not weights:
         raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
     if policy.quantization is not None:
-        weights = _over_quantized(policy, content["state_dict"])
+        weights = _dequantized_weights(policy, content["state_dict"])
         policy = replace(policy, lora=None, quantization=None)
     elif policy.lora is not None:
         from lit_grpo.policy.model.lora import merged
 
         weights = dict(merged(weights, policy.lora.alpha / policy.lora.rank))
-        policy = replace(policy, lora=None)  # what is written has no adapters, and peft is not needed
+        # The merged model has no adapters, so that loading it needs no peft.
+        policy = replace(policy, lora=None)
     model = _model(policy, weights, dtype, path)
+    log.debug("writing %s", target)
     _write(model, policy, target)
     count = sum(parameter.numel() for parameter in model.parameters())
     return Exported(target, type(model).__name__, count, str(model.dtype).removeprefix("torch."))
@@ -109,12 +116,12 @@ def _find(path: Path) -> Path:
             where="--checkpoint",
             remedy="give a file like runs/NAME/checkpoints/rollout-000100.ckpt, or the folder runs/NAME",
         )
-    raise UserError(f"there is no checkpoint {path}", where="--checkpoint", remedy=_neighbours(path))
+    raise UserError(f"there is no checkpoint {path}", where="--checkpoint", remedy=_list_checkpoints(path))
 
 
-def _neighbours(path: Path) -> str | None:
-    near = sorted(p.name for p in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
-    return f"{path.parent} has {', '.join(near)}" if near else None
+def _list_checkpoints(path: Path) -> str | None:
+    names = sorted(p.name for p in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+    return f"{path.parent} has {', '.join(names)}" if names else None
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -129,7 +136,7 @@ def _check_target(target: Path, force: bool) -> None:
             remedy="name another one, or add --force to replace it",
         )
     if not (target / "config.json").is_file():
-        # --force must not be able to empty somebody's home.
+        # Otherwise a mistyped --output with --force could empty somebody's home.
         raise UserError(
             f"the folder {target} holds something that is no model, and --force replaces only model folders",
             where="--output",
@@ -146,6 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
 
             content: Any = read_sharded(path, optimizers=False)
         else:
+            # weights_only: a checkpoint from elsewhere must not run code. torch maps only its zip format into memory.
             content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:
         first = str(error).strip().partition("\n")[0][:200]
@@ -159,9 +167,9 @@ def _policy_config(content: dict[str, Any], path: Path, base: str | os.PathLike[
     from lit_grpo.policy.config import PolicyConfig
     from lit_grpo.utils.dataclasses import from_plain
 
-    plain = content.get("hyper_parameters", {}).get("policy")
+    settings = content.get("hyper_parameters", {}).get("policy")
     try:
-        policy = from_plain(PolicyConfig, plain)
+        policy = from_plain(PolicyConfig, settings)
     except TypeError as error:
         raise UserError(
             f"the checkpoint {path} does not say which model it trained: {error}",
@@ -171,15 +179,16 @@ def _policy_config(content: dict[str, Any], path: Path, base: str | os.PathLike[
     return replace(policy, path=str(base), tiny=None) if base is not None else policy
 
 
-def _over_quantized(policy: PolicyConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint holds adapters; the weights under them come from the model's folder, in 4 bits as in training."""
+def _dequantized_weights(policy: PolicyConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    # The checkpoint holds only the adapters. The weights under them come from the model's folder, through the 4 bits of
+    # training, so that the exported model is the one that was trained.
     from lit_grpo.policy.forward.policy import Policy
     from lit_grpo.policy.model.load import load_model
 
-    own = Policy(load_model(policy))
-    kept = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
-    own.load_state_dict({k: v for k, v in kept.items() if not k.startswith("value_head.")})
-    return {name: tensor.cpu().clone() for name, tensor in own.named_weights()}
+    trained = Policy(load_model(policy))
+    saved = {k.removeprefix("policy."): v for k, v in state.items() if k.startswith("policy.")}
+    trained.load_state_dict({k: v for k, v in saved.items() if not k.startswith("value_head.")})
+    return {name: tensor.cpu().clone() for name, tensor in trained.named_weights()}
 
 
 def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, path: Path) -> PreTrainedModel:
@@ -193,11 +202,13 @@ def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, 
     except UserError as error:
         remedy = "if the folder has moved, say where it is now with --base"
         raise UserError(error.what, where=f"policy of {path}", remedy=remedy) from error
-    kind = getattr(torch, dtype) if dtype else next(iter(weights.values())).dtype
-    with torch.device("meta"):  # no time and memory for weights that are replaced at once
-        model = AutoModelForCausalLM.from_config(config, dtype=kind)
-    weights = {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    to_dtype = getattr(torch, dtype) if dtype else next(iter(weights.values())).dtype
+    # On the meta device: no time and memory for weights that are replaced at once.
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=to_dtype)
+    weights = {name: tensor.to(to_dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    # Assigned tensors are not tied, and a tied weight may be there under one of its names only.
     model.tie_weights()
     missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if missing or unexpected:
@@ -217,21 +228,13 @@ def _write(model: PreTrainedModel, policy: PolicyConfig, target: Path) -> None:
     tokenizer = load_tokenizer(policy)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    aside = target.with_name(f".{target.name}.old-{os.getpid()}")
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         base = Path(policy.path).expanduser() / "generation_config.json" if policy.path else None
         if base is not None and base.is_file():
-            # As it is: transformers refuses to write some of the files that it reads.
+            # Copied as a file: transformers refuses to write some of the configurations that it reads.
             shutil.copy(base, temporary / base.name)
-        if target.exists():
-            target.rename(aside)
-        temporary.rename(target)
+        move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if aside.exists():
-            if target.exists():
-                shutil.rmtree(aside)
-            else:
-                aside.rename(target)

@@ -1,10 +1,10 @@
-"""``lit-grpo report RUN``: write the page of a run folder or of an MLflow run."""
+"""``lit-grpo report``: write the page of a run folder or of an MLflow run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lit_grpo.cli.arguments import CommandParser
+from lit_grpo.cli.argument_parser import CommandParser
 from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.run import how_it_ended, main_diagnosis
 from lit_grpo.run.folder import shown
@@ -19,7 +19,7 @@ A run folder gets report.html and report/*.png; a run of MLflow gets them in a f
 
 
 def run(command: str, argv: list[str]) -> int:
-    """Write the report and say where it is; 0, or a :class:`lit_grpo.errors.UserError`."""
+    """Write the report, print where it is, and return the exit code."""
     parser = CommandParser(
         command, "Write one HTML page on a run: curves, diagnosis, evidence, times, completions.", EXAMPLES
     )
@@ -29,15 +29,17 @@ def run(command: str, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     from lit_grpo.report.page import write_report
 
-    with open_run(args.run, args.tracking_uri) as found:
-        own = (Path(args.run) / "metrics.jsonl").exists() or (Path(args.run) / "flight").is_dir()
-        folder = Path(args.output) if args.output else Path(args.run) if own else Path(f"report-{_safe(found.name)}")
-        path = write_report(found, folder)
-        main = main_diagnosis(found)
-        print(f"{found.name} {how_it_ended(found)}")
+    with open_run(args.run, args.tracking_uri) as opened:
+        given = Path(args.run)
+        is_run_folder = (given / "metrics.jsonl").exists() or (given / "flight").is_dir()
+        default = given if is_run_folder else Path(f"report-{_safe(opened.name)}")
+        folder = Path(args.output) if args.output else default
+        path = write_report(opened, folder)
+        main = main_diagnosis(opened)
+        print(f"{opened.name} {how_it_ended(opened)}")
         if main is not None:
             print(f"{main.get('severity')} at step {main['step']}: {main.get('explanation')}")
-        for note in found.notes:
+        for note in opened.notes:
             print(f"note: {note}")
         print(f"report: {shown(path.absolute())}")
     return 0

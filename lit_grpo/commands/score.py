@@ -1,9 +1,12 @@
-"""``lit-grpo score``: judge ready completions with the rewards of a run. Needs no model, and neither torch nor
-Lightning."""
+"""``lit-grpo score``: score ready completions with the rewards of a run.
+
+It needs no model, and imports neither torch nor Lightning.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError
     from lit_grpo.types import RewardInput
+
+log = logging.getLogger(__name__)
 
 EXAMPLES = """\
 A line of the input: {"prediction": "... \\\\boxed{4}", "answer": "4"}; `gold` stands in for a missing `answer`.
@@ -32,16 +37,17 @@ examples:
   lit-grpo score --input pairs.jsonl > verdicts.jsonl
   zcat pairs.jsonl.gz | lit-grpo score --input - --config reward.yaml --output verdicts.jsonl
 """
+# Lines scored together: enough to keep every worker busy, few enough to see results come.
 _CHUNK = 1024
-"""Lines judged together: enough to keep every worker busy, few enough to see results come."""
 
 
 class Totals(NamedTuple):
-    """What is said at the end."""
+    """Counts and means for the line at the end."""
 
     lines: int
     correct: int
-    judged: bool
+    graded: bool
+    """Whether any reward says what is correct."""
     timed_out: int
     failed: int
     means: dict[str, float]
@@ -49,8 +55,8 @@ class Totals(NamedTuple):
 
 
 def run(command: str, argv: list[str]) -> int:
-    """The command; 0, or 1 where a reward failed."""
-    from lit_grpo.cli.arguments import CommandParser
+    """Score the completions, print the totals, and return the exit code: 1 where a reward failed."""
+    from lit_grpo.cli.argument_parser import CommandParser
 
     parser = CommandParser(command, "Judge ready completions with any reward. No model is needed.", EXAMPLES)
     parser.add_argument("--input", required=True, metavar="FILE", help="JSON Lines, gzip or not; - is standard input")
@@ -58,21 +64,25 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="where the verdicts go; standard output if left out")
     parser.add_argument("--on-error", choices=("raise", "zero"), help="a reward that fails ends it, or scores 0")
     options = parser.parse_args(argv)
-    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
+    # For rewards of the user that lie next to the configuration.
+    if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     rewards, on_error = read_rewards(options.config)
     from lit_grpo.rewards.combine import RewardError
 
     try:
+        log.debug("starting the workers of %d rewards", len(rewards))
         for reward in rewards:
             reward.start()
         items = read_items(options.input, rewards)
         with _opened(options.output) as file:
-            totals = judge(items, rewards, options.on_error or on_error, file)
+            totals = score(items, rewards, options.on_error or on_error, file)
     except RewardError as error:
         print(f"lit-grpo {command}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads has seen enough
+    # Whoever reads our output, such as `head`, has seen enough.
+    except BrokenPipeError:
+        # Else Python would fail again when it flushes standard output at its exit.
         sys.stdout = None
         return 1
     finally:
@@ -83,10 +93,10 @@ def run(command: str, argv: list[str]) -> int:
 
 
 def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
-    """The rewards of a configuration file, and what becomes of those that fail.
+    """Read the rewards of a configuration file, and whether a failing one ends the run or scores 0.
 
     Raises:
-        UserError: the file cannot be read, lists no rewards, or one of them is wrong.
+        UserError: the file cannot be read or lists no rewards, or one of them is wrong.
     """
     if config is None:
         from lit_grpo.rewards.math.verify import MathReward
@@ -97,16 +107,17 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
     import yaml
     from jsonargparse import ArgumentParser
 
-    from lit_grpo.cli.explain import Explainer
-    from lit_grpo.cli.layers import find, read_layers
+    from lit_grpo.cli.config_files import find, read_layers
+    from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError, check_rewards
 
     layers = read_layers(["--config", config], "score")
     loaded = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    whole = loaded if isinstance(loaded, dict) else {}
-    inner = whole["data"] if isinstance(whole.get("data"), dict) else whole
-    prefix = "data." if inner is not whole else ""
+    content = loaded if isinstance(loaded, dict) else {}
+    # The configuration of a run has its rewards under `data:`, a file for this command at its top.
+    inner = content["data"] if isinstance(content.get("data"), dict) else content
+    prefix = "data." if inner is not content else ""
     if not inner.get("rewards"):
         raise UserError(
             "the configuration lists no rewards",
@@ -114,7 +125,7 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
             remedy="rewards: [{class_path: lit_grpo.rewards.MathReward}]",
         )
     known = {"rewards", "on_reward_error"}
-    if not prefix and (unknown := next((key for key in whole if key not in known), None)) is not None:
+    if not prefix and (unknown := next((key for key in content if key not in known), None)) is not None:
         found = find(layers, str(unknown))
         place = str(found[0].place(found[1])) if found else config
         raise UserError(
@@ -132,20 +143,17 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
         check_rewards(rewards)
     except (argparse.ArgumentError, ValueError) as error:
-        inner_error: BaseException | None = error
-        while inner_error is not None and not isinstance(inner_error, UserError):
-            inner_error = inner_error.__cause__ or inner_error.__context__
-        if isinstance(inner_error, UserError):
-            raise explainer.locate(inner_error) from error
+        if (cause := user_error_below(error)) is not None:
+            raise explainer.locate(cause) from error
         raise explainer.explain(str(error)) from error
     return rewards, on_error
 
 
 def read_items(source: str, rewards: Sequence[Reward]) -> list[tuple[RewardInput, Any]]:
-    """Every line as what a reward sees, with its ``id`` (None where it has none).
+    """Read every line as the input of a reward, with its ``id`` (None where it has none).
 
     Raises:
-        UserError: for the first bad line, with file and line.
+        UserError: a line is bad; it names the first one, with file and line.
     """
     from lit_grpo.data.sources.jsonl import JsonlPrompts, decoded, json_object
 
@@ -167,27 +175,29 @@ def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> Rewa
 
     source = str(row.get("source") or "")
     try:
-        judging = [reward.for_source(source) for reward in rewards]
+        selected = [reward.for_source(source) for reward in rewards]
     except UserError as error:
         raise UserError(error.what, where=f"{where}, field `source`", remedy=error.remedy) from error
-    needing = next((reward.name for reward in judging if reward.needs_answer), None)
-    counting = next((reward.name for reward in judging if reward.needs_tokens), None)
+    comparing = next((reward.name for reward in selected if reward.needs_answer), None)
+    counting = next((reward.name for reward in selected if reward.needs_tokens), None)
     text = row.get("prediction")
     if not isinstance(text, str):
-        what = "has no field `prediction`" if text is None else f"has a `prediction` that is {_kind(text)}, not text"
+        what = (
+            "has no field `prediction`" if text is None else f"has a `prediction` that is {_json_type(text)}, not text"
+        )
         raise UserError(
             f"the line {what}", where=where, remedy=f"it has the fields {', '.join(map(repr, row)) or '(none)'}"
         )
     answer = row.get("answer", row.get("gold"))
     if isinstance(answer, (bool, list, dict)):
         raise UserError(
-            f"the line has an `answer` that is {_kind(answer)}, not text or a number",
+            f"the line has an `answer` that is {_json_type(answer)}, not text or a number",
             where=where,
             remedy='write it as text, as in "answer": "1, 2"',
         )
-    if answer is None and needing is not None:
+    if answer is None and comparing is not None:
         raise UserError(
-            f"the line has no field `answer`, and the reward {needing!r} compares with it",
+            f"the line has no field `answer`, and the reward {comparing!r} compares with it",
             where=where,
             remedy="add the gold answer as text",
         )
@@ -200,6 +210,7 @@ def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> Rewa
             + (f"; the reward {counting!r} goes by it" if counting else ""),
         )
     cut = row.get("finish_reason") == "length"
+    # No tokenizer here: rewards that go by length need only the number of tokens.
     ids = (0,) * tokens
     completion = Completion(0, 0, ids, (), "length" if cut else "stop", 0)
     question = row.get("prompt", row.get("question"))
@@ -214,44 +225,48 @@ def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> Rewa
     return RewardInput(prompt, completion, text)
 
 
-def _kind(value: object) -> str:
+def _json_type(value: object) -> str:
     return {bool: "true or false", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
-def judge(
+def score(
     items: Sequence[tuple[RewardInput, Any]], rewards: Sequence[Reward], on_error: OnError, file: TextIO
 ) -> Totals:
-    """Write one line for each item, in order."""
+    """Score items and write one line for each, in order."""
     from lit_grpo.rewards.base import judging_reward
     from lit_grpo.rewards.combine import score_all
 
-    began = time.perf_counter()
+    started = time.perf_counter()
     judging = judging_reward(rewards)
-    right = late = broken = 0
+    num_correct = num_timed_out = num_failed = 0
     sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
     for start in range(0, len(items), _CHUNK):
         chunk = items[start : start + _CHUNK]
+        log.debug("scoring lines %d to %d of %d", start + 1, start + len(chunk), len(items))
         scores = score_all(rewards, [item for item, _ in chunk], on_error)
         for i, (_, identity) in enumerate(chunk):
-            mine = {name: column[i] for name, column in scores.items()}
-            correct = judging.correct(mine[judging.name].value) if judging else None
-            timed_out, failed = any(s.timed_out for s in mine.values()), any(s.failed for s in mine.values())
+            of_item = {name: column[i] for name, column in scores.items()}
+            correct = judging.correct(of_item[judging.name].value) if judging else None
+            timed_out, failed = any(s.timed_out for s in of_item.values()), any(s.failed for s in of_item.values())
             line: dict[str, Any] = {
                 "correct": correct,
-                "reward": {name: score.value for name, score in mine.items()},
+                "reward": {name: score.value for name, score in of_item.items()},
                 "timed_out": timed_out,
-                "seconds": round(sum(score.seconds for score in mine.values()), 4),
+                "seconds": round(sum(score.seconds for score in of_item.values()), 4),
                 "failed": failed,
             }
             if identity is not None:
                 line = {"id": identity, **line}
             print(json.dumps(line), file=file)
-            right, late, broken = right + bool(correct), late + timed_out, broken + failed
-            for name, score in mine.items():
+            num_correct += bool(correct)
+            num_timed_out += timed_out
+            num_failed += failed
+            for name, score in of_item.items():
                 sums[name] += score.value
         file.flush()
     means = {name: total / max(1, len(items)) for name, total in sums.items()}
-    return Totals(len(items), right, judging is not None, late, broken, means, time.perf_counter() - began)
+    graded = judging is not None
+    return Totals(len(items), num_correct, graded, num_timed_out, num_failed, means, time.perf_counter() - started)
 
 
 @contextmanager
@@ -269,11 +284,11 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 def _summary(totals: Totals) -> str:
     share = f", {100 * totals.correct / totals.lines:.1f} %" if totals.lines else ""
-    parts = [f"{totals.lines} lines"]
-    if totals.judged:
-        parts.append(f"{totals.correct} correct{share}")
-    parts += [f"mean {name} {mean:.4g}" for name, mean in totals.means.items()]
-    parts += [f"{totals.timed_out} timed out"]
+    clauses = [f"{totals.lines} lines"]
+    if totals.graded:
+        clauses.append(f"{totals.correct} correct{share}")
+    clauses += [f"mean {name} {mean:.4g}" for name, mean in totals.means.items()]
+    clauses += [f"{totals.timed_out} timed out"]
     if totals.failed:
-        parts.append(f"{totals.failed} failed")
-    return f"{'; '.join(parts)}; {totals.seconds:.1f} s"
+        clauses.append(f"{totals.failed} failed")
+    return f"{'; '.join(clauses)}; {totals.seconds:.1f} s"

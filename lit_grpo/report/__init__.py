@@ -1,4 +1,4 @@
-"""``lit-grpo report``: one page that says how a run went, what went wrong, and shows it."""
+"""The report of a run: one page that says how it went and what went wrong, and shows it."""
 
 from typing import TYPE_CHECKING
 

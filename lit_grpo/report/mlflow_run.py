@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from typing import Any
 from lit_grpo.errors import UserError
 from lit_grpo.report.run import RUN_ID, Run, add_files, fill, read_folder
 
+log = logging.getLogger(__name__)
+
 ARTIFACTS = ("findings.jsonl", "config.yaml", "objective.json", "flight")
 
 
 @contextmanager
 def open_run(where: str, tracking_uri: str | None = None) -> Iterator[Run]:
-    """The run that ``where`` names. Its flight records are there as long as the context lasts.
+    """Open the run that ``where`` names; its flight records exist as long as the context lasts.
 
     Args:
         where: a run folder; the id of an MLflow run (32 hex digits, or ``runs:/ID``); or the folder of an MLflow run:
@@ -27,7 +30,7 @@ def open_run(where: str, tracking_uri: str | None = None) -> Iterator[Run]:
             ``runs/`` or here.
 
     Raises:
-        UserError: there is no such run, or its store cannot be reached.
+        UserError: no such run exists, or its store cannot be reached.
     """
     text = where.removeprefix("runs:/").strip("/")
     path = Path(where)
@@ -67,17 +70,16 @@ def _default_uri() -> str:
 
 @contextmanager
 def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
+    # By default MLflow retries for minutes where no server answers.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    import logging
-
     for noisy in ("mlflow.store.db.utils", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-        # MLflow would make an empty one.
+        # MLflow would create an empty one.
         raise UserError(f"there is no MLflow store {uri}", where="--tracking-uri")
     client = MlflowClient(tracking_uri=uri)
     try:
@@ -86,27 +88,29 @@ def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
     except MlflowException as error:
         first = str(error).strip().partition("\n")[0][:200]
         raise UserError(f"MLflow at {uri} gives no run {run_id}: {first}", where="RUN") from error
-    began = found.info.start_time
+    start_time = found.info.start_time
     run = Run(
         name=found.info.run_name or run_id,
         source=f"MLflow run {run_id} in {uri}",
         steps=[],
         metrics={},
         tags={k: str(v) for k, v in found.data.tags.items() if not k.startswith("mlflow.")},
-        started=datetime.fromtimestamp(began / 1000, UTC).isoformat(timespec="seconds") if began else "",
+        started=datetime.fromtimestamp(start_time / 1000, UTC).isoformat(timespec="seconds") if start_time else "",
         run_id=run_id,
         status=found.info.status,
     )
     fill(run, rows)
-    with tempfile.TemporaryDirectory(prefix="lit-grpo-report-") as place:
+    with tempfile.TemporaryDirectory(prefix="lit-grpo-report-") as folder:
         try:
-            there = {item.path for item in client.list_artifacts(run_id)}
+            listed = {item.path for item in client.list_artifacts(run_id)}
             for name in ARTIFACTS:
-                if name in there:
-                    client.download_artifacts(run_id, name, place)
-        except Exception as error:  # whatever the store's client raises; the metrics are there
+                if name in listed:
+                    log.debug("downloading %s of MLflow run %s", name, run_id)
+                    client.download_artifacts(run_id, name, folder)
+        # Clients of artifact stores raise exceptions of their own kinds, and the metrics alone make a report.
+        except Exception as error:
             run.notes.append(f"Its artifacts could not be read: {str(error).partition(chr(10))[0][:200]}")
-        add_files(run, Path(place))
+        add_files(run, Path(folder))
         yield run
 
 
@@ -116,7 +120,7 @@ def _rows(client: Any, run_id: str, keys: Any) -> list[dict[str, Any]]:
 
 
 def _in_order(points: list[tuple[int, int, str, float]]) -> list[dict[str, Any]]:
-    """Records in the order of logging, from (time in ms, step, key, value); what was logged at one time is one."""
+    """Turn (time in ms, step, key, value) into records in the order of logging; values of one time form one record."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for when, step, key, value in sorted(points, key=lambda point: point[:2]):
         rows.setdefault((when, step), {"step": step})[key] = value
@@ -124,16 +128,17 @@ def _in_order(points: list[tuple[int, int, str, float]]) -> list[dict[str, Any]]
 
 
 def read_file_store(folder: Path) -> Run:
-    """A run in an ``mlruns`` folder of MLflow's file store, which MLflow itself no longer opens."""
+    """Read a run in an ``mlruns`` folder of MLflow's file store, which MLflow itself no longer opens."""
     import yaml
 
     points: list[tuple[int, int, str, float]] = []
     for path in sorted(p for p in (folder / "metrics").rglob("*") if p.is_file()):
         key = path.relative_to(folder / "metrics").as_posix()
         for line in path.read_text().splitlines():
-            parts = line.split()  # time in ms, value, step
-            if len(parts) == 3:
-                points.append((int(parts[0]), int(parts[2]), key, float(parts[1])))
+            # A line is "time in ms, value, step"; a torn one is left out.
+            words = line.split()
+            if len(words) == 3:
+                points.append((int(words[0]), int(words[2]), key, float(words[1])))
     meta = yaml.safe_load((folder / "meta.yaml").read_text()) if (folder / "meta.yaml").is_file() else {}
     tags = folder / "tags"
     status = {3: "FINISHED", 4: "FAILED", 5: "KILLED"}.get(meta.get("status") or 0, "")

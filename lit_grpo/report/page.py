@@ -1,54 +1,49 @@
-"""Puts a report together: one HTML page that needs nothing else, and its pictures as PNG files."""
+"""The page of a report: one HTML file that needs nothing else, and its pictures as PNG files."""
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
 from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
-from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
+from lit_grpo.report.samples import BOUNDS, choose_steps, read_records, rollout_view
 from lit_grpo.run.folder import REPORT_FILE
+from lit_grpo.run.phases import PHASES, learner_phases
+from lit_grpo.tracking.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
+from lit_grpo.utils.files import write_atomically
 
-PHASES = (
-    ("time/sync", "weights to the engine"),
-    ("time/generate", "sampling"),
-    ("time/wait", "waiting for sampling"),
-    ("time/reward", "waiting for rewards"),
-    ("time/update", "training"),
-)
 SIGNS = {"critical": "✖ critical", "warning": "▲ warning", "info": "● info"}
 MARKS_SHOWN = 4
+"""Most steps that the charts mark."""
 
 
-def write_report(run: Run, folder: Path, how: str | None = None) -> Path:
+def write_report(run: Run, folder: Path, ending: str | None = None) -> Path:
     """Write ``report.html`` and ``report/*.png`` into ``folder`` and return the page's path.
 
     Args:
-        run: what to tell of.
-        folder: made if it is not there.
-        how: how the run ended, where the caller knows better than the files.
+        run: the run to report on.
+        folder: created if it does not exist.
+        ending: how the run ended, where the caller knows better than the files.
     """
-    pictures, html = make_report(run, how)
+    pictures, html = make_report(run, ending)
     images = folder / "report"
     images.mkdir(parents=True, exist_ok=True)
+    # An earlier report of this folder may have had charts that this one has not.
     for old in images.glob("*.png"):
         old.unlink()
     for picture in pictures:
         (images / f"{picture.name}.png").write_bytes(picture.png)
     path = folder / REPORT_FILE
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, html)
     return path
 
 
-def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
-    """The pictures and the page."""
+def make_report(run: Run, ending: str | None = None) -> tuple[list[Picture], str]:
+    """Return the pictures of a report and its HTML page."""
     import jinja2
 
     main = main_diagnosis(run)
@@ -59,20 +54,19 @@ def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
 
     chosen = choose_steps(run, onset, int(main["step"]) if main else None)
     records = read_records(run, chosen)
-    moments = [moment(title, record, run.token_texts) for title, record in records]
+    rollouts = [rollout_view(title, record, run.token_texts) for title, record in records]
     histogram = None
     if rewards := [(f"{t}: step {r.step}", r.tensors["reward"].tolist()) for t, r in records]:
         histogram = draw_histograms(rewards)
         pictures.append(histogram)
-    phases = [(key, name) for key, name in PHASES if run.has(key)]
-    # With sampling beside training, the learner spends only what it waits.
-    if run.has("time/wait"):
-        phases = [(key, name) for key, name in phases if key not in ("time/generate", "time/reward")]
+    phases = learner_phases({key for key in PHASES if run.has(key)})
     phase_picture = draw_phases(run, phases, marks) if phases else None
     if phase_picture:
         pictures.append(phase_picture)
 
-    modes = [m for m in ("entropy", "surprise", "advantage") if any(m in x.modes for x in moments)]
+    modes = [m for m in ("entropy", "surprise", "advantage") if any(m in rollout.modes for rollout in rollouts)]
+    # autoescape: what a model wrote must appear as text, never as HTML. StrictUndefined: a name that the template
+    # misspells raises instead of leaving a gap.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -81,7 +75,7 @@ def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
     environment.filters["number"] = _short
     html = environment.get_template("page.html.jinja").render(
         run=run,
-        ended=how or how_it_ended(run),
+        ended=ending or how_it_ended(run),
         facts=_facts(run),
         main=_shown_diagnosis(main) if main else None,
         history=_history(run),
@@ -92,7 +86,7 @@ def make_report(run: Run, how: str | None = None) -> tuple[list[Picture], str]:
         onset=onset,
         phase_picture=phase_picture,
         histogram=histogram,
-        moments=moments,
+        rollouts=rollouts,
         modes=modes,
         bounds=BOUNDS,
         last=_last_numbers(run),
@@ -118,7 +112,7 @@ def _marks(run: Run, main: dict[str, Any] | None) -> list[Mark]:
 
 
 def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
-    """A diagnosis event with everything that the page asks for, whatever the file lacks."""
+    """Return a diagnosis event with every entry that the page asks for, whatever the file lacks."""
     findings = [f for f in event.get("findings") or [] if isinstance(f, dict)]
     return {
         "name": str(event.get("diagnosis") or "unnamed"),
@@ -143,15 +137,15 @@ def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _history(run: Run) -> list[dict[str, str]]:
-    """Diagnoses and what was done, in the order in which they were written."""
+    """List diagnoses and what was done about them, in the order in which they were written."""
     rows = []
-    known = {id(e) for e in diagnoses(run)}
+    usable = {id(e) for e in diagnoses(run)}
     for event in run.events:
         kind = event.get("event")
-        if id(event) in known:
-            told = _shown_diagnosis(event)
-            done = f"{told['action']}: {told['instead']}" if told["instead"] else told["action"]
-            row = {"what": f"{told['sign']}: {told['name']}", "more": told["explanation"], "done": done}
+        if id(event) in usable:
+            shown = _shown_diagnosis(event)
+            done = f"{shown['action']}: {shown['instead']}" if shown["instead"] else shown["action"]
+            row = {"what": f"{shown['sign']}: {shown['name']}", "more": shown["explanation"], "done": done}
         elif kind in ("rollback", "adjust", "skip_step", "exception"):
             others = {
                 key: value for key, value in event.items() if key not in ("event", "step") and value not in (None, {})
@@ -164,7 +158,7 @@ def _history(run: Run) -> list[dict[str, str]]:
 
 
 def _why_quiet(run: Run) -> str:
-    """What to say where there is no diagnosis."""
+    """Say why there is no diagnosis: nothing was wrong, or nothing was watching."""
     if run.events:
         return "The monitors raised no diagnosis."
     callbacks = (run.settings().get("trainer") or {}).get("callbacks") or []
@@ -200,7 +194,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
-    """(metric, first, lowest to highest, last): means of a tenth of the run, at most 10 rollouts."""
+    """List (metric, first, lowest to highest, last), each a mean of a tenth of the run or at most 10 rollouts."""
     rows = []
     size = max(1, min(10, len(run.steps) // 10))
     for key in ("reward", "val/reward", "entropy", "length", "truncated", "grad_norm", "tokens_per_second"):
@@ -212,17 +206,17 @@ def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _phase_table(run: Run, phases: Sequence[tuple[str, str]], onset: int | None) -> list[dict[str, Any]]:
-    """Mean seconds and share of each phase; before and since the onset if there is one."""
-    parts = [("whole run", list(range(len(run.steps))))]
+def _phase_table(run: Run, phases: Mapping[str, str], onset: int | None) -> list[dict[str, Any]]:
+    """Tabulate mean seconds and share of each phase; before and since the onset if there is one."""
+    spans = [("whole run", list(range(len(run.steps))))]
     if onset is not None:
         before = [i for i, s in enumerate(run.steps) if s < onset]
         since = [i for i, s in enumerate(run.steps) if s >= onset]
         if before and since:
-            parts = [("before onset", before), ("since onset", since)]
+            spans = [("before onset", before), ("since onset", since)]
     columns = []
-    for title, rows in parts:
-        seconds = {name: _mean([run.values(key)[i] for i in rows]) for key, name in phases}
+    for title, rows in spans:
+        seconds = {name: _mean([run.values(key)[i] for i in rows]) for key, name in phases.items()}
         total = sum(seconds.values())
         cells = [(name, _seconds(s), f"{s / total:.0%}" if total else "-") for name, s in seconds.items()]
         columns.append({"title": title, "cells": cells, "total": _seconds(total)})
@@ -230,7 +224,7 @@ def _phase_table(run: Run, phases: Sequence[tuple[str, str]], onset: int | None)
 
 
 def _short(value: Any) -> str:
-    """Three digits; of what is no number, its text."""
+    """Write a number with three digits, and anything else as its text."""
     try:
         number = float(value)
     except (TypeError, ValueError):

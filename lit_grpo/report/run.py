@@ -1,4 +1,4 @@
-"""What a run left behind, read once: from its folder here, from MLflow in ``mlflow_run``."""
+"""A run as the report sees it, read from its folder; :mod:`lit_grpo.report.mlflow_run` reads one from MLflow."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from typing import Any
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run import flight
 from lit_grpo.run.folder import shown
+from lit_grpo.tracking.charts import History
 from lit_grpo.tracking.spool import FILE_NAME, read_lines
 
 FINDINGS_FILE = "findings.jsonl"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass
-class Run:
-    """A run as the report sees it. Steps count rollouts trained on, from 1; findings count alike."""
+@dataclass(kw_only=True)
+class Run(History):
+    """A run with everything that a report shows of it. The steps of findings count like those of metrics, from 1."""
 
     name: str
     source: str
-    """Where it was read from, as a person would type it."""
-    steps: list[int]
-    metrics: dict[str, list[float]]
-    """By key, one value for each of ``steps``; NaN where it was not logged."""
-    abandoned: list[tuple[list[int], dict[str, list[float]]]] = field(default_factory=list)
-    """Steps and metrics of what was trained on and then left behind by a rollback or a resume, oldest first."""
+    """Where the run was read from, as a person would type it."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Lines of findings.jsonl, in order."""
     config: str = ""
-    """config.yaml as it stands."""
+    """Text of config.yaml."""
     objective: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     started: str = ""
     run_id: str = ""
     status: str = ""
-    """Of MLflow, where the run was read from there."""
+    """Status in MLflow, where the run was read from there."""
     records: dict[int, Path] = field(default_factory=dict)
     """Flight records by step."""
     token_texts: dict[int, str] = field(default_factory=dict)
@@ -49,16 +45,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
 
-    def values(self, key: str) -> list[float]:
-        """A metric at every step; NaN where there is none."""
-        return self.metrics.get(key) or [math.nan] * len(self.steps)
-
-    def has(self, key: str) -> bool:
-        """Whether a metric has a finite value anywhere."""
-        return any(map(math.isfinite, self.metrics.get(key, ())))
-
     def settings(self) -> dict[str, Any]:
-        """The configuration as plain values; empty if there is none or it cannot be read."""
+        """Return the configuration as plain values; empty if there is none or it cannot be read."""
         import yaml
 
         try:
@@ -69,26 +57,27 @@ class Run:
 
 
 def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Put metrics into ``run`` from records in the order in which they were logged.
+    """Fill in the metrics of ``run`` from records in the order in which they were logged.
 
-    A record of a step that was logged before, with later steps behind it, means that the run went back there: what it
-    had from that step on is left behind.
+    A record of a step that was logged before, with later steps behind it, means that the run went back there by a
+    rollback or a resume: what it had from that step on becomes abandoned.
     """
     current: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = int(line.get("step", 0))
         again = (line.keys() & current.get(step, {}).keys()) - {"step", "wall_time", "epoch"}
         if again and step < max(current):
-            gone = {s: row for s, row in current.items() if s >= step}
-            lead = [current[step - 1]] if step - 1 in current else []  # so that the line begins where it branched off
-            run.abandoned.append(table([*lead, *gone.values()]))
+            abandoned = {s: row for s, row in current.items() if s >= step}
+            # With the step before, so that the abandoned line begins where it branched off.
+            lead = [current[step - 1]] if step - 1 in current else []
+            run.abandoned.append(table([*lead, *abandoned.values()]))
             current = {s: row for s, row in current.items() if s < step}
         current.setdefault(step, {}).update(line)
     run.steps, run.metrics = table([current[step] for step in sorted(current)])
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]]:
-    """Steps and metrics by key from records with ``step`` (from 0)."""
+    """Return steps (from 1) and metrics by key from records with ``step`` (from 0)."""
     keys = sorted({key for row in rows for key in row} - {"step", "wall_time", "epoch"})
     steps = [int(row.get("step", 0)) + 1 for row in rows]
     return steps, {key: [_number(row.get(key)) for row in rows] for key in keys}
@@ -99,25 +88,25 @@ def _number(value: Any) -> float:
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a findings file, and how many could not be read."""
-    events, bad = [], 0
+    """Return the events of a findings file, and the number of lines that could not be read."""
+    events, unreadable = [], 0
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event = json.loads(line)
             except ValueError:
-                bad += 1
+                unreadable += 1
                 continue
             if isinstance(event, dict):
                 events.append(event)
-    return events, bad
+    return events, unreadable
 
 
 def read_folder(folder: Path) -> Run:
-    """The run in a folder that ``RunLogger`` and the callbacks wrote. Files that are missing or torn leave gaps.
+    """Read the run in a folder that ``RunLogger`` and the callbacks wrote; missing or torn files leave gaps.
 
     Raises:
-        UserError: the folder is not there, or holds nothing of a run.
+        UserError: the folder does not exist, or holds nothing of a run.
     """
     if not folder.is_dir():
         siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
@@ -137,7 +126,7 @@ def read_folder(folder: Path) -> Run:
             where="RUN",
             remedy=f"it holds runs: {', '.join(inside[:8])}" if inside else "give the folder of one run",
         )
-    run = Run(folder.resolve().name, shown(folder.absolute()), [], {})
+    run = Run(name=folder.resolve().name, source=shown(folder.absolute()), steps=[], metrics={})
     if (folder / FILE_NAME).exists():
         fill(run, (record for record, _ in read_lines(folder / FILE_NAME)))
     else:
@@ -147,10 +136,10 @@ def read_folder(folder: Path) -> Run:
 
 
 def add_files(run: Run, folder: Path) -> None:
-    """Read everything but the metrics into ``run``."""
-    run.events, bad = read_events(folder / FINDINGS_FILE)
-    if bad:
-        run.notes.append(f"{bad} lines of {FINDINGS_FILE} could not be read.")
+    """Fill in everything but the metrics of ``run`` from the files in ``folder``."""
+    run.events, unreadable = read_events(folder / FINDINGS_FILE)
+    if unreadable:
+        run.notes.append(f"{unreadable} lines of {FINDINGS_FILE} could not be read.")
     run.config = _text(folder / "config.yaml")
     run.objective = _json(folder / "objective.json")
     note = _json(folder / "run.json")
@@ -165,10 +154,10 @@ def add_files(run: Run, folder: Path) -> None:
 def _add_records(run: Run, records: Path) -> None:
     # What an alarm kept wins, the first alarm before later ones: after a rollback the ring holds the same steps anew.
     kept = (path for path in records.iterdir() if path.is_dir())
-    for part in [records, *sorted(kept, key=lambda path: path.name.rpartition("-")[2], reverse=True)]:
-        run.records.update(flight.recorded_steps(part))
-        run.token_texts.update(flight.read_token_texts(part))
-        if reason := _json(part / flight.REASON_FILE):
+    for folder in [records, *sorted(kept, key=lambda path: path.name.rpartition("-")[2], reverse=True)]:
+        run.records.update(flight.recorded_steps(folder))
+        run.token_texts.update(flight.read_token_texts(folder))
+        if reason := _json(folder / flight.REASON_FILE):
             run.dumps.append(reason)
     run.records = dict(sorted(run.records.items()))
     run.dumps.sort(key=lambda dump: int(dump.get("step") or 0))
@@ -187,38 +176,39 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def diagnoses(run: Run) -> list[dict[str, Any]]:
-    """The diagnosis events that have a step, in order."""
+    """List the diagnosis events that have a step, in order."""
     return [e for e in run.events if e.get("event") == "diagnosis" and isinstance(e.get("step"), int)]
 
 
 def main_diagnosis(run: Run) -> dict[str, Any] | None:
-    """The one that tells the run's story: that which ended or rolled back the run, else the first of the gravest."""
-    found = diagnoses(run)
-    if not found:
+    """Return the diagnosis that stopped or rolled back the run, else the first of the gravest; None without any."""
+    events = diagnoses(run)
+    if not events:
         return None
-    acted = [e for e in found if e.get("action") in ("stop", "rollback")]
-    grave = {"critical": 2, "warning": 1}
-    return acted[0] if acted else max(found, key=lambda e: grave.get(str(e.get("severity")), 0))
+    acted = [e for e in events if e.get("action") in ("stop", "rollback")]
+    gravity = {"critical": 2, "warning": 1}
+    return acted[0] if acted else max(events, key=lambda e: gravity.get(str(e.get("severity")), 0))
 
 
 def planned_rollouts(settings: Mapping[str, Any]) -> int | None:
-    """Length that the configuration asks for."""
+    """Return the number of rollouts that the configuration asks for; None if it does not say."""
     rollouts = (settings.get("data") or {}).get("rollouts") if isinstance(settings.get("data"), dict) else None
     return rollouts if isinstance(rollouts, int) else None
 
 
 def how_it_ended(run: Run) -> str:
-    """One clause: finished, stopped and why, broke off, or not finished."""
+    """Say in one clause how the run ended: finished, stopped and why, broke off, or not finished."""
     done, planned = (run.steps[-1] if run.steps else 0), planned_rollouts(run.settings())
     after = f"after {done} rollouts" if planned in (None, done) else f"after {done} of {planned} rollouts"
-    broke = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
+    exception = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
     if reason := run.tags.get("stop.reason"):
         return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
-    if broke is not None and int(broke.get("step") or 0) >= done:
-        return f"broke off {after}: {broke.get('explanation')}"
-    told = next((e for e in reversed(run.events) if e.get("event") == "exception" and e.get("reason")), None)
-    if told is not None and int(told.get("step") or 0) >= done:
-        return f"stopped {after}: {told['reason']}"
+    # An exception before the last step is not the end: the run was resumed after it.
+    if exception is not None and int(exception.get("step") or 0) >= done:
+        return f"broke off {after}: {exception.get('explanation')}"
+    event = next((e for e in reversed(run.events) if e.get("event") == "exception" and e.get("reason")), None)
+    if event is not None and int(event.get("step") or 0) >= done:
+        return f"stopped {after}: {event['reason']}"
     if run.status in ("FAILED", "KILLED"):
         return f"{run.status.lower()} {after}"
     if run.status == "FINISHED" or (planned is not None and done >= planned):

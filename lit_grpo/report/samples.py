@@ -14,55 +14,60 @@ from lit_grpo.run import flight
 LONGEST = 400
 """Tokens of a completion that are shown."""
 BOUNDS = (0.05, 0.35, math.log(2), math.log(4))
-"""Nats at which entropy and surprise go to the next of five levels."""
+"""Nats above which entropy and surprise reach the next of five levels."""
 
 
 @dataclass(frozen=True)
-class Token:
-    """One token as it is shown."""
+class TokenView:
+    """One token as the page shows it."""
 
     text: str
-    """Control characters visible."""
+    """The token's text with control characters made visible."""
     breaks: bool
-    """A new line follows."""
+    """Whether a line break follows."""
     entropy: int | None
     """Level from 0 to 4; None where it was not recorded."""
     surprise: int | None
+    """Level from 0 to 4 of -log p when the token was drawn; None where it was not recorded."""
     advantage: int
-    """-2 (pushed down most) to 2; 0: none, or not recorded."""
+    """From -2 (pushed down most) to 2; 0 without advantage or record."""
     title: str
+    """The numbers, shown when the pointer rests on the token."""
     outside: bool
-    """Drawn, but missing from the learner's loss."""
+    """Whether the token was drawn but is missing from the learner's loss."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One completion."""
+class CompletionView:
+    """One completion as the page shows it."""
 
     step: int
     prompt: str
     answer: str | None
     facts: list[tuple[str, str]]
-    tokens: list[Token]
+    tokens: list[TokenView]
     more: int
-    """Tokens that are left out."""
+    """Number of tokens that are left out."""
     text: str
-    """The completion in plain text, where token texts are not known."""
+    """The completion as plain text, for where token texts are not known."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Completions of one rollout."""
+class RolloutView:
+    """Some completions of one rollout as the page shows them."""
 
     title: str
-    samples: list[Sample]
+    completions: list[CompletionView]
     modes: frozenset[str]
-    """Which of entropy, surprise and advantage were recorded."""
+    """Those of entropy, surprise and advantage that were recorded."""
 
 
 def choose_steps(run: Run, onset: int | None, seen: int | None) -> list[tuple[str, int]]:
-    """(title, step) of the records to show: the first, the last before the onset and the first from when it was seen
-    on; the last where that makes fewer than three. Without an onset the first and the last."""
+    """Choose (title, step) of up to three records to show.
+
+    They are the first, the last before the onset and the first since it was seen; the last one where that makes fewer
+    than three. Without an onset they are the first and the last.
+    """
     steps = list(run.records)
     if not steps:
         return []
@@ -78,18 +83,18 @@ def choose_steps(run: Run, onset: int | None, seen: int | None) -> list[tuple[st
 
 
 def read_records(run: Run, chosen: Sequence[tuple[str, int]]) -> list[tuple[str, flight.RecordedStep]]:
-    """The records; one that cannot be read is left out and said in ``run.notes``."""
-    found = []
+    """Read records; one that cannot be read is left out and noted in ``run.notes``."""
+    records = []
     for title, step in chosen:
         try:
-            found.append((title, flight.read_step(run.records[step])))
+            records.append((title, flight.read_step(run.records[step])))
         except ValueError as error:
             run.notes.append(f"The flight record of step {step} cannot be read: {str(error).rpartition(': ')[2]}")
-    return found
+    return records
 
 
-def moment(title: str, record: flight.RecordedStep, token_texts: dict[int, str]) -> Moment:
-    """The completions with the highest, the middle and the lowest reward of a record; different texts where it can."""
+def rollout_view(title: str, record: flight.RecordedStep, token_texts: dict[int, str]) -> RolloutView:
+    """Show a record's completions with the highest, middle and lowest reward, with different texts if there are any."""
     reward = record.tensors["reward"]
     order = sorted(range(len(reward)), key=lambda i: -float(reward[i]))
     wanted = [order[0], order[len(order) // 2], order[-1]] if order else []
@@ -99,14 +104,15 @@ def moment(title: str, record: flight.RecordedStep, token_texts: dict[int, str])
             rows.setdefault(record.texts[i], i)
     modes = {"advantages": "advantage", "entropy": "entropy", "sampler_logprobs": "surprise"}
     known = frozenset(mode for name, mode in modes.items() if name in record.tensors)
-    return Moment(
+    by_reward = sorted(rows.values(), key=lambda i: -float(reward[i]))
+    return RolloutView(
         title=f"{title}: step {record.step}" + (" (broke off in this step)" if record.unfinished else ""),
-        samples=[_sample(record, i, token_texts) for i in sorted(rows.values(), key=lambda i: -float(reward[i]))],
+        completions=[_completion_view(record, i, token_texts) for i in by_reward],
         modes=known,
     )
 
 
-def _sample(record: flight.RecordedStep, i: int, token_texts: dict[int, str]) -> Sample:
+def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int, str]) -> CompletionView:
     prompt = record.prompts[i // record.group_size]
     ids = record.rows("tokens")[i].tolist()
 
@@ -129,7 +135,7 @@ def _sample(record: flight.RecordedStep, i: int, token_texts: dict[int, str]) ->
         facts.append(("mean entropy", f"{sum(entropy) / len(entropy):.2f} nats"))
     largest = max((abs(a) for rows in record.rows("advantages") for a in rows.tolist()), default=0.0)
     tokens = [
-        _token(
+        _token_view(
             token_texts.get(token, f"<{token}>"),
             entropy[t] if entropy else None,
             -sampled[t] if sampled else None,
@@ -139,7 +145,7 @@ def _sample(record: flight.RecordedStep, i: int, token_texts: dict[int, str]) ->
         )
         for t, token in enumerate(ids[:LONGEST])
     ]
-    return Sample(
+    return CompletionView(
         step=record.step,
         prompt=visible(str(prompt.get("question") or "")),
         answer=None if prompt.get("answer") is None else visible(str(prompt["answer"])),
@@ -150,35 +156,36 @@ def _sample(record: flight.RecordedStep, i: int, token_texts: dict[int, str]) ->
     )
 
 
-def _token(
+def _token_view(
     text: str, entropy: float | None, surprise: float | None, advantage: float | None, largest: float, outside: bool
-) -> Token:
-    told = [
+) -> TokenView:
+    numbers = [
         f"{name} {value:.2f}"
         for name, value in (("entropy", entropy), ("surprise", surprise), ("advantage", advantage))
         if value is not None and math.isfinite(value)
     ]
+    # Two shades of each sign: below and above half of the largest advantage in the rollout.
     size = 0 if advantage is None or not abs(advantage) > 1e-9 or not largest else 1 + (abs(advantage) > largest / 2)
-    return Token(
+    return TokenView(
         text=visible(text, newline="↵"),
         breaks="\n" in text,
         entropy=level(entropy),
         surprise=level(surprise),
         advantage=size if (advantage or 0) > 0 else -size,
-        title=", ".join(told) + (", not in the loss" if outside else ""),
+        title=", ".join(numbers) + (", not in the loss" if outside else ""),
         outside=outside,
     )
 
 
 def level(value: Any) -> int | None:
-    """0 to 4 by :data:`BOUNDS`; None of nothing and of NaN."""
+    """Return the level of a value by :data:`BOUNDS`, 0 to 4; None for None and what is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return sum(value > bound for bound in BOUNDS)
 
 
 def visible(text: str, newline: str = "\n") -> str:
-    """The text with everything visible that could hide or reorder other text: control and format characters."""
+    """Make characters visible that could hide or reorder other text: control and format characters."""
     out = []
     for c in text:
         if c == "\n":

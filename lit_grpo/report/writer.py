@@ -1,4 +1,4 @@
-"""The report at the end of a fit."""
+"""The callback that writes the report at the end of a fit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ log = logging.getLogger(__name__)
 
 
 class ReportWriter(Callback):
-    """Writes ``report.html`` and ``report/*.png`` into the run folder when a fit ends, and sends the page to MLflow.
+    """Callback that writes ``report.html`` and ``report/*.png`` into the run folder, and sends the page to MLflow.
 
-    A report that fails never fails the run; it is said in one line. It needs the files of a
+    A report that fails never fails the run but is a warning of one line. It needs the files of a
     :class:`lit_grpo.tracking.RunLogger`; with another logger nothing is written.
+
+    Attributes:
+        report_path: the page, once it is written.
     """
 
     def __init__(self) -> None:
         self._folder = Path()
         self.report_path: Path | None = None
-        """The page, once it is written."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._folder = run_folder(trainer)
 
-    # As with the summary: `teardown` comes after a fit that ended by itself, `on_exception` alone after any other.
+    # Lightning calls `teardown` after a fit that ended by itself, and only `on_exception` after any other.
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -48,7 +50,7 @@ class ReportWriter(Callback):
             name = type(exception).__name__
             self._write(trainer, "broke off", f"{name}: {text}" if text else name)
 
-    def _write(self, trainer: Trainer, how: str, why: str = "") -> None:
+    def _write(self, trainer: Trainer, ending: str, reason: str = "") -> None:
         logger = run_logger(trainer)
         if (
             not trainer.is_global_zero
@@ -62,11 +64,15 @@ class ReportWriter(Callback):
             from lit_grpo.report.run import read_folder
 
             run = read_folder(self._folder)
+            # Where nothing was trained on, the error that ended the run says more.
             if not run.steps and not run.records:
-                return  # nothing was trained on: the error says more
-            how += f" after {run.steps[-1]} rollouts" if run.steps else ""
-            self.report_path = write_report(run, self._folder, f"{how}: {why}" if why else how)
+                return
+            ending += f" after {run.steps[-1]} rollouts" if run.steps else ""
+            log.debug("writing the report")
+            self.report_path = write_report(run, self._folder, f"{ending}: {reason}" if reason else ending)
+            log.debug("the report is written")
             logger.log_artifact(self.report_path)
-        except Exception as error:  # a run is not lost for want of a report
+        # A run is not lost for want of a report.
+        except Exception as error:
             what, command = f"{type(error).__name__}: {error}", f"lit-grpo report {shown(self._folder)}"
             log.warning("The report could not be written (%s). To try again: %s", what, command)

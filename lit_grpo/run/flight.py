@@ -1,20 +1,20 @@
-"""The flight recorder's files: one rollout whole, token by token, in a safetensors file.
+"""The files of the flight recorder: one whole rollout, token by token, in each safetensors file.
 
-Tensors (N completions in order, whole groups; S tokens of all of them laid end to end, P of the prompts):
+Tensors, for N completions in order of their groups, their S tokens laid end to end, and P tokens of the prompts:
 
 =====================  ===========================================================================================
 ``lengths``            [N] int32: generated tokens of each completion, as the engine drew them
 ``tokens``             [S] int32
-``sampler_logprobs``   [S] float32: engine, when it drew the token
-``learner_logprobs``   [S] float32: learner, before the first update
-``ref_logprobs``       [S] float32
+``sampler_logprobs``   [S] float32: log-probability in the engine, when it drew the token
+``learner_logprobs``   [S] float32: log-probability in the learner, before the first update
+``ref_logprobs``       [S] float32: log-probability in the reference model
 ``entropy``            [S] float32, nats
-``values``             [S] float32: critic
+``values``             [S] float32: value of the critic
 ``advantages``         [S] float32
-``mask``               [S] bool: the token is in the learner's loss; False here for a drawn token is a fault
-``reward``             [N] float32: weighted sum; ``reward/<name>`` each term before its weight
+``mask``               [S] bool: the token is in the learner's loss; a drawn token with False is a fault
+``reward``             [N] float32: weighted sum; ``reward/<name>``: each term before its weight
 ``truncated``          [N] bool; ``no_answer`` [N] bool
-``policy_version``     [N] int32: of the weights that drew it
+``policy_version``     [N] int32: version of the weights that drew the completion
 ``prompt_lengths``     [N / group_size] int32; ``prompt_tokens`` [P] int32
 =====================  ===========================================================================================
 
@@ -33,8 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.utils.files import write_atomically
+
 FOLDER = "flight"
-"""In the folder of the run."""
+"""Name of the recorder's folder in the folder of the run."""
 TOKENS_FILE = "tokens.jsonl"
 REASON_FILE = "reason.json"
 
@@ -43,10 +45,19 @@ _NAME = re.compile(r"step-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One rollout as it was recorded; ``tensors`` are NumPy arrays under the names of this module's table."""
+    """One rollout as it was recorded.
+
+    Attributes:
+        step: rollouts trained on, this one included.
+        tensors: NumPy arrays under the names of this module's table.
+        prompts: id, question and answer of each group's prompt.
+        texts: text of each completion.
+        group_size: completions of each prompt.
+        temperature: sampling temperature.
+        unfinished: whether the run broke off in this step.
+    """
 
     step: int
-    """Rollouts trained on, this one included."""
     tensors: Mapping[str, Any]
     prompts: Sequence[Mapping[str, Any]]
     texts: Sequence[str]
@@ -55,7 +66,7 @@ class RecordedStep:
     unfinished: bool
 
     def rows(self, name: str) -> list[Any]:
-        """A per-token tensor cut into the N completions; empty if it was not recorded."""
+        """Cut a per-token tensor into those of the N completions; empty if it was not recorded."""
         import numpy as np
 
         if name not in self.tensors:
@@ -64,12 +75,12 @@ class RecordedStep:
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Where the record of a step is."""
+    """Return the path of a step's record."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def recorded_steps(folder: Path) -> dict[int, Path]:
-    """The records in a folder, by step, in order."""
+    """Map each recorded step in a folder to its file, in order."""
     if not folder.is_dir():
         return {}
     found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -80,19 +91,17 @@ def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any
     """Write a record, whole or not at all, and return its size in bytes.
 
     Args:
-        path: the file.
-        tensors: torch tensors on the CPU.
-        rollout: the metadata entry.
+        path: the file to write.
+        tensors: torch tensors on the CPU, under the names of this module's table.
+        rollout: the metadata entry ``rollout``.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the file cannot be written.
     """
     from safetensors.torch import save
 
-    temporary = path.with_name(f".{path.name}.tmp")
     data = save(dict(tensors), metadata={"rollout": json.dumps(rollout)})
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    write_atomically(path, data)
     return len(data)
 
 
@@ -100,7 +109,7 @@ def read_step(path: Path) -> RecordedStep:
     """Read a record.
 
     Raises:
-        ValueError: the file is torn or is no record.
+        ValueError: the file is torn, or is not a record.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -122,13 +131,14 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def read_token_texts(folder: Path) -> dict[int, str]:
-    """Text of each token id that occurred."""
+    """Read the text of each token id that occurred."""
     texts: dict[int, str] = {}
     for line in _lines(folder / TOKENS_FILE):
         try:
             number, text = json.loads(line)
             texts[int(number)] = str(text)
-        except (ValueError, TypeError):  # a torn last line
+        # A run that was killed may leave half a line.
+        except (ValueError, TypeError):
             continue
     return texts
 
@@ -139,9 +149,9 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """Put what is in ``source`` into ``target`` too: hard links where the disk can, copies elsewhere. Sub-folders stay.
+    """Add the files of ``source`` to ``target``: as hard links where the disk has them, else as copies.
 
-    Records are replaced, never changed, so a link keeps what it had.
+    Sub-folders are left out.
     """
     import shutil
 
@@ -149,11 +159,13 @@ def link_folder(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if not path.is_file() or path.name.startswith("."):
             continue
-        place = target / path.name
-        place.unlink(missing_ok=True)
+        destination = target / path.name
+        destination.unlink(missing_ok=True)
+        # Records are replaced, never changed, so a link keeps what it had. The file of token texts grows in place.
+        if path.name == TOKENS_FILE:
+            shutil.copy2(path, destination)
+            continue
         try:
-            if path.name == TOKENS_FILE:  # grows
-                raise OSError
-            os.link(path, place)
+            os.link(path, destination)
         except OSError:
-            shutil.copy2(path, place)
+            shutil.copy2(path, destination)

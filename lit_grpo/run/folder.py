@@ -1,4 +1,4 @@
-"""The place of a run on disk, whatever logger is used."""
+"""The folder of a run, whatever logger is used."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ if TYPE_CHECKING:
 
 
 REPORT_FILE = "report.html"
-"""The page that ``lit-grpo report`` and the end of a fit write into the folder of a run."""
+"""Name of the page that ``lit-grpo report`` and the end of a fit write into the folder of a run."""
 
 
 class RunRecord(ABC):
-    """A logger that gives the run a folder and is told how the run ended: :class:`lit_grpo.tracking.RunLogger`."""
+    """Interface of a logger that gives the run a folder and notes why it ended.
+
+    :class:`lit_grpo.tracking.RunLogger` implements it; callbacks look for this class and so need no tracking code.
+    """
 
     @property
     @abstractmethod
     def run_dir(self) -> Path | None:
-        """Folder of the run, made at the first use; None on ranks other than 0."""
+        """Folder of the run, created at the first use; None on ranks other than 0."""
 
     @abstractmethod
     def mark_stopped(self, reason: str) -> None:
-        """Note that the run is being stopped on purpose, and why (one sentence)."""
+        """Note that the run is being stopped on purpose, with the reason in one sentence."""
 
     @abstractmethod
     def set_tags(self, tags: Mapping[str, Any]) -> None:
@@ -33,22 +36,23 @@ class RunRecord(ABC):
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """The folder of the run, equal on all ranks; call it on all of them.
+    """Return the folder of the run, equal on all ranks, each of which must call this.
 
-    The logger's folder if it has one (:class:`lit_grpo.tracking.RunLogger` always has), else ``default_root_dir``.
+    It is the folder of a :class:`RunRecord` among the loggers, else ``trainer.log_dir``, else ``default_root_dir``.
     """
     logger = run_logger(trainer)
     if logger is not None:
+        # Rank 0 alone has a folder and tells the others.
         return Path(trainer.strategy.broadcast(str(logger.run_dir)))
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def run_logger(trainer: Trainer) -> Any:
-    """The first of the trainer's loggers that is a :class:`RunRecord`, or None."""
+    """Return the first of the trainer's loggers that is a :class:`RunRecord`, or None."""
     return next((logger for logger in trainer.loggers if isinstance(logger, RunRecord)), None)
 
 
 def shown(path: Path) -> str:
-    """The path as a person would type it from where they are."""
+    """Write a path as a person would type it: relative if it is below the current folder."""
     cwd = Path.cwd()
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)

@@ -1,4 +1,4 @@
-"""How a monitor ends a run, and how everybody else learns why."""
+"""Stopping a run on purpose: one call ends it, and every other part of the program can ask why."""
 
 from __future__ import annotations
 
@@ -11,32 +11,40 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 KEYBOARD = "keyboard"
-"""The monitor's name where a person stopped the run."""
+"""Value of ``StopReason.monitor`` where a person stopped the run."""
 
 _ATTRIBUTE = "_lit_grpo_stop_reason"
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run was stopped on purpose."""
+    """Why a run was stopped on purpose.
+
+    Attributes:
+        reason: one sentence.
+        monitor: name of the callback that decided.
+        step: rollouts trained on by then.
+    """
 
     reason: str
-    """One sentence."""
     monitor: str
-    """Name of the callback that decided."""
     step: int
-    """Rollouts trained on."""
 
 
 def request_stop(trainer: Trainer, reason: str, monitor: str) -> None:
-    """End the run after this rollout.
+    """End the run after this rollout; of several reasons the first one holds.
 
-    It is saved, ends as ``KILLED`` in MLflow with the tags ``stop.reason``, ``stop.callback`` and ``stop.step``, and
-    the command line returns exit code 3. Every rank must call it in the same hook of the same rollout; the first reason
-    holds.
+    The run is saved and ends as ``KILLED`` in MLflow, with the tags ``stop.reason``, ``stop.callback`` and
+    ``stop.step``; the command line returns exit code 3. Every rank must call it in the same hook of the same rollout.
+
+    Args:
+        trainer: the trainer of the run.
+        reason: one sentence.
+        monitor: name of the callback that decides.
     """
     if stop_reason(trainer) is None:
         step = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        # On the trainer, which callbacks, loggers and the command line all reach.
         setattr(trainer, _ATTRIBUTE, StopReason(reason, monitor, step))
         logger = run_logger(trainer)
         if logger is not None:
@@ -46,5 +54,5 @@ def request_stop(trainer: Trainer, reason: str, monitor: str) -> None:
 
 
 def stop_reason(trainer: Trainer) -> StopReason | None:
-    """Why the run was stopped on purpose, or None if it was not."""
+    """Return why the run was stopped on purpose; None if it was not."""
     return getattr(trainer, _ATTRIBUTE, None)

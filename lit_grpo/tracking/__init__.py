@@ -1,4 +1,4 @@
-"""Where a run leaves its traces: the run folder, MLflow, and the summary at the end."""
+"""What a run leaves behind: metrics in its folder and in MLflow, charts, and the summary at its end."""
 
 from typing import TYPE_CHECKING
 

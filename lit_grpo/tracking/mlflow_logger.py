@@ -1,4 +1,4 @@
-"""The logger: a run is a folder on disk first, and a run in MLflow as far as MLflow can be reached."""
+"""The logger of a run: everything goes to a folder on disk first, and to MLflow as far as MLflow can be reached."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lit_grpo.run.folder import RunRecord, shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
+from lit_grpo.utils.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +32,18 @@ PARAMS_FILE = "params.json"
 
 
 class RunLogger(Logger, RunRecord):
-    """Keeps a run in a folder and sends it to MLflow from a thread.
+    """Logger that keeps a run in a folder and sends it to MLflow from a thread.
 
     Every record is in ``<run_dir>/metrics.jsonl`` before it is sent. A server that is down, slow or refuses a record
-    never stops, slows or fails a fit: it is said once when it begins and counted at the end.
+    never stops, slows or fails a fit: one warning tells of the first failure, and the end of the run of how many.
 
     The run ends in MLflow as ``FINISHED``; ``KILLED`` if a monitor, SIGTERM or Ctrl-C stopped it; ``FAILED`` after an
     error. A run folder that already holds a run is continued: the same files, and the same MLflow run if it is there.
 
     Args:
-        root: folder of all runs; with the default store also of ``mlflow.db`` and ``artifacts/``.
+        root: folder of all runs; with the default store also the folder of ``mlflow.db`` and ``artifacts/``.
         experiment: name of the MLflow experiment.
-        run_name: name of the run and its folder; date and time if left out.
+        run_name: name of the run and its folder; date and time if None.
         run_dir: folder of an existing run to continue, or of a new one instead of ``<root>/<run_name>``.
         tracking_uri: MLflow store or server; else ``MLFLOW_TRACKING_URI``; else ``sqlite:///<root>/mlflow.db``.
         artifact_location: where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an SQLite
@@ -81,7 +82,7 @@ class RunLogger(Logger, RunRecord):
             self.artifact_location = (self.root / "artifacts").as_uri()
         self._tags = dict(tags or {})
         self._patience = patience
-        # MLflow tries for four minutes by default, and the end of a run waits for the try under way.
+        # MLflow retries for four minutes by default, and the end of a run waits for the request under way.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
         self._opened: tuple[Spool, Sender, MlflowTarget] | None = None
@@ -93,11 +94,11 @@ class RunLogger(Logger, RunRecord):
         self._spool_failed = False
         self._note_lock = threading.Lock()
 
-    # The run on disk.
+    # The folder of the run.
 
     @property
     def run_dir(self) -> Path | None:
-        """Folder of the run, made at the first use; None on ranks other than 0."""
+        """Folder of the run, created at the first use; None on ranks other than 0."""
         return self._make_run_dir() if _is_rank_zero() else None
 
     def _make_run_dir(self) -> Path:
@@ -111,27 +112,27 @@ class RunLogger(Logger, RunRecord):
         return self._run_name or self._default_name
 
     def continue_run(self, folder: Path) -> None:
-        """Go on with the run in ``folder``, unless a run name or folder was given."""
+        """Continue the run in ``folder``, unless a run name or folder was given."""
         if self._run_dir is None and self._run_name is None:
             self._run_dir = folder
 
     @property
     def started(self) -> bool:
-        """True once anything was recorded."""
+        """Whether anything was recorded yet."""
         return self._opened is not None
 
     @property
     def run_id(self) -> str | None:
-        """Id of the MLflow run; None as long as the server has not made it."""
+        """Id of the MLflow run; None until the server has created it."""
         return self._run_id
 
     @property
     def spool_path(self) -> Path | None:
-        """The file that holds every record."""
+        """The file that holds every record; None on ranks other than 0."""
         run_dir = self.run_dir
         return run_dir / FILE_NAME if run_dir else None
 
-    # What Lightning asks of a logger.
+    # Lightning's interface of a logger.
 
     @property
     def name(self) -> str:
@@ -144,23 +145,21 @@ class RunLogger(Logger, RunRecord):
 
     @property
     def save_dir(self) -> str | None:
-        """The run folder as a string: ``trainer.log_dir`` and stock callbacks write there.
-
-        Lightning asks for it before the data is checked, so unlike :attr:`run_dir` it makes no folder.
-        """
+        """The run folder as a string, where ``trainer.log_dir`` and stock callbacks write."""
+        # Lightning asks for it before the data is checked, so unlike `run_dir` it creates no folder.
         return str(self._run_dir or self.root / self._folder_name()) if _is_rank_zero() else None
 
     @property
     def experiment(self) -> Any:
-        """MLflow's own ``MlflowClient``, for what this class does not offer; its calls wait for the server.
+        """MLflow's own ``MlflowClient``, for what this class does not offer; None on ranks other than 0.
 
-        None on ranks other than 0. Use it with :attr:`run_id`, and only after :meth:`flush` said that the run is there.
+        Its calls wait for the server. Use it with :attr:`run_id`, after :meth:`flush` has returned True.
         """
         return _LazyClient(self) if _is_rank_zero() else None
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Append a line to the spool and queue it; takes well under a millisecond and never raises."""
+        """Append a line to the spool and queue it for the server; takes well under a millisecond and never raises."""
         record = {"step": int(step or 0), "wall_time": time.time()}
         record.update({key: float(value) for key, value in metrics.items()})
         spool, sender, _ = self._open()
@@ -170,17 +169,19 @@ class RunLogger(Logger, RunRecord):
             if not self._spool_failed:
                 log.warning("Tracking: %s cannot be written (%s). Training goes on.", spool.path, error)
             self._spool_failed = True
+            # The record cannot be read back from the disk, so it is queued in memory.
             sender.put(lambda target: target.metrics([record]))
         else:
             sender.wrote(length)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Add parameters. Long values are cut for MLflow, visibly; ``params.json`` holds them whole."""
+        """Add parameters; values too long for MLflow are visibly cut there and whole in ``params.json``."""
         flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(_convert_params(params)).items()}
-        # Lightning logs the module's and the data module's arguments, which the configuration already holds.
         known = self._params
-        flat = {k: v for k, v in flat.items() if all(known.get(f"{part}.{k}") != v for part in ("model", "data"))}
+        # Lightning logs the module's and the data module's arguments, which the configuration holds under `model.` and
+        # `data.` already.
+        flat = {k: v for k, v in flat.items() if all(known.get(f"{prefix}.{k}") != v for prefix in ("model", "data"))}
         flat = {k: v for k, v in flat.items() if known.get(k) != v}
         if not flat:
             return
@@ -193,13 +194,14 @@ class RunLogger(Logger, RunRecord):
 
     @rank_zero_only
     def save(self) -> None:
-        """Nothing to do: every record is on disk when the call that logs it returns."""
+        """Do nothing: every record is on disk when the call that logs it returns."""
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Send what is left, end the MLflow run, and say what could not be sent. Never raises."""
+        """Send what is left, end the MLflow run, and warn of what could not be sent; never raises."""
         if self._opened is None:
             return
+        log.debug("finalizing the run: waiting for the sender")
         spool, sender, _ = self._opened
         sender.end(self._final_status(status))
         sender.flush(self._patience)
@@ -209,16 +211,17 @@ class RunLogger(Logger, RunRecord):
             self._reported = sender.unsent
         self._note(sent=sender.sent_bytes)
         spool.close()
+        log.debug("the run is finalized")
 
     def _final_status(self, status: str) -> str:
         # Lightning finalizes inside its except block, so the error that ends the run is the one being handled.
         error = sys.exc_info()[1]
-        good = status in ("success", "finished")
-        if self._stop or (not good and isinstance(error, StopRun | KeyboardInterrupt | SystemExit)):
+        succeeded = status in ("success", "finished")
+        if self._stop or (not succeeded and isinstance(error, StopRun | KeyboardInterrupt | SystemExit)):
             return "KILLED"
-        return "FINISHED" if good else "FAILED"
+        return "FINISHED" if succeeded else "FAILED"
 
-    # What callbacks use.
+    # Interface for callbacks.
 
     @rank_zero_only
     def log_text(self, text: str, name: str) -> None:
@@ -228,9 +231,7 @@ class RunLogger(Logger, RunRecord):
     def _write(self, text: str, name: str) -> Path:
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
+        write_atomically(path, text)
         return path
 
     @rank_zero_only
@@ -247,38 +248,39 @@ class RunLogger(Logger, RunRecord):
 
     @rank_zero_only
     def mark_stopped(self, reason: str) -> None:
-        """The run is being stopped on purpose: it ends as ``KILLED``, with the reason as the tag ``stop.reason``."""
+        """Note that the run is being stopped on purpose: it ends as ``KILLED``, with the tag ``stop.reason``."""
         if self._stop is None:
             self._stop = reason
             self.set_tags({"stop.reason": reason})
 
     @rank_zero_only
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything is sent; False if that failed or made no progress for ``timeout`` seconds."""
+        """Wait until everything is sent; return False if that fails or makes no progress for ``timeout`` seconds."""
         return self._opened is None or self._opened[1].flush(self._patience if timeout is None else timeout)
 
     @property
     def unsent(self) -> int:
-        """Records that are not in MLflow."""
+        """Number of records that are not in MLflow."""
         return self._opened[1].unsent if self._opened else 0
 
-    def delivery_report(self, said: bool = False) -> str | None:
-        """One sentence on the records that MLflow does not have, or None.
+    def delivery_report(self, shown_by_caller: bool = False) -> str | None:
+        """Say in one sentence how many records MLflow does not have; None if it has all.
 
         Args:
-            said: the caller shows it, so the end of the run need not say it again.
+            shown_by_caller: whether the caller shows it, so that the end of the run need not say it again.
         """
         if self._opened is None or not (count := self._opened[1].unsent):
             return None
-        if said:
-            self._reported = count + 1  # the final status is still to come
+        if shown_by_caller:
+            # One more for the final status, which is still to come.
+            self._reported = count + 1
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
         reason = f" ({sender.last_error})" if sender.last_error else " yet"
         return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {shown(spool.path)}"
 
     def view_command(self) -> str:
-        """How to look at the run in MLflow."""
+        """Return the address of the run in MLflow, or the command that shows its store."""
         if self.tracking_uri.startswith("http"):
             return f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/")
         return f"mlflow ui --backend-store-uri {self.tracking_uri}"
@@ -287,9 +289,10 @@ class RunLogger(Logger, RunRecord):
 
     def _open(self) -> tuple[Spool, Sender, MlflowTarget]:
         if self._opened is None:
-            # Imported here, on the main thread: a worker process forked while a thread holds an import lock would hang.
+            # Imported on the main thread: a worker process forked while a thread holds an import lock would hang.
             import mlflow.tracking  # noqa: F401
 
+            # They log each step of creating the tables of a new SQLite store.
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
             logging.getLogger("alembic").setLevel(logging.WARNING)
             run_dir = self._make_run_dir()
@@ -310,7 +313,7 @@ class RunLogger(Logger, RunRecord):
                 self._note(
                     tracking_uri=self.tracking_uri, experiment=self.experiment_name, run_id=None, started=started
                 )
-            # Of an earlier life of this run, only lines that MLflow is known not to have are sent now.
+            # A resumed run sends only those lines of its earlier part that MLflow is known not to have.
             offset = 0 if target.run_id is None else note.get("sent") or _size(spool.path)
             self._note(sent=None)
             self._opened = spool, Sender(target, spool.path, offset), target
@@ -329,14 +332,17 @@ class RunLogger(Logger, RunRecord):
 
     def _note(self, **entries: Any) -> None:
         try:
-            with self._note_lock:  # the sender's thread writes the run id
+            # The sender's thread writes the run id here too.
+            with self._note_lock:
                 self._write(json.dumps({**self._read_note(), **entries}, indent=1), RUN_FILE)
         except OSError as error:
             log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)
 
 
 class _LazyClient:
-    """Lightning touches ``logger.experiment`` before any data is read; importing MLflow takes 5 seconds."""
+    """Stand-in for ``MlflowClient`` that makes the client at the first use."""
+
+    # Lightning touches `logger.experiment` before any data is read, and importing MLflow takes 5 seconds.
 
     def __init__(self, logger: RunLogger) -> None:
         self._logger = logger
@@ -354,9 +360,10 @@ def _size(path: Path) -> int:
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """Make ``root/name``; with a number added if a run is there already."""
+    """Create ``root/name``, with a number added if a run is there already."""
     for number in range(1, 10_000):
         path = root / (name if number == 1 else f"{name}-{number}")
+        # mkdir itself decides whether the name is free, so that two runs started at once get two folders.
         try:
             path.mkdir(parents=True)
         except FileExistsError:

@@ -1,7 +1,8 @@
-"""The MLflow side of the sender: one run of one experiment, created or taken up again."""
+"""The MLflow side of the sender: one run of one experiment, created or resumed."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.tracking.sender import Refused
+from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+log = logging.getLogger(__name__)
+
 PARAM_LENGTH = 250
-"""Longest parameter value in characters that every MLflow server takes."""
+"""Characters of the longest parameter value that every MLflow server takes."""
 CUT_MARK = " ... (cut; whole in params.json)"
 
-# What a server answers to a request that is wrong for good. Everything else (no answer, 5xx, a locked database) passes.
-_FINAL = {
+# Answers to a request that is wrong for good. Everything else (no answer, 5xx, a locked database) passes by itself.
+_FINAL_ERRORS = {
     "BAD_REQUEST",
     "CUSTOMER_UNAUTHORIZED",
     "ENDPOINT_NOT_FOUND",
@@ -34,16 +38,16 @@ _FINAL = {
 
 
 class MlflowTarget:
-    """Writes to MLflow, synchronously: it is called from the sender's thread only.
+    """Target of the sender that writes to MLflow and waits for it; only the sender's thread calls it.
 
     Args:
         tracking_uri: the store or server.
-        experiment: name of the experiment; made if missing.
+        experiment: name of the experiment, which is created if missing.
         run_name: name of a new run.
-        run_id: run to go on with; a new one is made if it is gone.
-        artifact_location: of a new experiment; None leaves it to the server.
-        tags: of a new run.
-        on_start: called with (run id, experiment id) when the run is there.
+        run_id: run to continue; a new one is created if it is gone.
+        artifact_location: where a new experiment keeps its artifacts; None leaves it to the server.
+        tags: tags of a new run.
+        on_start: called with (run id, experiment id) when the run exists.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class MlflowTarget:
 
     @property
     def client(self) -> MlflowClient:
-        """MLflow's client. The first use of an SQLite store makes its tables, which takes seconds."""
+        """MLflow's client, made at the first use; creating the tables of a new SQLite store takes seconds."""
         if self._client is None:
             from mlflow.tracking import MlflowClient
 
@@ -82,9 +86,8 @@ class MlflowTarget:
     def start(self) -> None:
         if self._started and not self._ended:
             return
-        if self.run_id is not None and self._take_up(self.run_id):
-            pass
-        else:
+        log.debug("opening the MLflow run at %s", self.tracking_uri)
+        if self.run_id is None or not self._resume(self.run_id):
             experiment_id = self._experiment_id()
             run = self.client.create_run(
                 experiment_id, tags={"mlflow.source.name": "lit-grpo", **self._tags}, run_name=self._run_name
@@ -92,8 +95,9 @@ class MlflowTarget:
             self.run_id = run.info.run_id
             self._on_start(run.info.run_id, experiment_id)
         self._started, self._ended = True, False
+        log.debug("the MLflow run %s is open", self.run_id)
 
-    def _take_up(self, run_id: str) -> bool:
+    def _resume(self, run_id: str) -> bool:
         try:
             with _final_errors():
                 run = self.client.get_run(run_id)
@@ -113,7 +117,7 @@ class MlflowTarget:
                 with _final_errors():
                     return self.client.create_experiment(self._experiment, artifact_location=self._artifact_location)
             except Refused:
-                # Another run made it in the meantime.
+                # Another run created it in the meantime.
                 found = self.client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
@@ -123,6 +127,7 @@ class MlflowTarget:
         return found.experiment_id
 
     def metrics(self, records: list[dict[str, Any]]) -> None:
+        """Send metric records with their steps and times, 1000 values a request, which is MLflow's limit."""
         from mlflow.entities import Metric
 
         metrics = []
@@ -138,9 +143,9 @@ class MlflowTarget:
     def params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        # MLflow refuses to change a parameter. After a resume with other settings the first value stays, and the tag
+        # MLflow refuses to change a parameter. After a resume with other settings the first value stays, and a tag
         # names what changed.
-        shown = {_clean(key): _cut(value) for key, value in params.items()}
+        shown = {_clean(key): shorten(value, PARAM_LENGTH, CUT_MARK) for key, value in params.items()}
         new = {key: value for key, value in shown.items() if key not in self._params}
         changed = sorted(key for key, value in shown.items() if self._params.get(key, value) != value)
         items = [Param(key, value) for key, value in new.items()]
@@ -188,15 +193,11 @@ def _final_errors() -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        if error.error_code in _FINAL:
+        if error.error_code in _FINAL_ERRORS:
             raise Refused(error.message) from error
         raise
 
 
 def _clean(key: str) -> str:
-    """What MLflow takes as a name: ``pass@8`` is ``pass_at_8`` there."""
+    """Turn a key into a name that MLflow takes: ``pass@8`` becomes ``pass_at_8``."""
     return re.sub(r"[^a-zA-Z0-9_/. -]+", "_", key.replace("@", "_at_"))[:250]
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= PARAM_LENGTH else value[: PARAM_LENGTH - len(CUT_MARK)] + CUT_MARK

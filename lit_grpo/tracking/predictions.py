@@ -1,4 +1,4 @@
-"""What ``lit-grpo predict`` leaves behind: every completion, one JSON object a line."""
+"""The output of ``lit-grpo predict``: every completion, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from lit_grpo.run.folder import run_folder, shown
 
 
 class PredictionWriter(Callback):
-    """Writes ``predictions.jsonl`` in the run folder while predictions are made (rank r: ``predictions.r.jsonl``)."""
+    """Callback that writes ``predictions.jsonl`` in the run folder as completions come.
+
+    Rank r > 0 writes ``predictions.r.jsonl``.
+
+    Attributes:
+        path: the file of this rank, once prediction has begun.
+    """
 
     path: Path | None = None
 

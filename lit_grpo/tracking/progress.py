@@ -1,4 +1,4 @@
-"""Progress as lines, for logs and pipes."""
+"""The progress of a fit as lines, for logs and pipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 
 class LineProgress(ProgressBar):
-    """Prints ``rollout 40/400  reward 0.312  entropy 1.204 ...`` now and then, where a bar would only fill a log file.
+    """Progress "bar" that prints ``rollout 40/400  reward 0.312  entropy 1.204 ...`` every few seconds.
 
     Args:
         seconds: shortest time between two lines; the first and the last rollout always get one.
@@ -20,24 +20,26 @@ class LineProgress(ProgressBar):
     def __init__(self, seconds: float = 10.0) -> None:
         super().__init__()
         self._seconds = seconds
-        self._last = 0.0
+        self._last_line = 0.0
         self._enabled = True
 
     def enable(self) -> None:
         self._enabled = True
 
     def disable(self) -> None:
-        self._enabled = False  # Lightning does so on ranks other than 0
+        # Lightning calls this on ranks other than 0.
+        self._enabled = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.monotonic()
-        ends = trainer.is_last_batch or trainer.should_stop
-        if not self._enabled or not (ends or now - self._last >= self._seconds):
+        is_last = trainer.is_last_batch or trainer.should_stop
+        if not self._enabled or not (is_last or now - self._last_line >= self._seconds):
             return
-        self._last = now
+        self._last_line = now
         metrics = self.get_metrics(trainer, pl_module)
+        # Lightning's version number of the run.
         metrics.pop("v_num", None)
         values = "  ".join(f"{name} {_number(value)}" for name, value in metrics.items())
         print(f"rollout {batch_idx + 1}/{self.total_train_batches}  {values}", file=sys.stdout, flush=True)

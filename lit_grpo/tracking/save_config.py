@@ -1,4 +1,4 @@
-"""Keeps the resolved configuration of a run beside its checkpoints, and in MLflow."""
+"""The resolved configuration of a run, kept beside its checkpoints and in MLflow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ OBJECTIVE_FILE = "objective.json"
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` (``config-validate.yaml``, ... for the other commands) into the run folder.
+    """Callback that writes ``config.yaml`` (``config-validate.yaml``, ... for other commands) into the run folder.
 
     With a :class:`lit_grpo.tracking.RunLogger` the file is an artifact and its values are parameters. The objective is
-    saved as it was resolved, presets filled in, as ``objective.json``: the YAML only names the recipe and what differs.
+    saved as resolved, presets filled in, as ``objective.json``: the YAML only names the recipe and what differs.
     A resumed run with another configuration keeps the earlier file under a number.
     """
 
@@ -25,12 +25,13 @@ class SaveRunConfig(SaveConfigCallback):
         super().__init__(parser, config, **{**kwargs, "save_to_log_dir": False})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._folder = run_folder(trainer)  # a collective, and save_config runs on rank 0 only
+        # A collective, so it cannot wait for save_config, which runs on rank 0 only.
+        self._folder = run_folder(trainer)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         text = self.parser.dump(self.config, skip_unset=False)
-        name = self.config_filename if stage == "fit" else f"config-{getattr(stage, 'value', stage)}.yaml"  # an enum
+        name = self.config_filename if stage == "fit" else f"config-{getattr(stage, 'value', stage)}.yaml"
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / name
         if path.exists() and path.read_text() != text:

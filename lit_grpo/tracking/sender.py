@@ -1,4 +1,4 @@
-"""Sends what a run has recorded to a tracking server, in a thread of its own, so that no step waits for a network."""
+"""Sending of what a run has recorded, in a thread of its own, so that no step waits for a network."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ log = logging.getLogger(__name__)
 
 LINES_PER_CALL = 100
 LONGEST_PAUSE = 30.0
-"""Seconds between two tries while the server does not answer."""
+"""Most seconds between two tries while the server does not answer; the pauses double up to it."""
 
 
-class Refused(Exception):  # noqa: N818 - the server's decision, not a failure of ours
-    """The server answered and will never take this record; trying again is no use."""
+# Not named an error: the server decided, nothing failed here.
+class Refused(Exception):  # noqa: N818
+    """The server answered that it will never take this record, so that trying again is no use."""
 
 
 class Target(Protocol):
-    """Where records go. Every method may raise :class:`Refused`; any other exception means "try again later"."""
+    """Receiver of records; every method may raise :class:`Refused`, and any other exception means "try again later"."""
 
     def start(self) -> None:
-        """Make sure that the run exists. Called before each round of sending; cheap once it does."""
+        """Make sure that the run exists; called before each round of sending, and cheap once it does."""
         ...
 
     def metrics(self, records: list[dict[str, Any]]) -> None: ...
@@ -46,15 +47,15 @@ Job = Callable[[Target], None]
 
 
 class Sender:
-    """A queue in front of a :class:`Target`: jobs in memory, metrics read back from the spool file.
+    """Queue in front of a :class:`Target`: jobs in memory, metrics read back from the spool file.
 
-    Nothing here raises and nothing but ``flush`` waits. Metrics are read from the file, so a server that is away for
-    hours costs no memory and gets everything when it is back.
+    No method raises, and only ``flush`` waits. Since metrics are read from the file, a server that is away for hours
+    costs no memory and gets everything when it is back.
 
     Args:
-        target: where to send.
+        target: the receiver.
         spool: the JSON-lines file that the metrics are appended to.
-        offset: bytes of the file that were there before this run (a resumed run does not send them again).
+        offset: bytes of the file that the server already has, which a resumed run does not send again.
     """
 
     def __init__(self, target: Target, spool: Path, offset: int = 0) -> None:
@@ -65,55 +66,57 @@ class Sender:
         self._end: str | None = None
         self._refused = 0
         self._last_error = ""
-        self._cv = threading.Condition()
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._asked = self._answered = 0
+        self._requested = self._finished = 0
         self._progress = 0
         self._failures = 0
         self._not_before = 0.0
 
     def wrote(self, length: int) -> None:
-        """The spool has grown to ``length`` bytes."""
-        with self._cv:
+        """Note that the spool has grown to ``length`` bytes."""
+        with self._changed:
             self._written = length
             self._wake()
 
     def put(self, job: Job) -> None:
-        """Queue a job; jobs go before metrics, in order."""
-        with self._cv:
+        """Queue a job; jobs are sent before metrics, in order."""
+        with self._changed:
             self._jobs.append(job)
             self._wake()
 
     def end(self, status: str) -> None:
-        """Say how the run ended, once everything else is sent."""
-        with self._cv:
+        """Queue the final status of the run, which is sent after everything else."""
+        with self._changed:
             self._end = status
             self._wake()
 
     def flush(self, timeout: float) -> bool:
-        """Try now to send everything; True if nothing is left.
+        """Try at once to send everything, and return whether nothing is left.
 
         Args:
-            timeout: seconds without any progress after which to give up waiting (the thread goes on trying).
+            timeout: seconds without any progress after which waiting ends (the thread goes on trying).
         """
-        with self._cv:
+        with self._changed:
             if not self._has_work():
                 return True
-            self._asked += 1
-            ticket, seen, deadline = self._asked, self._progress, time.monotonic() + timeout
+            log.debug("flush: waiting for %d jobs and %d bytes", len(self._jobs), self._written - self._sent)
+            self._requested += 1
+            ticket, progress, deadline = self._requested, self._progress, time.monotonic() + timeout
             self._wake()
-            while self._answered < ticket:
-                self._cv.wait(0.2)
-                if self._progress != seen:
-                    seen, deadline = self._progress, time.monotonic() + timeout
+            while self._finished < ticket:
+                self._changed.wait(0.2)
+                if self._progress != progress:
+                    progress, deadline = self._progress, time.monotonic() + timeout
                 if time.monotonic() > deadline:
                     break
+            log.debug("flush: %s", "something is left" if self._has_work() else "everything is sent")
             return not self._has_work()
 
     @property
     def unsent(self) -> int:
-        """Records (metric lines, sets of params or tags, files, the final status) that are not on the server."""
-        with self._cv:
+        """Number of records not on the server: metric lines, sets of parameters or tags, files, the final status."""
+        with self._changed:
             sent, written = self._sent, self._written
             count = len(self._jobs) + self._refused + (self._end is not None)
         if sent < written:
@@ -130,7 +133,7 @@ class Sender:
         """Why the last record could not be sent; empty if there was no trouble."""
         return self._last_error
 
-    # Below: the thread.
+    # The thread.
 
     def _has_work(self) -> bool:
         return bool(self._jobs) or self._sent < self._written or self._end is not None
@@ -140,36 +143,40 @@ class Sender:
             # A daemon: a server that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="lit-grpo-sender", daemon=True)
             self._thread.start()
-        self._cv.notify_all()
+        self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
-            with self._cv:
-                while not (self._asked > self._answered or (self._has_work() and self._pause() <= 0)):
-                    self._cv.wait(self._pause() if self._has_work() else None)
-                ticket = self._asked
+            with self._changed:
+                while not (self._requested > self._finished or (self._has_work() and self._pause() <= 0)):
+                    self._changed.wait(self._pause() if self._has_work() else None)
+                ticket = self._requested
             try:
+                log.debug("sending %d jobs and %d bytes of metrics", len(self._jobs), self._written - self._sent)
                 self._send_all()
+                log.debug("sent")
                 self._failures, self._not_before = 0, 0.0
             except Exception as error:
                 self._failures += 1
                 self._not_before = time.monotonic() + min(2.0**self._failures, LONGEST_PAUSE)
-                self._trouble(error)
-            with self._cv:
-                self._answered = ticket
-                self._cv.notify_all()
+                self._note_error(error)
+            with self._changed:
+                self._finished = ticket
+                self._changed.notify_all()
 
     def _pause(self) -> float:
         return self._not_before - time.monotonic()
 
     def _send_all(self) -> None:
-        if not self._has_work():  # a run that has ended must not be opened again for nothing
+        # `start` would open a run again that has ended.
+        if not self._has_work():
             return
         self._target.start()
         self._progress += 1
         while self._jobs:
+            # Taken off the queue only once it is sent: an exception leaves it there for the next round.
             self._try(self._jobs[0])
-            with self._cv:
+            with self._changed:
                 self._jobs.popleft()
         while self._sent < self._written:
             records, after = self._next_lines()
@@ -179,14 +186,14 @@ class Sender:
                 # One bad line must not take its neighbours with it.
                 for record in records:
                     self._try(lambda target, record=record: target.metrics([record]))  # type: ignore[misc]
-            with self._cv:
+            with self._changed:
                 self._sent = after
                 self._progress += 1
-        with self._cv:
+        with self._changed:
             status = self._end if not self._jobs and self._sent >= self._written else None
         if status is not None:
             self._try(lambda target: target.end(status))
-            with self._cv:
+            with self._changed:
                 self._end = None
 
     def _next_lines(self) -> tuple[list[dict[str, Any]], int]:
@@ -203,21 +210,21 @@ class Sender:
         try:
             job(self._target)
         except (Refused, TypeError, ValueError, KeyError, AttributeError) as error:
-            # A record that cannot even be put into a request will not be better next time, and must not block the rest.
+            # A record that cannot even be put into a request will be no better next time, and must not block others.
             self._refused += 1
-            self._trouble(error)
+            self._note_error(error)
         self._progress += 1
 
-    def _trouble(self, error: Exception) -> None:
+    def _note_error(self, error: Exception) -> None:
         first = not self._last_error
         self._last_error = _in_short(error)
-        # Said once, on the main process; the total is said at the end of the run.
+        # One warning, on the main process; the end of the run tells how many records are missing.
         if first and os.environ.get("LOCAL_RANK", "0") == "0":
             log.warning("Tracking: a record could not be sent (%s). Training goes on.", self._last_error)
 
 
 def _in_short(error: Exception) -> str:
-    """The error as a clause: what happened, without the layers of HTTP machinery around it."""
+    """Put the error in a clause: what happened, without the layers of HTTP machinery around it."""
     text = " ".join(str(error).split())
     if "refused" in text and "Errno 111" in text:
         return "connection refused"

@@ -1,4 +1,4 @@
-"""The local record of a run: one JSON object a line, written before anything is sent anywhere.
+"""The record of a run on disk: one JSON object a line, written before anything is sent anywhere.
 
 A line is ``{"step": 12, "wall_time": 1764286512.3, "reward": 0.41, ...}``; ``step`` is the rollout's index and
 ``wall_time`` seconds since the epoch. Non-finite values are written as Python writes them (``NaN``, ``Infinity``), so
@@ -18,13 +18,10 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Spool:
-    """Appends to a JSON-lines file; each line is in the operating system's hands when ``append`` returns.
+    """Writer of a JSON-lines file whose lines are in the operating system's hands when ``append`` returns.
 
     Args:
-        path: the file; made with its folder at the first line.
-
-    Raises:
-        OSError: from ``append``, if the file cannot be written.
+        path: the file, which is created with its folder at the first line.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -32,10 +29,15 @@ class Spool:
         self._file: BinaryIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> int:
-        """Write one line and return the file's new length in bytes."""
+        """Write one line and return the file's new length in bytes.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if self._file is None:
             self._file = self._open()
         self._file.write(json.dumps(record).encode() + b"\n")
+        # Flushed but not synced: a process that is killed loses nothing, only a power failure can.
         self._file.flush()
         return self._file.tell()
 
@@ -48,7 +50,7 @@ class Spool:
         return file
 
     def close(self) -> None:
-        """Close the file. Safe to call twice; a later ``append`` opens it again."""
+        """Close the file; a later ``append`` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -61,7 +63,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def read_lines(path: str | os.PathLike[str], offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (record, byte offset after it) of every whole line from ``offset`` on; a torn line is left out."""
+    """Yield (record, byte offset behind it) of every whole line from ``offset`` on; torn lines are left out."""
     with Path(path).open("rb") as file:
         file.seek(offset)
         for line in file:
@@ -77,10 +79,10 @@ def read_lines(path: str | os.PathLike[str], offset: int = 0) -> Iterator[tuple[
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The metrics of a run by step, one dict a step: lines of one step are merged, the later value of a key holds.
+    """Read the metrics of a run as one dict a step; of several lines of a step the later value of a key holds.
 
     Args:
-        run_dir: folder of the run (or the file itself).
+        run_dir: folder of the run, or the file itself.
     """
     path = Path(run_dir)
     path = path / FILE_NAME if path.is_dir() else path

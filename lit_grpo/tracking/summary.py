@@ -1,4 +1,4 @@
-"""What a person wants to see when a run ends: where it is, how it went, and what the model says now."""
+"""The summary at the end of a run: where it is, how it went, and what the model says now."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
 from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
 from lit_grpo.run.stop import KEYBOARD, stop_reason
-from lit_grpo.tracking.curves import PANELS, draw_curves
+from lit_grpo.tracking.charts import OVERVIEW_KEYS, History, draw_overview
+from lit_grpo.utils.text import shorten
 
 log = logging.getLogger(__name__)
 
 CURVES_FILE = "curves.png"
 LAST_STEPS = 10
+"""Rollouts that the final reward is the mean of."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One completion of the last rollout."""
+class SampleRow:
+    """One completion of the last rollout, as a row of the summary."""
 
     prompt: str
     completion: str
@@ -36,24 +38,23 @@ class Sample:
 
 
 class RunSummary(Callback):
-    """Prints the end of a fit: the run's folder, how to open MLflow, the curves, three completions, the final reward.
+    """Callback that prints the end of a fit: folder, MLflow, curves, checkpoint, three completions, final reward.
 
     The last line of standard output is ``final reward R over the last N steps``, N being 10 or the number of rollouts
-    if there are fewer; ``final loss L in the last step`` where nothing is rewarded. A run that is stopped or broken off
-    gets the same with what is there, and how to go on. On a terminal it is a panel, otherwise plain lines. The curves
-    also go to MLflow.
+    if there are fewer; ``final loss L in the last step`` where nothing is rewarded. For a run that is stopped or broken
+    off it also says how to continue. On a terminal it is a panel, otherwise plain lines. The curves also go to MLflow.
 
     Works with any module that logs ``reward`` (and ``entropy``, ``length``, ``grad_norm``). Completions are shown if
-    the batches are :class:`lit_grpo.types.Rollout` s.
+    the batches are :class:`lit_grpo.types.Rollout` objects.
     """
 
     def __init__(self) -> None:
         self._steps: list[int] = []
-        self._metrics: dict[str, list[float]] = {key: [] for key in PANELS}
+        self._metrics: dict[str, list[float]] = {key: [] for key in OVERVIEW_KEYS}
         self._batch: Any = None
         self._folder = Path()
 
-    # Gathering.
+    # Recording.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -73,22 +74,24 @@ class RunSummary(Callback):
         for key, values in self._metrics.items():
             values.append(float(logged.get(key, torch.nan)))
 
+    # In the checkpoint, so that a resumed run shows its whole history.
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps), "metrics": {key: list(values) for key, values in self._metrics.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = list(state_dict["steps"])
-        self._metrics = {key: list(state_dict["metrics"][key]) for key in PANELS}
+        self._metrics = {key: list(state_dict["metrics"][key]) for key in OVERVIEW_KEYS}
 
     def final_reward(self) -> tuple[float, int] | None:
-        """Mean reward of the last rollouts and how many they are; None if there are none."""
+        """Return the mean reward of the last rollouts and their number; None without rewards."""
         rewards = self._metrics["reward"][-LAST_STEPS:]
         if not rewards or all(map(math.isnan, rewards)):
             return None
         return sum(rewards) / len(rewards), len(rewards)
 
-    def samples(self) -> list[Sample]:
-        """The completions of the last rollout with the highest, the middle and the lowest reward."""
+    def samples(self) -> list[SampleRow]:
+        """Return the completions of the last rollout with the highest, the middle and the lowest reward."""
         batch = self._batch
         if (
             batch is None
@@ -99,15 +102,15 @@ class RunSummary(Callback):
         order = sorted(range(len(batch.texts)), key=lambda i: -float(batch.reward[i]))
         chosen = dict.fromkeys([order[0], order[len(order) // 2], order[-1]]) if order else {}
         return [
-            Sample(batch.prompts[i // batch.group_size].question, batch.texts[i], float(batch.reward[i]))
+            SampleRow(batch.prompts[i // batch.group_size].question, batch.texts[i], float(batch.reward[i]))
             for i in chosen
         ]
 
-    # Telling. Lightning calls `teardown` after a fit that ended by itself, and only `on_exception` after any other.
+    # Printing. Lightning calls `teardown` after a fit that ended by itself, and only `on_exception` after any other.
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            # The bar ends after us otherwise, and draws itself once more below the last line.
+            # Otherwise the bar ends after this callback, and draws itself once more below the last line.
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.teardown(trainer, pl_module, stage)
             reason = stop_reason(trainer)
@@ -115,14 +118,15 @@ class RunSummary(Callback):
                 how = "finished"
             else:
                 how = "interrupted" if reason.monitor == KEYBOARD else f"stopped by {reason.monitor}: {reason.reason}"
-            self._tell(trainer, how, unfinished=reason is not None)
+            self._print(trainer, how, unfinished=reason is not None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         if trainer.state.fn != "fit" or not batches.processed:
             return
         if batches.processed == batches.ready and batches.ready not in self._steps[-1:]:
-            # Another callback broke off before our turn, and before Lightning's to log the step, which is saved below.
+            # Another callback raised before this one had its turn and before Lightning logged the step, which the
+            # checkpoint below holds.
             self._record(trainer)
             metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
             for logger in trainer.loggers:
@@ -130,7 +134,8 @@ class RunSummary(Callback):
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.on_exception(trainer, pl_module, exception)
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, RolloutCheckpoint):  # its turn comes after ours, and we want to name what it saves
+            # Its own turn comes after this callback, which prints the name of what it saves.
+            if isinstance(callback, RolloutCheckpoint):
                 callback.save_what_is_whole(trainer, exception)
         if isinstance(exception, StopRun):
             how = f"stopped: {exception.reason}"
@@ -140,9 +145,9 @@ class RunSummary(Callback):
             how = "ended by SIGTERM"
         else:
             how = f"failed: {type(exception).__name__}"
-        self._tell(trainer, how, unfinished=True)
+        self._print(trainer, how, unfinished=True)
 
-    def _tell(self, trainer: Trainer, how: str, unfinished: bool) -> None:
+    def _print(self, trainer: Trainer, how: str, unfinished: bool) -> None:
         if not trainer.is_global_zero:
             return
         facts = [("folder", shown(self._folder))]
@@ -158,7 +163,7 @@ class RunSummary(Callback):
                 logger.log_artifact(curves)
             logger.flush()
             facts.append(("MLflow", logger.view_command()))
-            if report := logger.delivery_report(said=True):
+            if report := logger.delivery_report(shown_by_caller=True):
                 facts.append(("not sent", report))
         count = f"{len(self._steps)} rollout" + ("" if len(self._steps) == 1 else "s")
         sys.stderr.flush()
@@ -185,14 +190,15 @@ class RunSummary(Callback):
         path = self._folder / CURVES_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draw_curves(self._steps, self._metrics, self._folder.name, path)
-        except Exception as error:  # a run is not lost for want of a picture
+            path.write_bytes(draw_overview(History(self._steps, self._metrics), self._folder.name))
+        # A run is not lost for want of a picture.
+        except Exception as error:
             log.warning("The curves could not be drawn: %s", error)
             return None
         return path
 
 
-def show(title: str, facts: list[tuple[str, str]], samples: list[Sample]) -> None:
+def show(title: str, facts: list[tuple[str, str]], samples: list[SampleRow]) -> None:
     """Print to standard output: a panel on a terminal, plain lines otherwise."""
     from rich.console import Console
 
@@ -217,7 +223,7 @@ def show(title: str, facts: list[tuple[str, str]], samples: list[Sample]) -> Non
     grid.add_column(overflow="fold")
     for name, value in facts:
         grid.add_row(name, Text(value))
-    parts: list[Any] = [grid]
+    renderables: list[Any] = [grid]
     if samples:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="from the last rollout", title_justify="left")
         table.add_column("reward", justify="right", no_wrap=True)
@@ -227,17 +233,13 @@ def show(title: str, facts: list[tuple[str, str]], samples: list[Sample]) -> Non
             table.add_row(
                 f"{sample.reward:.3g}", Text(_one_line(sample.prompt, 200)), Text(_one_line(sample.completion, 300))
             )
-        parts.append(table)
+        renderables.append(table)
     # No side borders: paths and commands can be copied as they stand.
     console.print()
-    console.print(Panel(Group(*parts), title=Text(title, style="bold"), box=box.HORIZONTALS, padding=(1, 0)))
+    console.print(Panel(Group(*renderables), title=Text(title, style="bold"), box=box.HORIZONTALS, padding=(1, 0)))
 
 
 def _one_line(text: str, limit: int) -> str:
-    """The text with line breaks and control characters visible, cut in the middle if it is long."""
-
+    """Return the text with line breaks and control characters visible, cut in the middle if it is long."""
     flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    if not flat:
-        return "(empty)"
-    half = limit // 2 - 3
-    return flat if len(flat) <= limit else f"{flat[:half]} [...] {flat[-half:]}"
+    return shorten(flat, limit, " [...] ", keep_end=True) or "(empty)"

@@ -153,7 +153,7 @@ def test_bad_arguments_are_refused(wrong):
 
 
 def test_from_yaml_to_exit_code_3(tmp_path, monkeypatch, capsys):
-    from lit_grpo.cli import STOPPED, main
+    from lit_grpo.cli.main import STOPPED, main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def few_pictures(monkeypatch):
-    monkeypatch.setattr("lit_grpo.report.charts.PANELS", ())
+    monkeypatch.setattr("lit_grpo.tracking.charts.PANELS", ())

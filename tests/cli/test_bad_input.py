@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from tests.paths import ROOT
 
 MODEL = "model:\n  policy: {tiny: {}}\n"
@@ -242,7 +242,7 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path):
     """Also the promise that `lit-grpo --help` takes less than two seconds, most of which is Python's own start."""
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from lit_grpo.cli import main\n"
+        "from lit_grpo.cli.main import main\n"
         "assert main(['--help']) == 0 and main(['--version']) == 0\n"
         "assert main(['fit', '--config', 'none.yaml']) == 2\n"
         "heavy = {'torch', 'lightning', 'transformers', 'mlflow', 'jsonargparse', 'rich'} & set(sys.modules)\n"

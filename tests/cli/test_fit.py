@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from lit_grpo.callbacks import RolloutCheckpoint, request_stop
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.errors import StopRun
 from lit_grpo.rewards import Reward
 from lit_grpo.tracking import read_metrics

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lit_grpo.cli.strategy import readers, resolve_strategy
+from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
 from lit_grpo.distributed.checkpoint import AnyCheckpointIO
 from lit_grpo.distributed.strategy import FSDP2Strategy
 from lit_grpo.errors import UserError
@@ -42,7 +42,7 @@ def test_what_the_learner_cannot_do_is_refused(strategy, words):
 
 
 def test_only_runs_that_are_not_sharded_need_a_reader_of_shards():
-    assert [type(plugin) for plugin in readers(None, "ddp")] == [AnyCheckpointIO]
-    assert readers(None, FSDP2Strategy()) == []
+    assert [type(plugin) for plugin in add_checkpoint_reader(None, "ddp")] == [AnyCheckpointIO]
+    assert add_checkpoint_reader(None, FSDP2Strategy()) == []
     own = TorchCheckpointIO()
-    assert readers(own, "auto") == [own]
+    assert add_checkpoint_reader(own, "auto") == [own]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.rewards import Reward
 from tests.paths import ROOT
 
@@ -174,7 +174,7 @@ def test_standard_input_gzip_and_output_file(tmp_path, capsys, monkeypatch):
 def test_it_imports_neither_torch_nor_lightning(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prediction": "#### 7", "answer": "7"}\n')
     code = (
-        "import sys; from lit_grpo.cli import main\n"
+        "import sys; from lit_grpo.cli.main import main\n"
         f"assert main(['score', '--input', {str(tmp_path / 'a.jsonl')!r}]) == 0\n"
         "print([m for m in ('torch', 'lightning', 'transformers', 'sympy', 'numpy') if m in sys.modules])"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lit_grpo.callbacks.diagnosis.actions import read_journal
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from tests.paths import ROOT
 
 

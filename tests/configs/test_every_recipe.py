@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import RewardInput, Score

@@ -104,7 +104,7 @@ def test_the_range_of_the_total_reward_is_that_of_the_weighted_sum() -> None:
 def test_the_quickstart_configurations_run_from_the_command_line(
     recipe: str, trunk: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lit_grpo.cli import main
+    from lit_grpo.cli.main import main
 
     root = ROOT / "configs"
     monkeypatch.chdir(tmp_path)

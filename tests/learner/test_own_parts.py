@@ -49,7 +49,7 @@ def test_own_parts_train(own, same_as):
 
 
 def test_own_advantage_from_the_command_line(tmp_path, monkeypatch):
-    from lit_grpo.cli import main
+    from lit_grpo.cli.main import main
     from tests.cli.test_fit import CONFIG, Seen
 
     monkeypatch.chdir(tmp_path)

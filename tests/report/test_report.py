@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 from PIL import Image
 
-from lit_grpo.cli import main
-from lit_grpo.report import charts
+from lit_grpo.cli.main import main
 from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.page import make_report, write_report
 from lit_grpo.report.run import Run, how_it_ended, main_diagnosis, read_folder
 from lit_grpo.report.samples import choose_steps, level, visible
 from lit_grpo.run import flight
+from lit_grpo.tracking import charts
 from tests.report.made_up_run import END, ONSET, SEEN, make_run, write_record
 
 HOSTILE = (
@@ -281,7 +281,7 @@ def test_stopped_by_a_monitor(tmp_path):
 )  # fmt: skip
 def test_the_diagnosis_that_tells_the_story(given, name):
     events = [{"event": "diagnosis", "step": i, "severity": s, "action": a} for i, (s, a) in enumerate(given, 1)]
-    found = main_diagnosis(Run("", "", [], {}, events=events))
+    found = main_diagnosis(Run(name="", source="", steps=[], metrics={}, events=events))
     assert (found and found["step"]) == name
 
 
@@ -292,7 +292,7 @@ def test_the_diagnosis_that_tells_the_story(given, name):
      ([1, 2, 3], None, None, [1, 3]), ([], 5, 6, []), ([1, 8], 7, 9, [1, 8])],
 )  # fmt: skip
 def test_which_steps_are_shown(tmp_path, steps, onset, seen, chosen):
-    run = Run("", "", [], {}, records=dict.fromkeys(steps, tmp_path))
+    run = Run(name="", source="", steps=[], metrics={}, records=dict.fromkeys(steps, tmp_path))
     assert [step for _, step in choose_steps(run, onset, seen)] == chosen
 
 

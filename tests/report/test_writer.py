@@ -17,7 +17,7 @@ def logger(tmp_path, monkeypatch):
     """A run whose server cannot be reached: nothing to wait for."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lit_grpo.report.charts.PANELS", ())
+    monkeypatch.setattr("lit_grpo.tracking.charts.PANELS", ())
     return RunLogger(root="runs", run_name="the-run", tracking_uri="http://127.0.0.1:9")
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.data import InMemoryPrompts, MixedPrompts, PromptFormat, PromptSource
 from lit_grpo.data.prompt_set import prepare
 from lit_grpo.errors import UserError

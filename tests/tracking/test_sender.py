@@ -136,10 +136,10 @@ def test_a_run_that_has_ended_is_not_opened_again_for_nothing(setup):
     sender.end("FINISHED")
     assert sender.flush(10)
     count = len(starts)
-    sender._asked += 1  # a flush that was asked for while the last round was under way
-    with sender._cv:
-        sender._cv.notify_all()
-        sender._cv.wait_for(lambda: sender._answered == sender._asked, 10)
+    sender._requested += 1  # a flush that was asked for while the last round was under way
+    with sender._changed:
+        sender._changed.notify_all()
+        sender._changed.wait_for(lambda: sender._finished == sender._requested, 10)
     assert len(starts) == count
 
 

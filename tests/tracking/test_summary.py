@@ -10,7 +10,7 @@ import yaml
 from lit_grpo.callbacks import RolloutCheckpoint, request_stop
 from lit_grpo.errors import StopRun
 from lit_grpo.tracking import RunLogger, RunSummary
-from lit_grpo.tracking.curves import draw_curves
+from lit_grpo.tracking.charts import History, draw_overview
 from lit_grpo.tracking.save_config import SaveRunConfig
 from tests.tracking.stand_in import StandIn, StandInData, StandInLoader, make_trainer
 
@@ -117,11 +117,13 @@ def test_a_resumed_run_shows_the_whole_history(tmp_path, capsys):
     assert out.endswith("final reward 0.350 over the last 8 steps\n")
 
 
-def test_curves_take_gaps_missing_metrics_and_one_step(tmp_path):
+def test_the_overview_takes_gaps_missing_metrics_and_one_step():
     nan = float("nan")
-    draw_curves([1], {"reward": [0.5]}, "one", tmp_path / "one.png")
-    draw_curves(range(40), {"reward": [nan] * 20 + [1.0] * 20, "entropy": [float("inf")] * 40}, "g", tmp_path / "g.png")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("one.png", "g.png"))
+    one = draw_overview(History([1], {"reward": [0.5]}), "one")
+    metrics = {"reward": [nan] * 20 + [1.0] * 20, "entropy": [float("inf")] * 40}
+    gaps = draw_overview(History(list(range(40)), metrics), "gaps")
+    assert all(png[:4] == b"\x89PNG" and len(png) > 5000 for png in (one, gaps))
+    assert one != gaps
 
 
 class FakeParser:

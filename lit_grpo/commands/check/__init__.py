@@ -1,1 +1,1 @@
-"""``lit-grpo check``: what can be known of a run before GPU hours are spent on it."""
+"""``lit-grpo check``: the preflight, one module for each subject that it looks at."""

@@ -1,18 +1,16 @@
-"""``lit-grpo check --config FILE``: the preflight on the command line."""
+"""``lit-grpo check``: look at a configuration before GPU hours are spent on it."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.cli import DONE, FAILED
-from lit_grpo.cli.arguments import CommandParser
-from lit_grpo.cli.early import check_early
-from lit_grpo.cli.layers import config_files, read_layers
-from lit_grpo.cli.training import _quiet
+from lit_grpo.cli.argument_parser import CommandParser
+from lit_grpo.cli.config_files import config_files
+from lit_grpo.cli.main import DONE, FAILED
+from lit_grpo.cli.training import read_configuration
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.utils.logging import at_level
 
@@ -34,32 +32,31 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--gold-format", metavar="TEXT", help="how the verifier wants an answer, with {answer} in it")
     parser.add_argument("--no-step", action="store_true", help="leave out the training step: no memory, no time")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
-    args, rest = parser.parse_known_args(argv)
+    args, fit_argv = parser.parse_known_args(argv)
     if args.prompts < 1:
         raise UserError(f"--prompts is {args.prompts}, must be at least 1", where="command line")
     if args.gold_format is not None and "{answer}" not in args.gold_format:
         raise UserError("--gold-format has no {answer}", where="command line", remedy=r"as in '\boxed{{answer}}'")
-    rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_layers(rest, "fit")
-    check_early("fit", rest, layers, parser.options())  # before anything heavy is imported
-    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
-        sys.path.append(str(Path.cwd()))
-    _quiet()
+    # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
+    fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
+    layers = read_configuration("fit", fit_argv, parser.options())
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
-    from lit_grpo.cli.building import BuildingCLI
+    from lit_grpo.cli.lightning_cli import BuildOnlyCLI
     from lit_grpo.commands.check.preflight import Preflight
     from lit_grpo.commands.check.prompts import rendered
     from lit_grpo.commands.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
-    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
-        cli = BuildingCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
+    # Lightning's notes do not belong among the lines of the table.
+    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
+        cli = BuildOnlyCLI(fit_argv, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # whatever engine, reward or step raise is what the preflight is there to find
-            preflight.results.append(broken(preflight.at, error))
+        # Whatever engine, reward or step raise is what the preflight is there to find.
+        except Exception as error:
+            preflight.results.append(failure(preflight.activity, error))
     if not cli.trainer.is_global_zero:
         return DONE
     results: list[Result] = preflight.results
@@ -67,14 +64,14 @@ def run(command: str, argv: list[str]) -> int:
     if shown := rendered(results):
         print(shown)
     if args.json:
-        about: dict[str, Any] = {"config": config_files(rest, "fit"), "prompts": args.prompts}
+        about: dict[str, Any] = {"config": config_files(fit_argv, "fit"), "prompts": args.prompts}
         write_json(results, Path(args.json), about)
         print(f"results: {args.json}")
     return FAILED if any(r.status == "fail" for r in results) else DONE
 
 
-def broken(at: str, error: Exception) -> Any:
-    """The line of the table for something that raised."""
+def failure(activity: str, error: Exception) -> Any:
+    """Return the table's line for an error that was raised during ``activity``."""
     from lit_grpo.commands.check.result import Result
 
     text = error.reason if isinstance(error, StopRun) else str(error).strip() or type(error).__name__
@@ -86,4 +83,4 @@ def broken(at: str, error: Exception) -> Any:
         remedy = "the run itself would stop here"
     else:
         remedy = "LIT_GRPO_DEBUG=1 lit-grpo fit with the same arguments shows where"
-    return Result("one step" if "step" in at else "sampling", "fail", f"while {at}: {name}: {text}", remedy)
+    return Result("one step" if "step" in activity else "sampling", "fail", f"while {activity}: {name}: {text}", remedy)

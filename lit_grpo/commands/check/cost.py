@@ -1,47 +1,56 @@
-"""What a run will take: memory and time, measured on one real step and scaled to the longest completions."""
+"""The cost of a run: memory and time, measured on one real step and scaled to the longest completions."""
 
 from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lit_grpo.commands.check.result import Result
 from lit_grpo.distributed.sharding import dtype_of, local
+from lit_grpo.run.phases import learner_phases
+
+if TYPE_CHECKING:
+    from lit_grpo.policy.forward.policy import Policy
 
 GIB = 1024**3
 TIGHT = 0.9
+"""Share of the memory above which the preflight warns."""
 
 
 class Memory(NamedTuple):
-    """Bytes."""
+    """Memory of this process on its device, in bytes."""
 
     peak: int
-    """Highest use so far of this process on its device."""
+    """Highest use so far."""
     total: int | None
-    """What there is for it; None where the system does not tell."""
+    """Size of the device's memory; None where the system does not tell."""
     where: str
+    """Which memory it is, in words: ``of the card`` or ``of main memory``."""
 
 
 def memory(device: torch.device) -> Memory:
-    """Peak use and room: of the card on CUDA, of the machine or its container otherwise."""
+    """Measure peak use and size: of the card on CUDA, of the machine or its container otherwise."""
     if device.type == "cuda":
-        # Not only torch's: an engine in this process may allocate by itself.
+        # Not only torch's allocations: an engine in this process may allocate by itself.
         free, total = torch.cuda.mem_get_info(device)
         return Memory(max(torch.cuda.max_memory_reserved(device), total - free), total, "of the card")
+    # Linux counts ru_maxrss in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Memory(peak, _room(), "of main memory")
+    return Memory(peak, _main_memory(), "of main memory")
 
 
-def _room() -> int | None:
+def _main_memory() -> int | None:
+    # A container's limit, under version 2 and version 1 of control groups, may be below what the machine has.
     limits = []
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(path).strip()
+        # Without a limit the file holds "max" or a number near 2**63.
         if text.isdigit() and int(text) < 1 << 60:
             limits.append(int(text))
     for line in _read("/proc/meminfo").splitlines():
@@ -57,80 +66,80 @@ def _read(path: str) -> str:
         return ""
 
 
-def weights(module: Any) -> dict[str, int]:
-    """Bytes of weights, gradients and AdamW's two moments of everything the module holds on this rank."""
-    parts: list[nn.Module] = [m for m in (module.policy, module.critic, module.reference) if m is not None]
-    parts += module._frozen_reference
-    params = {id(p): p for part in parts for p in part.parameters()}.values()
-    held = [(local(p).numel() * p.element_size(), p.requires_grad) for p in params]
-    trained = sum(size for size, learns in held if learns)
-    return {"weights": sum(size for size, _ in held), "gradients": trained, "moments": 2 * trained}
+def weight_bytes(models: Iterable[nn.Module | None]) -> dict[str, int]:
+    """Count the bytes of weights, gradients and AdamW's two moments on this rank; a shared parameter counts once."""
+    parameters = {id(p): p for model in models if model is not None for p in model.parameters()}.values()
+    sizes = [(local(p).numel() * p.element_size(), p.requires_grad) for p in parameters]
+    trained = sum(size for size, requires_grad in sizes if requires_grad)
+    return {"weights": sum(size for size, _ in sizes), "gradients": trained, "moments": 2 * trained}
 
 
-def longest_pass(module: Any, limit: int, vocabulary: int) -> int:
-    """Bytes of the logits of one micro-batch at the length limit: float32, once more for the log-softmax.
+def logits_bytes(
+    policy: Policy, limit: int, vocabulary: int, *, micro_batch_tokens: int | None, micro_batch_size: int | None
+) -> int:
+    """Count the bytes of one micro-batch's logits at the length limit.
 
-    The head holds ``logits_chunk`` positions at once; compiled, logits and their gradient in the format of the passes.
+    Args:
+        policy: its head computes ``logits_chunk`` positions at once.
+        limit: data.sampling.max_new_tokens.
+        vocabulary: number of tokens in the vocabulary.
+        micro_batch_tokens: as of the module.
+        micro_batch_size: as of the module.
     """
-    positions = min(x for x in (module.micro_batch_tokens, module.policy.logits_chunk) if x is not None)
-    if module.micro_batch_size is not None:
-        positions = min(positions, module.micro_batch_size * limit)
-    size = dtype_of(module.policy).itemsize if getattr(module.policy, "compiled", False) else 4
-    return 2 * size * positions * vocabulary
+    positions = min(x for x in (micro_batch_tokens, policy.logits_chunk) if x is not None)
+    if micro_batch_size is not None:
+        positions = min(positions, micro_batch_size * limit)
+    # Twice: logits and log-softmax in float32; compiled, logits and their gradient in the dtype of the forward pass.
+    itemsize = dtype_of(policy).itemsize if getattr(policy, "compiled", False) else 4
+    return 2 * itemsize * positions * vocabulary
 
 
 def memory_result(
-    module: Any, seen: Memory, *, longest: int, limit: int, prompt: int, vocabulary: int, cards: int
+    static: Mapping[str, int], logits: int, measured: Memory, *, longest: int, limit: int, prompt: int, processes: int
 ) -> Result:
-    """The measured peak, and what it may become when a micro-batch is as long as the limit allows.
+    """Compare the measured peak, scaled to micro-batches as long as the limit allows, with the memory there is.
 
     Args:
-        module: LitGRPO.
-        seen: after one real step.
+        static: what :func:`weight_bytes` counts, which no length changes.
+        logits: what :func:`logits_bytes` counts.
+        measured: memory after one real step.
         longest: tokens of the longest completion in that step.
         limit: data.sampling.max_new_tokens.
         prompt: tokens of the longest prompt.
-        vocabulary: size.
-        cards: processes that share the weights.
+        processes: processes that share the weights.
     """
-    fixed = weights(module)
-    static = sum(fixed.values())
-    moving = max(0, seen.peak - static)
+    fixed = sum(static.values())
+    # Activations grow with the tokens of a micro-batch; weights, gradients and moments do not.
     factor = max(1.0, (prompt + limit) / max(1, prompt + longest))
-    expected = int(static + moving * factor)
-    logits = longest_pass(module, limit, vocabulary)
+    expected = int(fixed + max(0, measured.peak - fixed) * factor)
     values: dict[str, Any] = {
-        **fixed, "peak": seen.peak, "expected_at_limit": expected, "room": seen.total, "logits_at_limit": logits,
-        "processes": cards,
+        **static, "peak": measured.peak, "expected_at_limit": expected, "room": measured.total,
+        "logits_at_limit": logits, "processes": processes,
     }  # fmt: skip
     found = (
-        f"peak {gib(seen.peak)} in one step ({gib(static)} weights, gradients and moments); at the length limit about "
-        f"{gib(expected)}"
+        f"peak {gib(measured.peak)} in one step ({gib(fixed)} weights, gradients and moments); at the length limit "
+        f"about {gib(expected)}"
     )
-    if seen.total is None:
+    if measured.total is None:
         return Result("memory", "warn", found + "; how much there is is not known", "compare it yourself", values)
-    found += f" of {gib(seen.total)} {seen.where}"
+    found += f" of {gib(measured.total)} {measured.where}"
     remedy = "lower model.micro_batch_tokens, set model.policy.logits_chunk or gradient_checkpointing: true"
-    if expected > seen.total:
+    if expected > measured.total:
         return Result("memory", "fail", found, remedy, values)
-    if expected > TIGHT * seen.total:
+    if expected > TIGHT * measured.total:
         return Result("memory", "warn", found, remedy, values)
     return Result("memory", "pass", found, values=values)
 
 
 def gib(size: int) -> str:
+    """Write a number of bytes in GiB, or in MiB where it is small."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 1024**2:.0f} MiB"
 
 
-PHASES = {"time/sync": "weights to the engine", "time/generate": "sampling", "time/wait": "waiting for sampling",
-          "time/reward": "rewards", "time/update": "training"}  # fmt: skip
-
-
 def time_result(metrics: Mapping[str, float], rollouts: int) -> Result:
-    """Seconds of one rollout by phase, and what the run will take at that rate."""
-    parts = {name: metrics[key] for key, name in PHASES.items() if math.isfinite(metrics.get(key, math.nan))}
-    if "waiting for sampling" in parts:
-        parts = {name: s for name, s in parts.items() if name not in ("sampling", "rewards")}
+    """State the seconds of one rollout by phase, and what the run will take at that rate."""
+    phases = learner_phases({key for key, value in metrics.items() if math.isfinite(value)})
+    parts = {name: metrics[key] for key, name in phases.items()}
     total = sum(parts.values())
     share = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.01 * total)
     found = f"{span(total)} for the first rollout ({share}); {rollouts} rollouts take about {span(total * rollouts)}"
@@ -140,7 +149,7 @@ def time_result(metrics: Mapping[str, float], rollouts: int) -> Result:
 
 
 def span(seconds: float) -> str:
-    """A length of time as people say it."""
+    """Write a length of time as people say it."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:

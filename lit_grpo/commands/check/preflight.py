@@ -1,72 +1,78 @@
-"""The preflight itself: it rides on a fit of one rollout, so model, engine and step are those of the real run."""
+"""The preflight as a callback of a fit of one rollout, so that model, engine and step are those of the real run."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_grpo.commands.check import cost, prompts, rollout
 from lit_grpo.commands.check.result import Result
-from lit_grpo.learner.batch import make_experience
+from lit_grpo.policy.config import PolicyConfig
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
-from lit_grpo.types import Experience, Rollout
+from lit_grpo.types import Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Preflight(Callback):
-    """Looks at prompts and verifier, samples from the untouched model, and measures one training step.
+    """Callback that checks prompts and verifier, samples from the untouched model, and measures one training step.
 
     Nothing is written: no checkpoint, no run folder, no MLflow run.
 
     Args:
         prompts: training prompts to sample, ``data.group_size`` completions each.
-        step: train on one rollout and measure it.
+        step: whether to train on one rollout and measure it.
         gold_format: how the verifier wants an answer, with ``{answer}`` in it.
+
+    Attributes:
+        results: one line of the table for each check, in the order of the checks.
+        activity: what is being done, for the message where it fails.
     """
 
     def __init__(self, prompts: int, step: bool = True, gold_format: str | None = None) -> None:
         self.prompts, self.step, self.gold_format = prompts, step, gold_format
         self.results: list[Result] = []
+        self.activity = "setting up"
         self._longest = 0
-        self.at = "setting up"
-        """What is being done, for the message where it fails."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
         tokenizer = module.tokenizer
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
-        encoded = data._encoded["train"]
+        encoded = data.train_prompts
         self.results += [
             prompts.template(encoded, data.format, tokenizer),
             prompts.special_tokens(encoded, tokenizer, ends),
         ]
-        self._say(trainer, "testing the verifier on the golds")
+        self._announce(trainer, "testing the verifier on the golds")
         self.results += prompts.verifier(encoded, data.rewards, tokenizer, self.gold_format)
-        if module.objective.demonstrations:  # nothing is sampled: neither signal nor engine to look at
+        # Supervised fine-tuning samples nothing: there is neither signal nor engine to look at.
+        if module.objective.demonstrations:
             trainer.should_stop = not self.step
-            self._say(trainer, "one training step")
+            self._announce(trainer, "one training step")
             return
         count = min(self.prompts, len(encoded))
-        self._say(trainer, f"sampling {count} prompts x {data.group_size} from the untouched model")
+        self._announce(trainer, f"sampling {count} prompts x {data.group_size} from the untouched model")
         batch: Rollout = data.initial_completions(count)
-        self._say(trainer, "comparing with the learner")
-        experience = learner_view(module, batch)
-        known = rollout.correct_by(data.rewards)
+        self._announce(trainer, "comparing with the learner")
+        experience = module.measure_rollout(batch)
+        judging = rollout.correct_by(data.rewards)
         self.results += [
             prompts.round_trip(encoded, batch, tokenizer, ends),
-            rollout.signal(batch, known),
-            rollout.spread(batch, known, data.prompts_per_rollout),
+            rollout.signal(batch, judging),
+            rollout.spread(batch, judging, data.prompts_per_rollout),
             rollout.rewards(batch, data.rewards),
-            rollout.initial_entropy(experience, _vocabulary(module)),
+            rollout.initial_entropy(experience, self._vocabulary(module.policy_config)),
             rollout.truncation(batch, data.sampling.max_new_tokens, module.guards.max_truncated),
             rollout.mismatch(experience, module.guards.max_engine_gap),
         ]
         if not self.step or not any(c.token_ids for c in batch.completions):
             trainer.should_stop = True
             return
-        self._say(trainer, "one rollout and one training step")
+        self._announce(trainer, "one rollout and one training step")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._longest = max(len(c.token_ids) for c in batch.completions)
@@ -75,32 +81,33 @@ class Preflight(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
+        limit = data.sampling.max_new_tokens
+        logits = cost.logits_bytes(
+            module.policy,
+            limit,
+            self._vocabulary(module.policy_config),
+            micro_batch_tokens=module.micro_batch_tokens,
+            micro_batch_size=module.micro_batch_size,
+        )
         self.results += [
             cost.memory_result(
-                module,
+                cost.weight_bytes([module.policy, module.critic, module.reference_policy]),
+                logits,
                 cost.memory(pl_module.device),
                 longest=self._longest,
-                limit=data.sampling.max_new_tokens,
-                prompt=max(len(p.token_ids) for p in data._encoded["train"]),
-                vocabulary=_vocabulary(module),
-                cards=trainer.world_size,
+                limit=limit,
+                prompt=max(len(p.token_ids) for p in data.train_prompts),
+                processes=trainer.world_size,
             ),
             cost.time_result(module.step_metrics, data.rollouts),
         ]
 
-    def _say(self, trainer: Trainer, what: str) -> None:
-        self.at = what
+    def _announce(self, trainer: Trainer, activity: str) -> None:
+        self.activity = activity
+        log.debug("%s", activity)
         if trainer.is_global_zero:
-            print(f"{what} ...", file=sys.stderr, flush=True)
+            print(f"{activity} ...", file=sys.stderr, flush=True)
 
-
-@torch.no_grad()
-def learner_view(module: Any, batch: Rollout) -> Experience:
-    """The rollout with the learner's log-probabilities and entropies, on the CPU: the passes that training makes."""
-    experience = make_experience(batch, module.device)
-    module._passes.fill(batch, experience, frozenset({"old_logprobs", "entropy"}))
-    return experience.to("cpu")
-
-
-def _vocabulary(module: Any) -> int:
-    return int(load_model_config(module.policy_config).vocab_size)
+    @staticmethod
+    def _vocabulary(config: PolicyConfig) -> int:
+        return int(load_model_config(config).vocab_size)

@@ -1,4 +1,4 @@
-"""One line of the preflight's table, and the table."""
+"""The lines of the preflight's table, and how the table is shown and written."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ COLOURS: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 @dataclass(frozen=True)
 class Result:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
-        name: of the check.
-        status: ``fail``: the run would be wasted. ``warn``: look at it first.
-        found: what was seen, with numbers.
-        remedy: what to do, where it is no pass.
-        values: the numbers behind it, for ``--json``.
+        name: name of the check.
+        status: ``fail`` where the run would be wasted, ``warn`` where a person should look first.
+        found: what the check saw, with numbers.
+        remedy: what to do about a warning or failure.
+        values: the numbers behind ``found``, for ``--json``.
+
+    Raises:
+        ValueError: a warning or failure comes without a remedy.
     """
 
     name: str
@@ -38,12 +41,12 @@ class Result:
 
 
 def percent(share: float) -> str:
-    """A share with the digits that tell it from 0 and 1."""
+    """Write a share in per cent, with the digits that tell it from 0 and 1."""
     return f"{share:.1%}" if 0 < share < 0.1 or 0.9 < share < 1 else f"{share:.0%}"
 
 
 def show(results: Sequence[Result]) -> None:
-    """Print the table to standard output, 80 columns wide where that is all there is."""
+    """Print the table to standard output, as wide as the terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -65,7 +68,7 @@ def show(results: Sequence[Result]) -> None:
 
 
 def write_json(results: Sequence[Result], path: Path, about: Mapping[str, Any]) -> None:
-    """Write everything as one JSON object: ``passed``, ``checks`` and what is in ``about``."""
+    """Write one JSON object: ``passed``, ``checks`` and the entries of ``about``."""
     checks = [
         {"name": r.name, "status": r.status, "found": r.found, "remedy": r.remedy, "values": r.values} for r in results
     ]

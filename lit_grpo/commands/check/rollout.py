@@ -1,4 +1,4 @@
-"""What a rollout of the untouched model says of the run: is there anything to learn from, can it be trusted?"""
+"""Checks of a rollout of the untouched model: is there anything to learn from, and can its numbers be trusted?"""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ LN2 = math.log(2)
 SURE, HOPELESS = 0.95, 0.02
 """pass@1 above and below which most groups have no gradient at the usual group sizes."""
 FEW_MIXED = 0.5
+"""Share of groups with unequal rewards below which most of the sampling teaches nothing."""
 MANY_TRUNCATED = 0.1
 SOME_GAP = 0.02
-"""Nats; bfloat16 rollouts differ from a float32 learner by about 0.01."""
+"""Mean difference of log-probabilities, in nats, that is worth a look; bfloat16 against float32 gives about 0.01."""
 LITTLE_ENTROPY = 0.1
+"""Nats below which little is left to explore."""
 
 
 def correct_by(rewards: Sequence[Reward]) -> Reward:
-    """The reward that says what is correct: the one with the most weight, of those that know the answer if any does."""
-    knowing = [r for r in rewards if r.needs_answer] or list(rewards)
-    return max(knowing, key=lambda r: r.weight)
+    """Return the reward that says what is correct: of those that compare with the answer the one with the most weight.
+
+    Where none compares with it, the one with the most weight of all.
+    """
+    candidates = [r for r in rewards if r.needs_answer] or list(rewards)
+    return max(candidates, key=lambda r: r.weight)
 
 
 def signal(rollout: Rollout, reward: Reward) -> Result:
-    """Base pass rate and pass@k: can the model do it at all, and is there anything left to learn?"""
+    """Check base pass rate and pass@k: can the model do it at all, and is there anything left to learn?"""
     size = rollout.group_size
     hits = (rollout.rewards[reward.name].view(-1, size) > 0).sum(1).tolist()
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < size] + [size]
@@ -52,13 +57,13 @@ def signal(rollout: Rollout, reward: Reward) -> Result:
 
 
 def spread(rollout: Rollout, reward: Reward, prompts_per_rollout: int) -> Result:
-    """Share of groups whose rewards are not all equal: only they have a gradient."""
+    """Check the share of groups whose rewards are not all equal: only they have a gradient."""
     size = rollout.group_size
     groups = rollout.reward.view(-1, size)
     mixed = int((groups != groups[:, :1]).any(1).sum())
     share, (low, high) = mixed / len(groups), wilson(mixed, len(groups))
     hits = (rollout.rewards[reward.name].view(-1, size) > 0).sum(1).tolist()
-    # In half a group, exactly: draws without replacement from what was sampled.
+    # The share at half the group size, exactly: draws without replacement from the sampled group.
     half = max(1, size // 2)
     at_half = sum(1 - (comb(c, half) + comb(size - c, half)) / comb(size, half) for c in hits) / len(hits)
     found = (
@@ -78,20 +83,20 @@ def spread(rollout: Rollout, reward: Reward, prompts_per_rollout: int) -> Result
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share. Wilson (1927)."""
-    p, spread_ = hits / count, z * z / count
-    middle = (p + spread_ / 2) / (1 + spread_)
-    half = z / (1 + spread_) * math.sqrt(p * (1 - p) / count + spread_ / (4 * count))
+    """Return the score interval of a share, at 95 % for the default ``z``. Wilson (1927)."""
+    p, shrinkage = hits / count, z * z / count
+    middle = (p + shrinkage / 2) / (1 + shrinkage)
+    half = z / (1 + shrinkage) * math.sqrt(p * (1 - p) / count + shrinkage / (4 * count))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def initial_entropy(experience: Experience, vocabulary: int) -> Result:
-    """H_ini and the rule that follows from it: below ln 2 the model is sensitive. GTPO, 2508.03772 Eq. 10."""
+    """Measure H_ini and state the rule of GTPO, arXiv 2508.03772, Eq. 10: below ln 2 the model is sensitive."""
     assert experience.entropy is not None
-    rows = experience.lengths > 0
-    each = token_mean(experience.entropy, experience.mask)[rows].double()
-    mean, above = float(each.mean()), float((each > LN2).double().mean())
-    most = math.log(vocabulary)
+    nonempty = experience.lengths > 0
+    by_completion = token_mean(experience.entropy, experience.mask)[nonempty].double()
+    mean, above = float(by_completion.mean()), float((by_completion > LN2).double().mean())
+    uniform = math.log(vocabulary)
     values = {"initial_entropy": mean, "share_above_ln2": above, "rule": "filter" if mean < LN2 else "no filter"}
     if mean < LN2:
         rule = f"below ln 2: sensitive, filter completions above ln 2 ({percent(above)} now); alarm at ln 2"
@@ -101,21 +106,21 @@ def initial_entropy(experience: Experience, vocabulary: int) -> Result:
     if mean < LITTLE_ENTROPY:
         return Result("entropy", "warn", found, "little is left to explore: raise the temperature, or start from an "
                       "earlier checkpoint", values)  # fmt: skip
-    if mean > most / 2:
-        found = f"H_ini {mean:.2f} of at most {most:.2f} nats: nearly uniform"
+    if mean > uniform / 2:
+        found = f"H_ini {mean:.2f} of at most {uniform:.2f} nats: nearly uniform"
         return Result("entropy", "warn", found, "fine for a model from scratch; else look at template, dtype and the "
                       "model's folder", values)  # fmt: skip
     return Result("entropy", "pass", found, values=values)
 
 
-def truncation(rollout: Rollout, limit: int, most: float | None) -> Result:
-    """Share of completions that the length limit cut."""
+def truncation(rollout: Rollout, limit: int, bound: float | None) -> Result:
+    """Check the share of completions that the length limit cut."""
     lengths = sorted(len(c.token_ids) for c in rollout.completions)
     share = sum(c.truncated for c in rollout.completions) / len(lengths)
     found = f"{percent(share)} cut at {limit} tokens; median length {lengths[len(lengths) // 2]}"
     values = {"truncated": share, "median_length": lengths[len(lengths) // 2]}
     remedy = "raise data.sampling.max_new_tokens, ask for short answers, or check the chat template and the end token"
-    if most is not None and share > most:
+    if bound is not None and share > bound:
         return Result("truncation", "fail", found, remedy, values)
     if share > MANY_TRUNCATED:
         return Result("truncation", "warn", found, remedy, values)
@@ -123,29 +128,28 @@ def truncation(rollout: Rollout, limit: int, most: float | None) -> Result:
 
 
 def rewards(rollout: Rollout, given: Sequence[Reward]) -> Result:
-    """Rewards that time out, fail or find no answer."""
+    """Check for rewards that time out, fail or find no answer."""
     means = {r.name: float(rollout.rewards[r.name].mean()) for r in given}
     found = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
     values: dict[str, float] = dict(means)
-    for kind in ("failed", "timeouts"):
+    for group, verb in (("failed", "failed"), ("timeouts", "ran into its time limit")):
         for r in given:
-            share = rollout.metrics.get(f"{kind}/{r.name}", 0.0)
+            share = rollout.metrics.get(f"{group}/{r.name}", 0.0)
             if share:
-                values[f"{kind}/{r.name}"] = share
-                said = "ran into its time limit" if kind == "timeouts" else "failed"
-                return Result("rewards", "warn" if share < 0.05 else "fail", f"{r.name} {said} on {percent(share)}",
+                values[f"{group}/{r.name}"] = share
+                return Result("rewards", "warn" if share < 0.05 else "fail", f"{r.name} {verb} on {percent(share)}",
                               "look at such a completion; raise the reward's limit or mend it", values)  # fmt: skip
     if rollout.no_answer is not None:
-        none = float(rollout.no_answer.double().mean())
-        values["no_answer"] = none
-        found += f"; no answer found in {percent(none)}"
-        if none > 0.5:
+        unanswered = float(rollout.no_answer.double().mean())
+        values["no_answer"] = unanswered
+        found += f"; no answer found in {percent(unanswered)}"
+        if unanswered > 0.5:
             return Result("rewards", "warn", found, "say in the prompt how the answer is to be written", values)
     return Result("rewards", "pass", f"mean {found}", values=values)
 
 
 def mismatch(experience: Experience, bound: float | None) -> Result:
-    """The engine's log-probabilities of its own tokens against the learner's, under the same weights."""
+    """Compare the engine's log-probabilities of its own tokens with the learner's, under the same weights."""
     old, sampled, mask = experience.old_logprobs, experience.sampler_logprobs, experience.mask
     assert old is not None
     assert sampled is not None
@@ -155,11 +159,13 @@ def mismatch(experience: Experience, bound: float | None) -> Result:
     values = {**means, **{key: float(v) for key, v in peaks.items()}}
     largest = values["mismatch/logprob_max"]
     values = {key.removeprefix("mismatch/"): value for key, value in values.items() if isfinite(value)}
+    # Every single token is without one.
     if means["mismatch/missing"] == 1:
         return Result("mismatch", "warn", "the engine gives no log-probabilities", "have it return them: without them "
                       "no sampler correction and no guard", values)  # fmt: skip
     found = f"log-probabilities differ by {gap:.2g} nats on average, {largest:.2g} at most"
     remedy = "check dtype, temperature and template on both sides; then sampler_correction: tis_token"
+    # Written so that a gap of NaN fails too.
     if not gap <= (math.inf if bound is None else bound) or impossible:
         if impossible:
             found += f"; {impossible:.2%} of tokens are impossible for the learner"

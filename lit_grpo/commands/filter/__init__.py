@@ -1,1 +1,1 @@
-"""``lit-grpo filter``: which prompts a policy solves how often, and those of the difficulty that is wanted."""
+"""``lit-grpo filter``: pass rates of all training prompts, and those prompts that are of the wanted difficulty."""

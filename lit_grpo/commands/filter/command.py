@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_grpo.cli import DONE, FAILED
-from lit_grpo.cli.arguments import CommandParser
-from lit_grpo.cli.early import check_early
-from lit_grpo.cli.layers import read_layers
-from lit_grpo.cli.training import _quiet
-from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path
+from lit_grpo.cli.argument_parser import CommandParser
+from lit_grpo.cli.main import DONE, FAILED
+from lit_grpo.cli.training import read_configuration
 from lit_grpo.commands.filter.options import Options
+from lit_grpo.commands.filter.rate_journal import Rate, RateJournal, all_rates_paths, rates_path
 from lit_grpo.errors import UserError
+from lit_grpo.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from lit_grpo.types import Prompt
@@ -41,7 +38,7 @@ _RESERVED = ("prompt", "answer", "id")
 
 
 def run(command: str, argv: list[str]) -> int:
-    """Sample, write, and return the exit code."""
+    """Sample what has no pass rate yet, write the kept prompts, and return the exit code."""
     parser = CommandParser(command, "Sample every training prompt and keep those of the wanted pass rate.", EXAMPLES)
     parser.add_argument("--config", metavar="FILE", action="append", help="as for fit; may be given several times")
     parser.add_argument("--output", metavar="FILE", required=True, help="prompts that are kept (.jsonl or .jsonl.gz)")
@@ -54,7 +51,7 @@ def run(command: str, argv: list[str]) -> int:
         type=int,
         help="prompts sampled at once (data.prompts_per_rollout); a kill loses them",
     )
-    args, rest = parser.parse_known_args(argv)
+    args, fit_argv = parser.parse_known_args(argv)
     options = Options(Path(args.output), args.samples, args.keep_above, args.keep_below, args.batch)
     options.check()
     if options.output.exists() and not all_rates_paths(options.output):
@@ -63,24 +60,21 @@ def run(command: str, argv: list[str]) -> int:
             where="--output",
             remedy="give another file",
         )
-    rest = [*(word for file in args.config or [] for word in ("--config", file)), *rest]
-    layers = read_layers(rest, "fit")
-    check_early("fit", rest, layers, parser.options())  # before anything heavy is imported
-    if str(Path.cwd()) not in sys.path:  # rewards of the user, next to the configuration
-        sys.path.append(str(Path.cwd()))
-    _quiet()
-    from lit_grpo.commands.filter.cli import run_filter
+    # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
+    fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
+    layers = read_configuration("fit", fit_argv, parser.options())
+    from lit_grpo.commands.filter.sampling import run_filter
 
-    trainer, data = run_filter(options, rest, layers)
+    trainer, data = run_filter(options, fit_argv, layers)
     if not trainer.is_global_zero:
         return DONE
     settings = data.journal.settings
-    rates = {r.id: r for path in all_rates_paths(options.output) for r in Journal(path, settings).read()}
-    return finish(data._encoded["train"], rates, options, data.samples)
+    rates = {r.id: r for path in all_rates_paths(options.output) for r in RateJournal(path, settings).read()}
+    return finish(data.train_prompts, rates, options, data.samples)
 
 
 def finish(prompts: Sequence[Prompt], rates: Mapping[str, Rate], options: Options, samples: int) -> int:
-    """Write the prompts of the band and say what there was."""
+    """Write the prompts of the band, print what was found, and return the exit code."""
     missing = [prompt.id for prompt in prompts if prompt.id not in rates]
     if missing:
         raise RuntimeError(f"{len(missing)} prompts have no pass rate, the first is {missing[0]!r}")
@@ -97,19 +91,16 @@ def finish(prompts: Sequence[Prompt], rates: Mapping[str, Rate], options: Option
 
 
 def record(prompt: Prompt, rate: Rate) -> dict[str, Any]:
-    """A row that ``JsonlPrompts`` reads back as the same prompt."""
+    """Return a row that ``JsonlPrompts`` reads back as the same prompt."""
+    # A column of the user's that has the name of one of ours would come back as the prompt itself.
     extra = {f"{key}_column" if key in _RESERVED else key: value for key, value in prompt.extra.items()}
-    found = {"id": prompt.id, "prompt": prompt.question, "answer": prompt.answer, "source": prompt.source, **extra}
-    return found | {"pass_rate": rate.pass_rate, "samples": rate.samples}
+    row = {"id": prompt.id, "prompt": prompt.question, "answer": prompt.answer, "source": prompt.source, **extra}
+    return row | {"pass_rate": rate.pass_rate, "samples": rate.samples}
 
 
 def write(output: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """All of it or nothing."""
+    """Write rows as JSON Lines, gzip where the name says so, whole or not at all."""
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in records).encode()
-    temporary = output.with_name(f".{output.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(output)
+    # Without a time in the gzip header the same rows give the same bytes.
+    write_atomically(output, gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)

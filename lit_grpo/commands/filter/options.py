@@ -1,4 +1,4 @@
-"""What ``lit-grpo filter`` is told on the command line."""
+"""The options of ``lit-grpo filter``, and the band of pass rates they describe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_grpo.errors import UserError
 
 @dataclass
 class Options:
-    """The band, the file, and how much is sampled.
+    """Options of the filter: the band of pass rates, the output file, and how much is sampled.
 
     Attributes:
         output: JSON Lines file of the prompts that are kept.
@@ -29,10 +29,10 @@ class Options:
     ckpt_path: str | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be meant.
+        """Check the options.
 
         Raises:
-            UserError: names the option.
+            UserError: an option is out of range, or no pass rate can be in the band.
         """
         for name, number in (("--samples", self.samples), ("--batch", self.batch)):
             if number is not None and number < 1:
@@ -57,10 +57,10 @@ class Options:
 
     @property
     def band(self) -> str:
-        """In words."""
-        parts = [f"{word} {x:g}" for word, x in (("above", self.above), ("below", self.below)) if x is not None]
-        return " and ".join(parts) or "known"
+        """The band in words: ``above 0 and below 1``, or ``known`` without bounds."""
+        bounds = [f"{word} {x:g}" for word, x in (("above", self.above), ("below", self.below)) if x is not None]
+        return " and ".join(bounds) or "known"
 
     def keeps(self, rate: float) -> bool:
-        """Whether a pass rate is in the band; its bounds are not."""
+        """Tell whether a pass rate is in the band; its bounds are not."""
         return (self.above is None or rate > self.above) and (self.below is None or rate < self.below)

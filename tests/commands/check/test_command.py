@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.rewards import Reward
 
 CONFIG = """\

@@ -271,27 +271,22 @@ def policy(logits_chunk: int):
     return model
 
 
-def module(**changes: Any):
-    settings: dict[str, Any] = {
-        "policy": policy(1000), "critic": None, "reference": None, "_frozen_reference": [],
-        "micro_batch_tokens": 300, "micro_batch_size": None,
-    }  # fmt: skip
-    return SimpleNamespace(**(settings | changes))
-
-
 def test_weights_count_each_tensor_once():
-    frozen = torch.nn.Linear(100, 10, bias=False).requires_grad_(False)
-    found = cost.weights(module(_frozen_reference=[frozen]))
+    trained, frozen = policy(1000), torch.nn.Linear(100, 10, bias=False).requires_grad_(False)
+    found = cost.weight_bytes([trained, None, frozen, trained])
     assert found == {"weights": 8000, "gradients": 4000, "moments": 8000}
 
 
 def test_logits_of_the_longest_pass():
-    assert cost.longest_pass(module(), 50, 1000) == 8 * 300 * 1000
-    assert cost.longest_pass(module(policy=policy(64)), 50, 1000) == 8 * 64 * 1000
-    assert cost.longest_pass(module(micro_batch_tokens=None, micro_batch_size=4), 50, 1000) == 8 * 4 * 50 * 1000
+    def logits(model: Any, tokens: int | None = 300, size: int | None = None) -> int:
+        return cost.logits_bytes(model, 50, 1000, micro_batch_tokens=tokens, micro_batch_size=size)
+
+    assert logits(policy(1000)) == 8 * 300 * 1000
+    assert logits(policy(64)) == 8 * 64 * 1000
+    assert logits(policy(1000), tokens=None, size=4) == 8 * 4 * 50 * 1000
     compiled = policy(64).bfloat16()
     compiled.compiled = True
-    assert cost.longest_pass(module(policy=compiled), 50, 1000) == 4 * 64 * 1000
+    assert logits(compiled) == 4 * 64 * 1000
 
 
 @pytest.mark.parametrize(
@@ -299,7 +294,9 @@ def test_logits_of_the_longest_pass():
 )
 def test_memory_is_scaled_to_the_length_limit(room, status):
     seen = cost.Memory(516_000, room, "of the card")
-    found = cost.memory_result(module(), seen, longest=40, limit=90, prompt=10, vocabulary=5, cards=1)
+    static = cost.weight_bytes([policy(1000)])
+    found = cost.memory_result(static, 12_000, seen, longest=40, limit=90, prompt=10, processes=1)
+    assert found.values["logits_at_limit"] == 12_000
     assert found.values["expected_at_limit"] == 16_000 + 2 * 500_000
     assert found.status == status
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.commands.filter.command import finish
-from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path
 from lit_grpo.commands.filter.options import Options
+from lit_grpo.commands.filter.rate_journal import Rate, RateJournal, all_rates_paths, rates_path
 from lit_grpo.data import JsonlPrompts
 from lit_grpo.errors import UserError
 from lit_grpo.types import Prompt
@@ -63,7 +63,7 @@ def lines(path):
 def test_killed_and_resumed_equals_unbroken_and_no_prompt_is_sampled_twice(folder, capsys, monkeypatch):
     command = ["filter", "--config", "run.yaml", "--keep-above", "0", "--keep-below", "1", "--output"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "KILL_AFTER": "60"}
-    run = [sys.executable, "-c", "import sys; from lit_grpo.cli import main; sys.exit(main(sys.argv[1:]))"]
+    run = [sys.executable, "-c", "import sys; from lit_grpo.cli.main import main; sys.exit(main(sys.argv[1:]))"]
     done = subprocess.run([*run, *command, "cut.jsonl"], env=environment, capture_output=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     rates = folder / "cut.rates.jsonl"
@@ -131,30 +131,30 @@ RATES = [Rate("a/1", 4, 0, 0.0, 0.1, 1.0), Rate("a/2", 4, 2, 0.5, 0.6, 0.0), Rat
 
 def test_a_journal_gives_back_what_was_written_whatever_a_kill_left_behind(tmp_path):
     path = tmp_path / "k.rates.jsonl"
-    journal = Journal(path, {"samples": 4, "where": Path("x")})
+    journal = RateJournal(path, {"samples": 4, "where": Path("x")})
     assert journal.read() == []
     journal.append(RATES[:2])
     journal.append(RATES[2:])
     content = path.read_bytes()
     for cut in range(len(content) + 1):
         path.write_bytes(content[:cut])
-        torn = Journal(path, {"samples": 4, "where": Path("x")})
+        torn = RateJournal(path, {"samples": 4, "where": Path("x")})
         found = torn.read()
         assert found == RATES[: len(found)]
         torn.append(RATES[len(found) :])
         assert path.read_bytes() == content
     path.write_bytes(content + b"{" * 1000)
-    torn = Journal(path, {"samples": 4, "where": Path("x")})
+    torn = RateJournal(path, {"samples": 4, "where": Path("x")})
     assert torn.read() == RATES
     torn.append([])
     assert path.read_bytes() == content
     with pytest.raises(UserError, match="samples was 4, now it is 8"):
-        Journal(path, {"samples": 8, "where": Path("x")}).read()
+        RateJournal(path, {"samples": 8, "where": Path("x")}).read()
     with pytest.raises(UserError, match="temperature was null, now it is 1"):
-        Journal(path, {"samples": 4, "where": Path("x"), "temperature": 1}).read()
+        RateJournal(path, {"samples": 4, "where": Path("x"), "temperature": 1}).read()
     path.write_text('{"prompt": "x"}\n')
     with pytest.raises(UserError, match="holds no pass rates"):
-        Journal(path, {}).read()
+        RateJournal(path, {}).read()
 
 
 def test_files_of_all_ranks_belong_together(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.cli import main
+from lit_grpo.cli.main import main
 from lit_grpo.engines.vllm_server.engine import VLLMServer
 from tests.engines.vllm_server.test_engine import server_pids
 

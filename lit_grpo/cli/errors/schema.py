@@ -1,8 +1,8 @@
-"""What a command's configuration may hold, read from the source text of the classes that the parser will look at.
+"""The keys and choices of a command's configuration, read from the source text of the classes that take them.
 
 Importing LitGRPO takes many seconds, since Lightning and torch come with it; a misspelt key need not wait for that.
-Names, annotations and fields are taken from the syntax trees of the very signatures that the parser reads later. What
-cannot be told from there is left open, and the parser has the last word on everything.
+Names, annotations and fields are taken from the syntax trees of the very signatures that jsonargparse inspects later.
+What they do not show is left open, and jsonargparse has the last word on everything.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-PARTS = {
+CLASSES = {
     "trainer": ("lightning.pytorch", "Trainer"),
     "model": ("lit_grpo.module", "LitGRPO"),
     "data": ("lit_grpo.datamodule", "RolloutDataModule"),
     "checkpoint": ("lit_grpo.callbacks", "RolloutCheckpoint"),
 }
-"""Top-level key -> where the class is imported from whose arguments stand below it."""
-OWN = ("config", "seed_everything")
-"""Top-level keys of LightningCLI itself."""
+"""Top-level key -> (module, name) of the class whose arguments stand below it."""
+LIGHTNING_CLI_KEYS = ("config", "seed_everything")
+"""Top-level keys that LightningCLI adds."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A dataclass that may be left out, ``CriticConfig | None``."""
+class OptionalDataclass:
+    """A dataclass that may be left out, such as ``CriticConfig | None``."""
 
     class_path: str
     fields: dict[str, Field]
@@ -35,49 +35,49 @@ class Part:
 
 @dataclass(frozen=True)
 class Field:
-    """One argument. Both empty: anything may stand there, as far as can be told."""
+    """One argument; with nothing set, its annotation allows anything as far as can be read."""
 
     choices: tuple[str, ...] = ()
-    """The words that it may be, if it may be nothing else (but null)."""
-    part: Part | None = None
+    """The only words that may stand there, besides null."""
+    optional: OptionalDataclass | None = None
     group: dict[str, Field] = field(default_factory=dict)
-    """Fields of a dataclass that is always there, ``PolicyConfig``."""
+    """Fields of a dataclass that is always there, such as ``PolicyConfig``."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Top-level keys of a command."""
+    """The configuration that a command takes, by top-level key."""
 
     fields: dict[str, Field]
 
     def leaves(self) -> dict[str, Field]:
-        """Dotted key -> field, of all that stand in no group; what is inside an optional part is not listed."""
+        """Map each dotted key that is no group to its field; fields of optional dataclasses are not listed."""
         return dict(_leaves(self.fields, ""))
 
 
 def _leaves(fields: dict[str, Field], prefix: str) -> Iterator[tuple[str, Field]]:
-    for name, one in fields.items():
-        if one.group:
-            yield from _leaves(one.group, f"{prefix}{name}.")
+    for name, argument in fields.items():
+        if argument.group:
+            yield from _leaves(argument.group, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", one
+            yield f"{prefix}{name}", argument
 
 
 class NotReadableError(Exception):
-    """The source text is not there, or not of the kind understood here."""
+    """The source text is missing, or is not of the kind understood here."""
 
 
 def read_schema(command: str) -> Schema:
-    """The keys of fit, validate, test or predict.
+    """Read the keys of fit, validate, test or predict.
 
     Raises:
-        NotReadableError: it cannot be told from the source text; then only the parser knows.
+        NotReadableError: the source text does not show them; then only jsonargparse can tell.
     """
     sources = _Sources()
-    fields = {name: Field() for name in OWN}
-    for key, (module, name) in PARTS.items():
+    fields = {name: Field() for name in LIGHTNING_CLI_KEYS}
+    for key, (module, name) in CLASSES.items():
         fields[key] = Field(group=sources.arguments(*sources.find_class(module, name)))
-    _, trainer = sources.find_class(*PARTS["trainer"])
+    _, trainer = sources.find_class(*CLASSES["trainer"])
     skipped = sources.literal_of(*sources.find_class("lightning.pytorch.cli", "LightningCLI"), "subcommands")
     for name, _ in sources.signature(trainer, command):
         if name not in skipped[command]:
@@ -86,10 +86,10 @@ def read_schema(command: str) -> Schema:
 
 
 class _Sources:
-    """What is defined in modules, none of which is imported."""
+    """Reader of definitions in modules, none of which it imports."""
 
     def find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
-        """(module, statement) that defines a name, wherever it is imported from; None if it is not plain to see."""
+        """Return (module, statement) that defines a name, following imports; None if no plain statement does."""
         try:
             statements = _tree(module)
         except NotReadableError:
@@ -112,7 +112,7 @@ class _Sources:
         return found[0], found[1]
 
     def literal_of(self, module: str, cls: ast.ClassDef, method: str) -> dict[str, set[str]]:
-        """What a method returns that only returns a literal."""
+        """Evaluate the literal that a method returns."""
         body = self.method(cls, method).body
         value = next((node.value for node in body if isinstance(node, ast.Return) and node.value is not None), None)
         if value is None:
@@ -127,15 +127,15 @@ class _Sources:
         raise NotReadableError(f"{cls.name}.{name}")
 
     def signature(self, cls: ast.ClassDef, method: str) -> list[tuple[str, ast.expr | None]]:
-        """(name, annotation) of the arguments of a method that takes no others."""
+        """List (name, annotation) of a method's arguments; it must take neither *args nor **kwargs."""
         arguments = self.method(cls, method).args
         if arguments.kwarg is not None or arguments.vararg is not None:
             raise NotReadableError(f"{cls.name}.{method}")
-        plain = [*arguments.posonlyargs, *arguments.args][1:]
-        return [(a.arg, a.annotation) for a in [*plain, *arguments.kwonlyargs]]
+        positional = [*arguments.posonlyargs, *arguments.args][1:]
+        return [(a.arg, a.annotation) for a in [*positional, *arguments.kwonlyargs]]
 
     def arguments(self, module: str, cls: ast.ClassDef) -> dict[str, Field]:
-        """The constructor's."""
+        """Return the fields of a class's constructor by name."""
         found = self._dataclass_fields(module, cls) if _is_dataclass(cls) else self.signature(cls, "__init__")
         return {name: self.field(module, annotation) for name, annotation in found}
 
@@ -149,32 +149,34 @@ class _Sources:
         ]
 
     def field(self, module: str, annotation: ast.expr | None) -> Field:
-        """What an annotation allows."""
-        kinds = [kind for kind in _alternatives(annotation) if not _is_none(kind)]
-        if len(kinds) != 1:
+        """Return the field that an annotation describes."""
+        types = [node for node in _alternatives(annotation) if not _is_none(node)]
+        if len(types) != 1:
             return Field()
-        optional, kind = len(kinds) < len(_alternatives(annotation)), kinds[0]
-        if isinstance(kind, ast.Subscript) and _name(kind.value) == "Literal":
-            values = [getattr(node, "value", None) for node in _elements(kind.slice)]
+        optional, only = len(types) < len(_alternatives(annotation)), types[0]
+        if isinstance(only, ast.Subscript) and _name(only.value) == "Literal":
+            values = [getattr(node, "value", None) for node in _elements(only.slice)]
             words = tuple(value for value in values if isinstance(value, str))
             return Field(choices=words if len(words) == len(values) else ())
-        if not isinstance(kind, ast.Name) or (found := self.find(module, kind.id)) is None:
+        if not isinstance(only, ast.Name) or (found := self.find(module, only.id)) is None:
             return Field()
         where, node = found
         if isinstance(node, ast.Assign):
-            return (
-                self.field(where, node.value) if not optional else Field(choices=self.field(where, node.value).choices)
-            )
+            # A type alias, such as `Backend = Literal[...]`.
+            alias = self.field(where, node.value)
+            return Field(choices=alias.choices) if optional else alias
         if not isinstance(node, ast.ClassDef) or not _is_dataclass(node):
             return Field()
         try:
             inner = self.arguments(where, node)
         except NotReadableError:
             return Field()
-        return Field(part=Part(self._shortest(where, node), inner)) if optional else Field(group=inner)
+        if optional:
+            return Field(optional=OptionalDataclass(self._shortest_path(where, node), inner))
+        return Field(group=inner)
 
-    def _shortest(self, module: str, cls: ast.ClassDef) -> str:
-        """The shortest import path of a class."""
+    def _shortest_path(self, module: str, cls: ast.ClassDef) -> str:
+        # As jsonargparse names a class in its messages.
         parts = module.split(".")
         packages = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return next(f"{p}.{cls.name}" for p in packages if (found := self.find(p, cls.name)) and found[1] is cls)
@@ -182,9 +184,10 @@ class _Sources:
 
 @cache
 def _tree(module: str) -> list[ast.stmt]:
-    """The statements of a module."""
+    """Parse the top-level statements of a module."""
     first, *others = module.split(".")
-    spec = find_spec(first)  # of a top-level package: runs nothing
+    # Only of the top-level package: find_spec of a submodule would import its parents.
+    spec = find_spec(first)
     if spec is None or not spec.submodule_search_locations:
         raise NotReadableError(module)
     base = Path(next(iter(spec.submodule_search_locations))).joinpath(*others)
@@ -195,7 +198,7 @@ def _tree(module: str) -> list[ast.stmt]:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, with those of ``if TYPE_CHECKING:``."""
+    """Yield the statements of a module, with those under ``if TYPE_CHECKING:``."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _top_level(node.body)
@@ -208,7 +211,7 @@ def _is_dataclass(cls: ast.ClassDef) -> bool:
 
 
 def _alternatives(annotation: ast.expr | None) -> list[ast.expr]:
-    """The types of a union."""
+    """List the types of a union."""
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
         return [*_alternatives(annotation.left), *_alternatives(annotation.right)]
     return [] if annotation is None else [annotation]

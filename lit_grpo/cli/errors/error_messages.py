@@ -1,6 +1,7 @@
-"""Turns jsonargparse's complaints into one screen: the key, where it stands, what was given, the nearest valid name.
+"""Turn a complaint of jsonargparse into a UserError: the key, where it stands, its value, the nearest valid name.
 
-The messages are those of jsonargparse 4.53 (pinned); one that is not recognised is shown as it is, without the usage.
+The patterns are those of jsonargparse 4.53's messages (pinned in pyproject.toml): its exceptions carry no key, value or
+type but in their text. A message that no pattern fits is shown as it is, without the usage.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from collections.abc import Callable, Iterable, Sequence
 
 from yaml.nodes import MappingNode, Node, ScalarNode
 
-from lit_grpo.cli import messages
-from lit_grpo.cli.layers import Layer, child, find, mappings_of_class
+from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
+from lit_grpo.cli.errors import class_paths
 from lit_grpo.errors import UserError, nearest
 
 
 class Explainer:
-    """Knows the valid keys of a command and where the given ones come from.
+    """Maker of error screens for one command line: it has the valid keys and finds where the given ones stand.
 
     Args:
         command: name of the subcommand.
         argv: its arguments.
         layers: its configuration files.
-        keys: every key the command takes, dotted.
-        own: options of the command that are no keys, without their dashes; those of LightningCLI need not be named.
+        keys: every key that the command takes, dotted.
+        own_options: options of the command that are no keys, without their dashes; ``help`` and ``print_config`` of
+            LightningCLI are known.
 
     Attributes:
         known: the keys and all their parents.
@@ -37,14 +39,14 @@ class Explainer:
         argv: Sequence[str],
         layers: Sequence[Layer],
         keys: Iterable[str],
-        own: Iterable[str] = (),
+        own_options: Iterable[str] = (),
     ) -> None:
         self.command, self.argv, self.layers = command, list(argv), list(layers)
-        self.keys, self.own = sorted(set(keys)), {"help", "print_config", *own}
+        self.keys, self.own_options = sorted(set(keys)), {"help", "print_config", *own_options}
         self.known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
 
     def explain(self, message: str) -> UserError:
-        """The error that ``message`` tells of."""
+        """Return the error that a message of jsonargparse tells of."""
         if found := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', message, re.DOTALL):
             return self._bad_value(found[1].removeprefix(f"{self.command}."), found[2])
         if found := re.search(r"does not accept option '([^']+)'", message):
@@ -56,16 +58,16 @@ class Explainer:
         if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
             return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
         if found := re.match(r'Invalid option "([^"]*)" for --print_config', message):
-            kinds = ["skip_default", "skip_unset"]
-            return self.bad_choice("--print_config", found[1], kinds, "command line")
+            return self.bad_choice("--print_config", found[1], ["skip_default", "skip_unset"], "command line")
         return UserError(message, where=self.sources())
 
     def check_keys(self) -> None:
-        """Refuse keys in the files that the command does not have; the parser overlooks those with nothing in them.
+        """Refuse keys in the files that the command does not have.
 
         Raises:
-            UserError: for the first one.
+            UserError: a key is unknown; it names the first one.
         """
+        # jsonargparse would refuse most of them too, but overlooks an unknown key with an empty mapping.
         for layer in self.layers:
             if layer.root is not None:
                 self._check_mapping(layer.root, "")
@@ -78,10 +80,10 @@ class Explainer:
             if isinstance(value, MappingNode) and any(known.startswith(f"{path}.") for known in self.keys):
                 self._check_mapping(value, f"{path}.")
 
-    # Where things stand.
+    # Finding the file and line of a key.
 
     def place(self, key: str) -> str:
-        """Where a key was given: the command line, else the last file that has it or its nearest parent."""
+        """Say where a key was given: the command line, else the last file that has it or its nearest parent."""
         if (option := self.option(lambda name: name == key)) is not None:
             return _shown(option)
         if (found := find(self.layers, key)) is not None:
@@ -100,25 +102,28 @@ class Explainer:
         return self.sources()
 
     def option(self, matches: Callable[[str], bool]) -> tuple[str, str] | None:
-        """(``--key``, value) of the last option whose key satisfies ``matches``."""
+        """Return (``--key``, value) of the last option whose key satisfies ``matches``."""
+        # From the end: of an option that is given twice the last one holds.
         for i in range(len(self.argv) - 1, -1, -1):
             option, equals, value = self.argv[i].partition("=")
+            # On the command line `init_args` may be left out, and a + at the end appends to a list.
             if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):
                 value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
                 return option, value
         return None
 
     def variable(self, key: str) -> str:
-        """The environment variable of a key."""
+        """Name the environment variable of a key."""
         return "__".join([f"LIT_GRPO_{self.command}", *key.split(".")]).upper()
 
     def sources(self) -> str:
-        """The files and options that were given at all."""
+        """List the configuration files, or say ``command line`` if there is none."""
         return ", ".join(layer.file for layer in self.layers) or "command line"
 
     def locate(self, error: UserError) -> UserError:
         """Add file and line to an error whose ``where`` is a key, or ``Class.argument``."""
         key = error.where or ""
+        # Anything else is a place already, such as a file and line of the data.
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             return error
         first, _, last = key.rpartition(".")
@@ -139,37 +144,40 @@ class Explainer:
         keys = [key for key in self.keys if key.split(".")[-1] == argument]
         return self.place(keys[0]) if len(keys) == 1 else None
 
-    # What is wrong with them.
+    # Errors by kind.
 
     def _unknown_key(self, key: str) -> UserError:
         parts, depth = self._first_unknown(key)
-        bad, parent = parts[depth - 1], ".".join(parts[: depth - 1])
-        here = f"`{parent}` has no key `{bad}`" if parent else f"there is no key `{bad}`"
+        unknown, parent = parts[depth - 1], ".".join(parts[: depth - 1])
+        what = f"`{parent}` has no key `{unknown}`" if parent else f"there is no key `{unknown}`"
         remedy = self._suggest(parts, depth, "`{}`".format)
-        return UserError(here, where=self.place(".".join(parts[:depth])), remedy=remedy)
+        return UserError(what, where=self.place(".".join(parts[:depth])), remedy=remedy)
 
     def _first_unknown(self, key: str) -> tuple[list[str], int]:
-        """The parts of a key, and how many of them lead to the first that is not known."""
+        """Split a key; return its parts and how many of them lead to the first unknown one."""
         parts = key.split(".")
         return parts, next((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) not in self.known), len(parts))
 
     def _suggest(self, parts: list[str], depth: int, show: Callable[[str], str], own: Iterable[str] = ()) -> str:
-        bad, prefix = parts[depth - 1], "".join(f"{part}." for part in parts[: depth - 1])
+        """Name the nearest valid keys for one whose part number ``depth`` is unknown, or list those that are valid."""
+        unknown, prefix = parts[depth - 1], "".join(f"{part}." for part in parts[: depth - 1])
         siblings = sorted({k[len(prefix) :].split(".")[0] for k in self.keys if k.startswith(prefix)} | set(own))
-        rest = "".join(f".{part}" for part in parts[depth:])
-        begun = [name for name in siblings if bad and name.startswith(bad)]
-        begun = [name for name in begun if prefix + name + rest in self.known] or begun
-        close = begun if 0 < len(begun) < 5 else difflib.get_close_matches(bad, siblings, n=1, cutoff=0.7)
+        suffix = "".join(f".{part}" for part in parts[depth:])
+        # A shortened name first, then a misspelt one, then the same last name somewhere else in the configuration.
+        completions = [name for name in siblings if unknown and name.startswith(unknown)]
+        completions = [name for name in completions if prefix + name + suffix in self.known] or completions
+        few = 0 < len(completions) < 5
+        close = completions if few else difflib.get_close_matches(unknown, siblings, n=1, cutoff=0.7)
         if not close and (elsewhere := [k for k in self.keys if k.split(".")[-1] == parts[-1]]):
             return f"did you mean {' or '.join(show(k) for k in elsewhere[:3])}?"
-        near = close or [name for name in [nearest(bad, siblings)] if name]
+        near = close or [name for name in [nearest(unknown, siblings)] if name]
         if not near:
             return f"valid {'options' if own else 'keys'} here: {', '.join(siblings)}"
-        meant = [prefix + name + (rest if prefix + name + rest in self.known else "") for name in near]
+        meant = [prefix + name + (suffix if prefix + name + suffix in self.known else "") for name in near]
         return f"did you mean {' or '.join(show(key) for key in meant)}?"
 
     def unknown_option(self, words: list[str]) -> UserError:
-        """Of words on the command line that no option takes."""
+        """Return the error for words on the command line that no option takes."""
         options = [word for word in words if word.startswith("-")]
         if "--" in words:
             return UserError("`--` is not expected here", where="command line", remedy="leave it out")
@@ -181,15 +189,15 @@ class Explainer:
             )
         given = options[0].partition("=")[0]
         key = given.lstrip("-")
-        if not given.startswith("--") and key.rstrip("+") in self.known | self.own:
+        if not given.startswith("--") and key.rstrip("+") in self.known | self.own_options:
             remedy = f"did you mean --{key}?"
         else:
             parts, depth = self._first_unknown(key)
-            remedy = self._suggest(parts, depth, "--{}".format, self.own if len(parts) == 1 else ())
+            remedy = self._suggest(parts, depth, "--{}".format, self.own_options if len(parts) == 1 else ())
         return UserError(f"there is no option {given}", where="command line", remedy=remedy)
 
     def unknown_variable(self, name: str) -> UserError:
-        """Of a variable in the environment that looks like one of a key, and is none."""
+        """Return the error for an environment variable that looks like one of a key, and is none."""
         above = next((key for key in self.keys if name.startswith(self.variable(key) + "__")), None)
         near = nearest(name, [self.variable(key) for key in self.known])
         if above is not None:
@@ -210,7 +218,7 @@ class Explainer:
     def _bad_value(self, key: str, details: str) -> UserError:
         if key == "config":
             return UserError(details, where="--config")
-        if found := messages.class_problem(details):
+        if found := class_problem(details):
             return self._bad_class(key, *found)
         if below := re.search(r"NestedArg\(key='([^']+)'", details):
             what = f"there is no option --{key}.{below[1]}"
@@ -218,32 +226,32 @@ class Explainer:
         return self._bad_type(key, details, self.place(key))
 
     def bad_choice(self, name: str, given: str | None, choices: list[str], where: str) -> UserError:
-        """A word that is none of the choices."""
-        remedy = f"{messages.did_you_mean(given or '', choices)}Choose one of {', '.join(choices)}"
+        """Return the error for a word that is none of the choices."""
+        remedy = f"{_did_you_mean(given or '', choices)}Choose one of {', '.join(choices)}"
         return UserError(_cannot_be(name, given), where=where, remedy=remedy)
 
     def bad_argument(self, key: str, class_path: str, name: str, known: list[str], where: str) -> UserError:
-        """An argument that a class below ``key`` does not have."""
+        """Return the error for an argument that a class below ``key`` does not have."""
         near = nearest(name, [*known, "init_args", "class_path"])
         listed = f"it takes {', '.join(known)}" if known else "it takes no arguments"
         what = f"{class_path} has no argument `{name}` (under `{key}`)"
         return UserError(what, where=where, remedy=f"did you mean `{near}`?" if near else listed)
 
     def _bad_type(self, name: str, details: str, where: str) -> UserError:
-        """A value of the wrong type, or none of the choices."""
-        given = messages.given_value(details)
+        """Return the error for a value of the wrong type, or none of the choices."""
+        given = given_value(details)
         what = _cannot_be(name, given)
-        if names := messages.choices(details):
+        if names := literal_choices(details):
             return self.bad_choice(name, given, names, where)
-        if kinds := messages.wanted_kinds(details):
-            return UserError(what, where=where, remedy=f"give {' or '.join(kinds)}")
+        if types := wanted_types(details):
+            return UserError(what, where=where, remedy=f"give {' or '.join(types)}")
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
     def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
-        """Something is wrong with a ``class_path`` or its ``init_args``."""
+        """Return the error for a ``class_path`` that cannot be used, or for its ``init_args``."""
         if option := re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\w+)", problem):
-            bad, names = option[1] or option[2], messages.arguments_of(class_path)
-            return self.bad_argument(key, class_path, bad, names, self._place_of_class(key, class_path, bad))
+            name, known = option[1] or option[2], class_paths.arguments_of(class_path)
+            return self.bad_argument(key, class_path, name, known, self._place_of_class(key, class_path, name))
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
             name = f"{class_path.rpartition('.')[2]}.{inner[1]}"
             return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))
@@ -259,7 +267,7 @@ class Explainer:
         return UserError(what, where=where, remedy=_instead(class_path, first))
 
     def _place_of_class(self, key: str, class_path: str, argument: str | None = None) -> str:
-        """Where a class, or one of its arguments, stands below ``key``."""
+        """Say where a class, or one of its arguments, stands below ``key``."""
         if argument is not None and (option := self.option(lambda name: name == f"{key}.{argument}")) is not None:
             return _shown(option)
         found = find(self.layers, key)
@@ -284,11 +292,12 @@ def _shown(option: tuple[str, str]) -> str:
 
 
 def _scalar(node: Node, text: str) -> Node | None:
+    """Find the first scalar below ``node`` that reads ``text``."""
     if isinstance(node, ScalarNode):
         return node if node.value == text else None
     for item in node.value if isinstance(node.value, list) else ():
-        for part in item if isinstance(item, tuple) else (item,):
-            if (found := _scalar(part, text)) is not None:
+        for inner in item if isinstance(item, tuple) else (item,):
+            if (found := _scalar(inner, text)) is not None:
                 return found
     return None
 
@@ -296,4 +305,76 @@ def _scalar(node: Node, text: str) -> Node | None:
 def _instead(class_path: str, problem: str) -> str:
     if problem.startswith("is no ") and problem != "is no import path":
         return f"name a class that derives from {problem.removeprefix('is no ')}"
-    return messages.similar_class(class_path)
+    return class_paths.similar_class(class_path)
+
+
+# Reading jsonargparse's messages.
+
+
+def class_problem(details: str) -> tuple[str, str] | None:
+    """Return (class path, its problem) of the class that jsonargparse could not use; of nested ones the innermost."""
+    if found := re.search(r"Expected a dot import path string: (\S+)", details):
+        return found[1], "is no import path"
+    if found := re.search(r"Import path (\S+) does not correspond to a subclass of (\S+)", details):
+        return found[1], f"is no {found[2]}"
+    found = re.search(r"Problem with given class_path '([^']+)':\s*\n(.*)", details, re.DOTALL)
+    if not found:
+        return None
+    lines = found[2].splitlines()
+    # The problem is the block indented like its first line; complaints of the union's other types follow, further left.
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    block = []
+    for line in lines:
+        if len(line) - len(line.lstrip()) < indent:
+            break
+        block.append(line[indent:])
+    return class_problem("\n".join(block)) or (found[1], "\n".join(block))
+
+
+def literal_choices(details: str) -> list[str]:
+    """List the values of the ``Literal`` types that a value did not match."""
+    found: list[str] = []
+    for body in re.findall(r"Literal\[(.*?)\](?=\.| |,|$)", details, re.M):
+        found += [item.strip().strip("'\"") for item in body.split(",")]
+    return list(dict.fromkeys(found))
+
+
+def given_value(details: str) -> str | None:
+    """Return the given value as text."""
+    found = re.search(r"Got value: (.*)", details) or re.search(r"Given value: (.*)", details)
+    return found[1].strip().strip("'\"") if found else None
+
+
+def wanted_types(details: str) -> list[str]:
+    """Name the types that a value did not match, in words a person uses."""
+    types = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", details, re.M)
+    return list(dict.fromkeys(_in_words(type_name) for type_name in types))
+
+
+def _in_words(type_name: str) -> str:
+    words = {
+        "float": "a number",
+        "int": "a whole number",
+        "bool": "true or false",
+        "str": "text",
+        "NoneType": "null",
+        "dict": "a mapping",
+        "list": "a list",
+        "tuple": "a list",
+        "Iterable": "a list",
+    }
+    name = re.sub(r"^<class '(.*)'>$", r"\1", type_name.strip()).partition("[")[0].rpartition(".")[2]
+    return words.get(name, name)
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    """Ask ``did you mean 'a' or 'b'? ``; empty if no known word is near."""
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
+
+
+def user_error_below(error: BaseException | None) -> UserError | None:
+    """Return the UserError that a class raised while it was built or checked, from under the parser's wrapping."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -1,4 +1,4 @@
-"""Answers misspelt keys and choices at once, before anything heavy is imported."""
+"""Validation of keys and choices from signatures alone, so that a typo is answered before heavy imports."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from collections.abc import Iterable, Iterator, Sequence
 import yaml
 from yaml.nodes import MappingNode, ScalarNode
 
-from lit_grpo.cli.explain import Explainer
-from lit_grpo.cli.layers import Layer, find, is_config_option
-from lit_grpo.cli.schema import Field, NotReadableError, Part, read_schema
+from lit_grpo.cli.config_files import Layer, find, is_config_option
+from lit_grpo.cli.errors.error_messages import Explainer
+from lit_grpo.cli.errors.schema import Field, NotReadableError, OptionalDataclass, read_schema
 
 
-def check_early(command: str, argv: Sequence[str], layers: Sequence[Layer], own: Iterable[str] = ()) -> None:
-    """Refuse what can be told to be wrong from the signatures alone; the parser looks at everything again.
+def validate_fast(command: str, argv: Sequence[str], layers: Sequence[Layer], own_options: Iterable[str] = ()) -> None:
+    """Refuse what the signatures alone show to be wrong; jsonargparse validates everything again.
 
     Args:
         command: fit, validate, test or predict.
         argv: its arguments.
         layers: its configuration files.
-        own: options without their dashes that have been taken out of ``argv``; one of them may have been meant.
+        own_options: options that are already taken out of ``argv``, without their dashes; one may have been meant.
 
     Raises:
-        UserError: a key that the command does not have, a word that is none of its key's choices.
+        UserError: the command does not have a key, or a word is none of the choices of its key.
     """
     try:
         fields = read_schema(command).leaves()
+    # Sources that cannot be read are left to jsonargparse: slower, but never wrong.
     except NotReadableError:
         return
-    explainer = Explainer(command, argv, layers, fields, own)
+    explainer = Explainer(command, argv, layers, fields, own_options)
     explainer.check_keys()
     _check_options(explainer, fields)
     _check_environment(explainer)
-    for key, one in fields.items():
-        _check_choice(explainer, key, one.choices, key)
-        if one.part is not None:
-            _check_part(explainer, key, key, one.part)
+    for key, field in fields.items():
+        _check_choice(explainer, key, field.choices, key)
+        if field.optional is not None:
+            _check_optional(explainer, key, key, field.optional)
 
 
 def _check_options(explainer: Explainer, fields: dict[str, Field]) -> None:
     for word in explainer.argv:
         option = word.partition("=")[0]
-        # Like the parser: a word with a space in it is a value, whatever it begins with; -1 is one too.
+        # As for argparse, a word with a space in it is a value, whatever it begins with, and so is -1.
         if re.match(r"--|-[A-Za-z]", option) and " " not in word and not _is_option(option, explainer, fields):
             raise explainer.unknown_option([word])
 
@@ -54,7 +55,7 @@ def _is_option(option: str, explainer: Explainer, fields: dict[str, Field]) -> b
     if option in ("--help", "--print_config"):
         return True
     key = option.removeprefix("--").removesuffix("+").removesuffix(".help")
-    # Below a key there may be one of a class, which only the parser knows.
+    # Below a key there may be an argument of a class that only the configuration names; jsonargparse will look.
     return key in explainer.known or any(key.startswith(f"{name}.") for name in fields)
 
 
@@ -72,7 +73,7 @@ def _check_choice(explainer: Explainer, key: str, choices: tuple[str, ...], name
 
 
 def _given(explainer: Explainer, key: str) -> str | None:
-    """The word that holds for a key; None if it is not given, or is no word (null, a number, a mapping)."""
+    """Return the word that the last layer gives for a key; None if it gives none, or null, a number or a mapping."""
     if (option := explainer.option(lambda name: name == key)) is not None:
         try:
             value = yaml.safe_load(option[1])
@@ -84,17 +85,17 @@ def _given(explainer: Explainer, key: str) -> str | None:
     return node.value if isinstance(node, ScalarNode) and node.tag == "tag:yaml.org,2002:str" else None
 
 
-def _check_part(explainer: Explainer, outer: str, key: str, part: Part) -> None:
-    """The names and choices of a dataclass that may be left out; ``outer`` is the first key above that is one."""
+def _check_optional(explainer: Explainer, outer: str, key: str, cls: OptionalDataclass) -> None:
+    """Check names and choices in a dataclass that may be left out; ``outer`` is the first key above that holds one."""
     for name in _names_below(explainer, key):
-        if name not in part.fields:
+        if name not in cls.fields:
             place = explainer.place(f"{key}.{name}")
-            raise explainer.bad_argument(outer, part.class_path, name, list(part.fields), place)
-    for name, one in part.fields.items():
-        shown = f"{outer}: {part.class_path.rpartition('.')[2]}.{name}"
-        _check_choice(explainer, f"{key}.{name}", one.choices, shown)
-        if one.part is not None:
-            _check_part(explainer, outer, f"{key}.{name}", one.part)
+            raise explainer.bad_argument(outer, cls.class_path, name, list(cls.fields), place)
+    for name, field in cls.fields.items():
+        shown = f"{outer}: {cls.class_path.rpartition('.')[2]}.{name}"
+        _check_choice(explainer, f"{key}.{name}", field.choices, shown)
+        if field.optional is not None:
+            _check_optional(explainer, outer, f"{key}.{name}", field.optional)
 
 
 def _names_below(explainer: Explainer, key: str) -> Iterator[str]:
@@ -105,5 +106,6 @@ def _names_below(explainer: Explainer, key: str) -> Iterator[str]:
     for word in explainer.argv:
         if word.startswith(f"--{key}."):
             found.append(word.removeprefix(f"--{key}.").partition("=")[0].partition(".")[0])
-    if not {"class_path", "init_args"} & set(found):  # a class of the user's may take other arguments
+    # With a class_path a class of the user may stand there, which takes other arguments.
+    if not {"class_path", "init_args"} & set(found):
         yield from (name for name in found if name not in ("<<", "help"))

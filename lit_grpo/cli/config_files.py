@@ -1,4 +1,4 @@
-"""The configuration files of a command, read only to say where a key stands."""
+"""The configuration files of a command as YAML trees, read to say in which file and line a key stands."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from lit_grpo.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a configuration file."""
+    """A line of a configuration file, counted from 1."""
 
     file: str
     line: int
-    """From 1."""
     text: str
 
     def __str__(self) -> str:
@@ -35,12 +34,13 @@ class Layer:
     root: MappingNode | None
 
     def place(self, node: Node) -> Place:
+        """Return the line at which a node begins."""
         line = node.start_mark.line
         return Place(self.file, line + 1, self.lines[line] if line < len(self.lines) else "")
 
 
 def config_files(argv: Sequence[str], command: str) -> list[str]:
-    """The files named by ``--config`` (or ``-c``), in order; below them that of the environment."""
+    """List the files that ``--config`` (or ``-c``) names, in order, behind the one that the environment names."""
     files = [os.environ[name] for name in (f"LIT_GRPO_{command.upper()}__CONFIG",) if os.environ.get(name)]
     words = iter(argv)
     for word in words:
@@ -55,7 +55,7 @@ def config_files(argv: Sequence[str], command: str) -> list[str]:
 
 
 def is_config_option(word: str) -> bool:
-    """Whether a word with one dash is ``-c``, ``-c=FILE`` or ``-cFILE``, and no long option short of a dash."""
+    """Tell ``-c``, ``-c=FILE`` and ``-cFILE`` from a long option that is one dash short."""
     return word == "-c" or word.startswith("-c=") or (word.startswith("-c") and Path(word[2:]).suffix != "")
 
 
@@ -63,8 +63,7 @@ def read_layers(argv: Sequence[str], command: str) -> list[Layer]:
     """Read every configuration file.
 
     Raises:
-        UserError: a file is missing, is not YAML, is no mapping, or has a key twice (YAML would silently
-            take the last).
+        UserError: a file is missing, is not YAML, is no mapping, or holds a key twice.
     """
     return [_read(file) for file in config_files(argv, command)]
 
@@ -84,7 +83,7 @@ def _read(file: str) -> Layer:
         mark = error.problem_mark or error.context_mark
         line = mark.line if mark else 0
         place = Place(file, line + 1, lines[line] if line < len(lines) else "")
-        what = " ".join(part for part in (error.context, error.problem) if part)
+        what = " ".join(text for text in (error.context, error.problem) if text)
         hint = "indent with spaces" if "\t" in place.text else "look at this line and the one above it"
         raise UserError(f"this is not valid YAML: {what}", where=str(place), remedy=hint) from error
     except yaml.YAMLError as error:
@@ -95,6 +94,7 @@ def _read(file: str) -> Layer:
             "a configuration file holds keys and values at its top, like `model:`", where=str(layer.place(root))
         )
     if layer.root is not None:
+        # YAML would silently take the last.
         _refuse_double_keys(layer, layer.root)
     return layer
 
@@ -109,16 +109,17 @@ def _similar_file(path: Path) -> str:
 
 def _refuse_double_keys(layer: Layer, node: Node) -> None:
     if isinstance(node, MappingNode):
-        seen: dict[str, Node] = {}
+        first: dict[str, Node] = {}
         for key, value in node.value:
             name = str(key.value)
-            if name in seen and name != "<<":
+            # Several merges are allowed.
+            if name in first and name != "<<":
                 raise UserError(
-                    f"the key `{name}` is there twice, first in line {seen[name].start_mark.line + 1}",
+                    f"the key `{name}` is there twice, first in line {first[name].start_mark.line + 1}",
                     where=str(layer.place(key)),
                     remedy="keep one of them",
                 )
-            seen[name] = key
+            first[name] = key
             _refuse_double_keys(layer, value)
     elif isinstance(node, SequenceNode):
         for item in node.value:
@@ -126,28 +127,31 @@ def _refuse_double_keys(layer: Layer, node: Node) -> None:
 
 
 def find(layers: Sequence[Layer], key: str) -> tuple[Layer, Node, Node] | None:
-    """(layer, key node, value node) of a dotted key in the last file that has it. ``init_args`` may be left out."""
+    """Return (layer, key node, value node) of a dotted key in the last file that has it.
+
+    ``init_args`` may be left out of the key.
+    """
     for layer in reversed(layers):
         if layer.root is not None and (found := _descend(layer.root, key.split("."))) is not None:
             return layer, *found
     return None
 
 
-def _descend(node: Node, parts: Sequence[str]) -> tuple[Node, Node] | None:
+def _descend(node: Node, names: Sequence[str]) -> tuple[Node, Node] | None:
     if not isinstance(node, MappingNode):
         return None
     for key, value in node.value:
         # `callbacks+` appends to a list and stands for the same key.
-        if str(key.value).rstrip("+") == parts[0]:
-            return (key, value) if len(parts) == 1 else _descend(value, parts[1:])
+        if str(key.value).rstrip("+") == names[0]:
+            return (key, value) if len(names) == 1 else _descend(value, names[1:])
     for key, value in node.value:
         if key.value == "init_args":
-            return _descend(value, parts)
+            return _descend(value, names)
     return None
 
 
 def mappings_of_class(node: Node, class_path: str) -> Iterator[MappingNode]:
-    """Every mapping below ``node`` whose ``class_path`` is this one; of a bare name in place of a mapping, nothing."""
+    """Yield every mapping below ``node`` whose ``class_path`` is this one; a bare name in its place is no mapping."""
     if isinstance(node, MappingNode):
         for key, value in node.value:
             if key.value == "class_path" and isinstance(value, ScalarNode) and _same(value.value, class_path):
@@ -160,10 +164,10 @@ def mappings_of_class(node: Node, class_path: str) -> Iterator[MappingNode]:
 
 
 def _same(written: str, resolved: str) -> bool:
-    # What is written may be a re-export of where the class lives.
+    # The configuration may name a re-export, and jsonargparse resolves it to the module that defines the class.
     return written == resolved or written.rpartition(".")[2] == resolved.rpartition(".")[2]
 
 
 def child(node: Node, name: str) -> tuple[Node, Node] | None:
-    """(key node, value node) of a key of a mapping or of its ``init_args``."""
+    """Return (key node, value node) of a key of a mapping or of its ``init_args``."""
     return _descend(node, name.split("."))

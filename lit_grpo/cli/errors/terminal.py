@@ -1,4 +1,4 @@
-"""How an error that a person can mend is shown."""
+"""An error that a person can mend, laid out for the terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import textwrap
 
 from lit_grpo.errors import UserError
 
-NO_WRAP = " | "
-"""A line that holds this quotes a file and is not wrapped."""
+# Stands in lines that quote a file, which are not wrapped.
+_QUOTE_MARK = " | "
 
 
 def render(error: UserError, command: str) -> str:
-    """The error as a few indented lines that fit a screen of at least 60 columns."""
+    """Lay the error out as a few indented lines, as wide as the terminal but between 60 and 110 columns."""
     width = max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
     lines = [f"lit-grpo {command}: error", "", *_wrap(error.what, "  ", width)]
     for name, text in (("where", error.where), ("remedy", error.remedy)):
@@ -26,7 +26,7 @@ def render(error: UserError, command: str) -> str:
 def _wrap(text: str, indent: str, width: int) -> list[str]:
     out: list[str] = []
     for line in text.splitlines() or [""]:
-        if NO_WRAP in line:
+        if _QUOTE_MARK in line:
             out.append(indent + line)
         else:
             out += textwrap.wrap(

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_grpo.cli import early, main, schema
-from lit_grpo.cli.early import check_early
-from lit_grpo.cli.explain import Explainer
-from lit_grpo.cli.layers import read_layers
+from lit_grpo.cli.config_files import read_layers
+from lit_grpo.cli.errors import fast_validation, schema
+from lit_grpo.cli.errors.error_messages import Explainer
+from lit_grpo.cli.errors.fast_validation import validate_fast
 from lit_grpo.cli.lightning_cli import TrainingCLI  # before a test captures what its log handler would keep
+from lit_grpo.cli.main import main
 from lit_grpo.errors import UserError
 from tests.paths import ROOT
 
@@ -63,7 +64,7 @@ def test_the_screen_is_the_parsers(case, monkeypatch, tmp_path, capsys):
     assert main(words) == 2
     at_once = capsys.readouterr().err
     assert expected in at_once
-    monkeypatch.setattr("lit_grpo.cli.training.check_early", lambda *_: None)
+    monkeypatch.setattr("lit_grpo.cli.training.validate_fast", lambda *_: None)
     assert main(words) == 2
     assert capsys.readouterr().err == at_once
 
@@ -72,7 +73,7 @@ def test_nothing_heavy_is_imported_for_it(tmp_path):
     cases = [(text, options) for text, options, _ in WRONG.values()]
     code = (
         "import sys, pathlib\n"
-        "from lit_grpo.cli import main\n"
+        "from lit_grpo.cli.main import main\n"
         f"for text, options in {cases!r}:\n"
         "    pathlib.Path('a.yaml').write_text(text)\n"
         "    for command in ('fit', 'check', 'filter'):\n"
@@ -102,13 +103,13 @@ def test_keys_and_choices_are_those_of_the_parser(command):
     leaves = schema.read_schema(command).leaves()
     options = [option for option in parser._option_string_actions if len(option) > 3]
     assert "--model.policy" in options
-    check_early(command, [f"{option}=null" for option in options], [])
+    validate_fast(command, [f"{option}=null" for option in options], [])
     explainer = Explainer(command, [], [], leaves)
     for short in {option[:-1] for option in options} - set(options):
         assert parser._get_option_tuples(short) == [], short
         # Below a key that may hold a class, only the parser knows.
         below = any(short.startswith(f"--{key}.") for key in leaves)
-        assert early._is_option(short, explainer, leaves) == below, short
+        assert fast_validation._is_option(short, explainer, leaves) == below, short
     groups = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
     assert set(leaves) == set(keys) - groups
     hints = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}
@@ -126,9 +127,9 @@ def literals(hint):
 
 def parts(fields):
     for one in fields.values():
-        if one.part is not None:
-            yield one.part
-            yield from parts(one.part.fields)
+        if one.optional is not None:
+            yield one.optional
+            yield from parts(one.optional.fields)
 
 
 def test_optional_parts_have_the_fields_of_their_classes():
@@ -181,7 +182,7 @@ SHORTENED = {
 def test_a_shortened_option_is_not_taken_for_the_whole(given, meant):
     for words in ([given, "true"], [f"{given}=true"]):
         with pytest.raises(UserError) as error:
-            check_early("fit", words, [])
+            validate_fast("fit", words, [])
         assert error.value.what == f"there is no option {given}"
         assert error.value.remedy == f"did you mean {meant}?"
 
@@ -218,12 +219,12 @@ ENVIRONMENT = {
 def test_a_variable_of_no_key_is_not_overlooked(name, remedy, monkeypatch):
     monkeypatch.setenv("LIT_GRPO_FIT__DATA__ROLLOUTS", "3")
     monkeypatch.setenv("LIT_GRPO_DEBUG", "1")
-    check_early("fit", [], [])
+    validate_fast("fit", [], [])
     monkeypatch.setenv(name, "3")
     with pytest.raises(UserError, match=f"no key is set by {name}") as error:
-        check_early("fit", [], [])
+        validate_fast("fit", [], [])
     assert error.value.remedy == remedy
-    check_early("test", [], [])
+    validate_fast("test", [], [])
 
 
 @pytest.mark.parametrize("options", FINE.values(), ids=FINE.keys())
@@ -231,7 +232,7 @@ def test_what_may_be_right_is_left_to_the_parser(options, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(GOOD)
     words = ["--config", str(file), *options]
-    check_early("fit", words, read_layers(words, "fit"))
+    validate_fast("fit", words, read_layers(words, "fit"))
 
 
 @pytest.mark.parametrize("words", [["--config", "{}"], ["--config={}"], ["-c", "{}"], ["-c={}"], ["-c{}"]])
@@ -240,7 +241,7 @@ def test_every_way_to_name_a_file(words, tmp_path):
     file.write_text("modle: {}")
     words = [word.format(file) for word in words]
     with pytest.raises(UserError, match="no key `modle`"):
-        check_early("fit", words, read_layers(words, "fit"))
+        validate_fast("fit", words, read_layers(words, "fit"))
 
 
 def test_every_configuration_of_ours_is_accepted():
@@ -249,21 +250,21 @@ def test_every_configuration_of_ours_is_accepted():
     for file in files:
         command = "test" if "eval" in file.stem else "fit"
         words = ["--config", str(file)]
-        check_early(command, words, read_layers(words, command))
+        validate_fast(command, words, read_layers(words, command))
 
 
 def test_the_last_choice_counts(tmp_path):
     for name, recipe in (("a", "dappo"), ("b", "dapo")):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"model": {"objective": {"recipe": recipe}}}))
     words = [word for name in "ab" for word in ("--config", str(tmp_path / f"{name}.yaml"))]
-    check_early("fit", words, read_layers(words, "fit"))
+    validate_fast("fit", words, read_layers(words, "fit"))
     with pytest.raises(UserError, match="cannot be 'dappo'"):
-        check_early("fit", [*words, *words[:2]], read_layers([*words, *words[:2]], "fit"))
+        validate_fast("fit", [*words, *words[:2]], read_layers([*words, *words[:2]], "fit"))
 
 
 def test_sources_that_cannot_be_read_are_left_to_the_parser(monkeypatch):
-    monkeypatch.setitem(schema.PARTS, "model", ("lit_grpo.modul", "LitGRPO"))
+    monkeypatch.setitem(schema.CLASSES, "model", ("lit_grpo.modul", "LitGRPO"))
     with pytest.raises(schema.NotReadableError):
         schema.read_schema("fit")
-    check_early("fit", ["--modle=1"], [])
-    assert early.read_schema is schema.read_schema
+    validate_fast("fit", ["--modle=1"], [])
+    assert fast_validation.read_schema is schema.read_schema

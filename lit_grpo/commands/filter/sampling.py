@@ -1,18 +1,19 @@
-"""Builds what ``fit`` would build, and lets it sample every training prompt once."""
+"""One pass over the training prompts: build what ``fit`` would build, sample each prompt once, write its pass rate."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, Trainer
 
-from lit_grpo.cli.building import BuildingCLI
-from lit_grpo.cli.layers import Layer
-from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path, weights_identity
+from lit_grpo.cli.config_files import Layer
+from lit_grpo.cli.lightning_cli import BuildOnlyCLI
 from lit_grpo.commands.filter.options import Options
-from lit_grpo.commands.filter.progress import Progress
+from lit_grpo.commands.filter.progress import FilterProgress
+from lit_grpo.commands.filter.rate_journal import Rate, RateJournal, all_rates_paths, rates_path, weights_identity
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.engines import check_engine
 from lit_grpo.errors import UserError
@@ -22,13 +23,22 @@ from lit_grpo.rollout.refill import split
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 
+log = logging.getLogger(__name__)
+
 
 class FilterData(RolloutDataModule):
-    """The run's data; what is sampled is the training prompts that have no pass rate yet."""
+    """Data module of a run that samples the training prompts which have no pass rate yet, each once.
+
+    Attributes:
+        options: options of the command.
+        rewards_config: the rewards as the configuration writes them.
+        samples: completions of each prompt.
+        journal: the file that this rank appends to.
+        known: pass rates of earlier attempts, by prompt id.
+    """
 
     options: Options
     rewards_config: Any = None
-    """As written in the configuration."""
 
     def setup(self, stage: str) -> None:
         check_engine(self.engine_config)
@@ -39,28 +49,31 @@ class FilterData(RolloutDataModule):
                 where="data.prompts",
                 remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
             )
-        self._encode("train", self.prompts, "data.prompts", self.format)
-        self._tell()
+        self.prepare_train_prompts(self.prompts)
+        self.log_prompt_report()
         self.samples = self.options.samples or self.group_size
-        self._open()
+        self._read_journals()
 
-    def _open(self) -> None:
-        """Read what earlier attempts found. Before any rank writes: Lightning waits for all after the set-up."""
+    def _read_journals(self) -> None:
+        # Every rank reads the files of all ranks here, in the set-up, since Lightning lets none of them begin to
+        # sample (and write) before all have left it.
         settings = self._settings()
-        self.journal = Journal(rates_path(self.options.output, self._trainer.global_rank), settings)
-        self.known = {r.id: r for path in all_rates_paths(self.options.output) for r in Journal(path, settings).read()}
+        output = self.options.output
+        self.journal = RateJournal(rates_path(output, cast(Trainer, self.trainer).global_rank), settings)
+        files = (RateJournal(path, settings) for path in all_rates_paths(output))
+        self.known = {rate.id: rate for file in files for rate in file.read()}
         self.journal.read()
 
     def _settings(self) -> dict[str, Any]:
-        """All that decides what a pass rate means."""
-        module = self._module
-        policy = module.policy_config
+        """Collect all that decides what a pass rate means."""
+        policy = cast(Any, self.trainer).lightning_module.policy_config
+        identity = self.state_dict()
         return {
             "model.policy": asdict(policy),
             "weights": weights_identity([policy.path, self.options.ckpt_path]),
             "ckpt_path": self.options.ckpt_path,
-            "data.prompts": self._sets["train"].identity(),
-            "data.format": self.format.identity(module.tokenizer),
+            "data.prompts": identity["prompts"],
+            "data.format": identity["format"],
             "data.sampling": asdict(self.sampling),
             "data.rewards": self.rewards_config,
             "data.engine.name": self.engine_config.name,
@@ -69,24 +82,24 @@ class FilterData(RolloutDataModule):
         }
 
     def predict_dataloader(self) -> Any:
-        trainer = self._trainer
-        prompts = self._encoded["train"]
-        waiting = [(place, p) for place, p in enumerate(prompts) if p.id not in self.known]
-        return Once(
+        trainer = cast(Trainer, self.trainer)
+        # Positions are those among all prompts, so that a resumed run draws with the seeds of an unbroken one.
+        unsampled = [(position, p) for position, p in enumerate(self.train_prompts) if p.id not in self.known]
+        return SinglePassSampler(
             self.producer,
-            waiting[trainer.global_rank :: trainer.world_size],
+            unsampled[trainer.global_rank :: trainer.world_size],
             batch=self.options.batch or self.prompts_per_rollout,
             samples=self.samples,
             sampling=self.sampling,
         )
 
-    def rates(self, batch: Rollout) -> list[Rate]:
-        """What a rollout says of its prompts."""
-        judge, size = judge_of(self.rewards, "data.rewards"), batch.group_size
-        found = []
-        for group in split(batch, range(len(batch.prompts))):
+    def rates(self, rollout: Rollout) -> list[Rate]:
+        """Return the pass rates of a rollout's prompts."""
+        judge, size = judge_of(self.rewards, "data.rewards"), rollout.group_size
+        rates = []
+        for group in split(rollout, range(len(rollout.prompts))):
             share = pass_rate(judge, group)
-            found.append(
+            rates.append(
                 Rate(
                     group.prompt.id,
                     size,
@@ -96,11 +109,19 @@ class FilterData(RolloutDataModule):
                     sum(c.truncated for c in group.completions) / size,
                 )
             )
-        return found
+        return rates
 
 
-class Once:
-    """Each of some prompts once, with seeds that depend on its place among all of them and on nothing else."""
+class SinglePassSampler:
+    """Loader that samples each prompt once, with a seed that depends on its position among all prompts only.
+
+    Args:
+        producer: engine and rewards.
+        prompts: (position among all prompts, prompt) of this rank's share.
+        batch: prompts sampled at once.
+        samples: completions of each prompt.
+        sampling: how they are drawn.
+    """
 
     def __init__(
         self,
@@ -118,39 +139,41 @@ class Once:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Rollout]:
-        for batch in self._batches:
+        for number, batch in enumerate(self._batches, start=1):
+            log.debug("sampling batch %d of %d", number, len(self._batches))
             yield self.producer.produce(
                 [prompt for _, prompt in batch],
                 self.sampling,
                 self.samples,
                 index=0,
                 purpose="filter",
-                places=[place for place, _ in batch],
+                places=[position for position, _ in batch],
             )
 
 
 class RateWriter(Callback):
-    """Writes the pass rates of each batch as soon as they are known, and says how far it is."""
+    """Callback that writes the pass rates of each batch as soon as they are known, and reports progress."""
 
     def __init__(self, data: FilterData) -> None:
         self.data = data
-        self.progress: Progress | None = None
+        self.progress: FilterProgress | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        total, done = len(self.data._encoded["train"]), len(self.data.known)
-        self.progress = Progress(total, done, trainer.world_size) if trainer.is_global_zero else None
+        total, done = len(self.data.train_prompts), len(self.data.known)
+        self.progress = FilterProgress(total, done, trainer.world_size) if trainer.is_global_zero else None
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Rollout, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        found = self.data.rates(batch)
-        self.data.journal.append(found)
+        rates = self.data.rates(batch)
+        self.data.journal.append(rates)
         if self.progress is not None:
-            self.progress.add(found)
+            self.progress.add(rates)
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self.progress is not None:
             self.progress.end()
+        # Rank 0 reads the files of all ranks next.
         trainer.strategy.barrier("filter")
 
 
@@ -158,16 +181,16 @@ def run_filter(options: Options, argv: Sequence[str], layers: Sequence[Layer]) -
     """Sample what has no pass rate yet, with the model, data and strategy of ``lit-grpo fit``.
 
     Args:
-        options: of the filter.
-        argv: what ``fit`` would get.
+        options: options of the filter; ``ckpt_path`` is filled in.
+        argv: the arguments that ``fit`` would get.
         layers: the configuration files, already read.
     """
-    cli = BuildingCLI(argv, layers, datamodule_class=FilterData)
-    data, given = cli.datamodule, cli.config["fit"]
+    cli = BuildOnlyCLI(argv, layers, datamodule_class=FilterData)
+    data, config = cli.datamodule, cli.config["fit"]
     assert isinstance(data, FilterData)
-    options.ckpt_path = given.get("ckpt_path")
+    options.ckpt_path = config.get("ckpt_path")
     data.options = options
-    data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in given["data"]["rewards"]]
+    data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in config["data"]["rewards"]]
     cli.trainer.callbacks.append(RateWriter(data))  # type: ignore[attr-defined]
     cli.trainer.predict(
         cli.model, datamodule=data, return_predictions=False, ckpt_path=options.ckpt_path, weights_only=True

@@ -1,0 +1,63 @@
+"""The argument parser of the commands that need no trainer: argparse, with errors that name a remedy."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import NoReturn
+
+from lit_grpo.errors import UserError, nearest
+
+
+class CommandParser(argparse.ArgumentParser):
+    """``argparse.ArgumentParser`` that raises :class:`lit_grpo.errors.UserError` instead of printing its usage."""
+
+    def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"lit-grpo {command}",
+            description=description,
+            epilog=epilog,
+            # A shortened option would be taken for the one it begins, and a misspelt one start hours of work.
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def options(self) -> list[str]:
+        """List the long options, without their dashes."""
+        option_strings = (option for action in self._actions for option in action.option_strings)
+        return [option.removeprefix("--") for option in option_strings if option.startswith("--")]
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        # Kept for `error`, which argparse tells only the message.
+        self._arguments = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the UserError for a message of argparse, with the nearest valid option as its remedy."""
+        if match := re.search(r"unrecognized arguments: (\S+)", message):
+            word = match[1].partition("=")[0]
+            if not word.startswith("-"):
+                raise self._user_error(f"{word!r} is not expected here", f"see {self.prog} --help")
+            suggestion = _suggestion(word, self.options())
+            listed = ", ".join(f"--{name}" for name in self.options())
+            raise self._user_error(f"there is no option {word}", suggestion or f"the options are {listed}")
+        if match := re.search(r"arguments are required: (.*)", message):
+            # argparse complains of the missing option first; if it is there misspelt, that is the better answer.
+            missing = [name.removeprefix("--") for name in match[1].split(", ")]
+            for word in (word.partition("=")[0] for word in self._arguments if word.startswith("-")):
+                if word.removeprefix("--") not in self.options() and (suggestion := _suggestion(word, missing)):
+                    raise self._user_error(f"there is no option {word}", suggestion)
+        raise self._user_error(message, f"see {self.prog} --help")
+
+    @staticmethod
+    def _user_error(what: str, remedy: str) -> UserError:
+        return UserError(what, where="command line", remedy=remedy)
+
+
+def _suggestion(word: str, options: list[str]) -> str | None:
+    """Ask ``did you mean --output?``; None if no option resembles the word."""
+    name = word.lstrip("-")
+    near = next((option for option in options if name and option.startswith(name)), None) or nearest(name, options)
+    # A dotted name is a configuration key, never one of these options.
+    return f"did you mean --{near}?" if near and "." not in name else None

@@ -1,0 +1,73 @@
+"""What could have been meant by a ``class_path`` that leads nowhere, and which arguments a class takes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+from lit_grpo.errors import nearest
+
+MODULES = ("lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.tracking")
+"""Modules whose classes a configuration names by ``class_path``."""
+
+
+def arguments_of(class_path: str) -> list[str]:
+    """List the names of a class's arguments; empty if it cannot be imported."""
+    names: list[str] = []
+    try:
+        module, _, name = class_path.rpartition(".")
+        for cls in inspect.getmro(getattr(importlib.import_module(module), name)):
+            if "__init__" not in vars(cls):
+                continue
+            parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+            names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            # With **kwargs the next class in the order of inheritance takes the others, as jsonargparse resolves them.
+            if not any(p.kind == p.VAR_KEYWORD for p in parameters):
+                break
+    # Importing a class of the user may raise anything, and only a suggestion depends on it.
+    except Exception:
+        return []
+    return names
+
+
+def similar_class(class_path: str) -> str:
+    """Say what to write instead of a class path that leads nowhere."""
+    module_name, _, name = class_path.rpartition(".")
+    if not module_name:
+        return _full_path(name)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        return _similar_module(module_name, name, error)
+    # A module of the user may raise anything.
+    except Exception as error:
+        return f"importing {module_name} fails: {type(error).__name__}: {error}"
+    names = _class_names(module)
+    if near := nearest(name, names):
+        return f"did you mean {module_name}.{near}?"
+    return f"{module_name} has {', '.join(names)}" if names else f"{module_name} has no classes"
+
+
+def _class_names(module: ModuleType) -> list[str]:
+    return [name for name in getattr(module, "__all__", dir(module)) if name[:1].isupper()]
+
+
+def _full_path(name: str) -> str:
+    paths = {n: f"{m}.{n}" for m in MODULES for n in _class_names(importlib.import_module(m))}
+    if near := nearest(name, paths):
+        return f"give the whole import path; did you mean {paths[near]}?"
+    return "give the whole import path, for example lit_grpo.rewards.ExactMatch"
+
+
+def _similar_module(module_name: str, name: str, error: ImportError) -> str:
+    package_name, _, last = module_name.rpartition(".")
+    try:
+        package = importlib.import_module(package_name)
+        modules = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    except (ImportError, ValueError, AttributeError):
+        modules = []
+    if near := nearest(last, modules):
+        return f"did you mean {package_name}.{near}.{name}?"
+    return f"{module_name} cannot be imported ({error}): is it installed, or in the folder you are in?"

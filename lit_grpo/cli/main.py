@@ -1,0 +1,193 @@
+"""The command ``lit-grpo``: its table of subcommands, exit codes and error screen.
+
+Nothing heavy is imported here, so that ``lit-grpo --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lit_grpo.errors import EngineError, StopRun, UserError, nearest
+
+DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+"""Exit codes: done, error in the program, bad input, stopped by a monitor, Ctrl-C (128 + 2), SIGTERM (128 + 15)."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        name: the word that is typed after ``lit-grpo``.
+        summary: the line about it in ``lit-grpo --help``.
+        function: ``module:name`` of a function that takes the command's name and arguments and returns an exit code.
+            A string, so that only the chosen command's module is imported.
+    """
+
+    name: str
+    summary: str
+    function: str
+
+
+COMMANDS = (
+    Command("fit", "train a policy; --ckpt_path goes on from a checkpoint", "lit_grpo.cli.training:run"),
+    Command(
+        "validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, best-of-k", "lit_grpo.cli.training:run"
+    ),
+    Command("test", "evaluate on the test sets (data.test), benchmarks by name", "lit_grpo.cli.training:run"),
+    Command("predict", "write completions for the questions of data.test", "lit_grpo.cli.training:run"),
+    Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.commands.check.command:run"),
+    Command(
+        "filter",
+        "sample the training prompts, keep those of the wanted pass rate",
+        "lit_grpo.commands.filter.command:run",
+    ),
+    Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.commands.report:run"),
+    Command("score", "judge ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
+    Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.commands.export:run"),
+)
+
+HELP = """\
+usage: lit-grpo COMMAND [options]
+
+Train language models with reinforcement learning from verifiable rewards.
+
+commands:
+{commands}
+
+  lit-grpo COMMAND --help lists the options of a command.
+
+configuration of fit, validate, test and predict:
+  --config FILE         YAML; give it several times to put layers on top of each other, later ones win
+  --model.optimizer.lr 1e-6
+                        any key of the YAML can be set on the command line, and wins over the files
+  LIT_GRPO_FIT__MODEL__OPTIMIZER__LR=1e-6
+                        or in the environment, below the files
+  --print_config        print the whole configuration, defaults included, and end
+
+examples:
+  lit-grpo fit --config configs/quickstart.yaml
+  lit-grpo fit --config configs/gsm8k_smollm2_cpu.yaml --data.rollouts 20 --trainer.logger.run_name short
+  lit-grpo fit --config runs/NAME/config.yaml --ckpt_path runs/NAME/checkpoints/last.ckpt
+  lit-grpo score --input pairs.jsonl --config reward.yaml
+  lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/mine
+
+A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.
+
+Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C ends it at once.
+exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
+LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
+LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; the console script's entry point."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        width = max(len(command.name) for command in COMMANDS)
+        print(HELP.format(commands="\n".join(f"  {c.name:<{width}}  {c.summary}" for c in COMMANDS)), end="")
+        return DONE
+    if arguments[0] in ("-V", "--version"):
+        print(f"lit-grpo {_version()}")
+        return DONE
+    try:
+        _configure_logging()
+        command = _find(arguments[0])
+        module, _, function = command.function.partition(":")
+        code: int = getattr(importlib.import_module(module), function)(command.name, arguments[1:])
+        return code
+    except UserError as error:
+        _show(error, arguments[0])
+        return BAD_INPUT
+    except StopRun as error:
+        print(f"lit-grpo: stopped: {error.reason}", file=sys.stderr)
+        return STOPPED
+    except EngineError as error:
+        print(f"lit-grpo: the rollout engine failed: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("lit-grpo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as error:
+        return _exit_code(error)
+
+
+def _configure_logging() -> None:
+    """Send the messages of ``lit_grpo`` to standard error from the level that ``LIT_GRPO_LOG`` names on."""
+    level = os.environ.get("LIT_GRPO_LOG", "").upper()
+    if not level:
+        return
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if level not in levels:
+        raise UserError(
+            f"there is no log level {level.lower()!r}",
+            where="environment variable LIT_GRPO_LOG",
+            remedy=f"choose one of {', '.join(levels).lower()}",
+        )
+    logger = logging.getLogger("lit_grpo")
+    logger.setLevel(level)
+    # The rank and the process: with a hang one wants to see which of them is behind the others.
+    rank = os.environ.get("LOCAL_RANK", "0")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} pid %(process)d %(name)s: %(message)s"))
+    logger.handlers = [handler]
+
+
+def _find(name: str) -> Command:
+    for command in COMMANDS:
+        if command.name == name:
+            return command
+    names = [command.name for command in COMMANDS]
+    if name.startswith("-"):
+        raise UserError(f"the command comes first: {', '.join(names)}", where=name, remedy=f"lit-grpo fit {name} ...")
+    near = nearest(name, names)
+    raise UserError(
+        f"there is no command {name!r}",
+        where="command line",
+        remedy=f"did you mean {near!r}?" if near else f"choose one of {', '.join(names)}",
+    )
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lit-grpo")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _exit_code(error: SystemExit) -> int:
+    # Lightning leaves with SystemExit both after SIGTERM (without a code) and after Ctrl-C (with code 1). Its class is
+    # told by name, since importing it would import Lightning.
+    if any(cls.__name__ == "SIGTERMException" for cls in type(error).__mro__):
+        return TERMINATED
+    if isinstance(error.__context__, KeyboardInterrupt):
+        return INTERRUPTED
+    if error.code is None:
+        return DONE
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return FAILED
+
+
+def _show(error: UserError, command: str) -> None:
+    """Print one screen on standard error, from the first process only: every rank finds the same fault."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if os.environ.get("LIT_GRPO_DEBUG", "") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    from lit_grpo.cli.errors.terminal import render
+
+    # What the command has printed comes first where both streams go to one file.
+    sys.stdout.flush()
+    print(render(error, command), file=sys.stderr, flush=True)

@@ -1,0 +1,27 @@
+"""The phases of a rollout, whose seconds a run logs: one list for whoever adds them up, draws or watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+PHASES = {
+    "time/sync": "weights to the engine",
+    "time/generate": "sampling",
+    "time/wait": "waiting for sampling",
+    "time/reward": "rewards",
+    "time/update": "training",
+}
+"""Metric key -> what happens in it, in the order of one rollout."""
+
+
+def learner_phases(logged: Collection[str]) -> dict[str, str]:
+    """Return the logged phases that add up to the learner's time.
+
+    Args:
+        logged: the metric keys that have a value.
+    """
+    phases = {key: name for key, name in PHASES.items() if key in logged}
+    # With sampling beside training the learner spends only what it waits; sampling and rewards overlap with its work.
+    if "time/wait" in phases:
+        phases = {key: name for key, name in phases.items() if key not in ("time/generate", "time/reward")}
+    return phases
