@@ -6,7 +6,6 @@ import gzip
 import json
 import multiprocessing
 import random
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,13 +22,13 @@ from tests.paths import SHARED
 from tests.rewards.isolation import pool_functions as work
 from tests.rewards.math.more_verifier_cases import MORE
 from tests.rewards.math.verifier_cases import CASES
+from tests.waiting import PATIENCE, wait_until
 
 LIMIT = 5.0
-GRACE = 10.0
+GRACE = PATIENCE
 """Seconds that a busy machine may add to a limit before a test calls it a hang (0.1 s on a quiet one)."""
 AMPLE = 30.0
 """Limit where verdicts matter and nothing hangs: a busy machine must not turn a right answer into a wrong one."""
-HANG = 60.0
 
 KNOWN_EXCEPTIONS: dict[str, str] = {}
 """Ids of the shared cases that are judged otherwise than the file expects, each with its reason."""
@@ -135,9 +134,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("gold", ["42", r"\frac{x^2+1}{3}"])
 def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
-    start = time.monotonic()
     verdicts = impatient.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
-    assert time.monotonic() - start < HANG
     assert not any(v.correct for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
@@ -165,10 +162,9 @@ def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
     monkeypatch.setattr(reward._pool, "submit", watched)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         scores = threads.submit(reward.score, [judged(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
-        while len(futures) < 2 or not reward._pool._all:
-            time.sleep(0.01)
+        wait_until(lambda: len(futures) == 2 and reward._pool._all, "a worker is at work")
         reward.close()  # the worker is killed from outside, as when memory runs out
-        assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=HANG)))
+        assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=PATIENCE)))
 
 
 def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, judged):
@@ -194,8 +190,8 @@ def test_from_a_spawned_process():
     queue = context.Queue()
     process = context.Process(target=work.judge, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
     process.start()
-    assert queue.get(timeout=HANG * 2) == [True, False]
-    process.join(30)
+    assert queue.get(timeout=PATIENCE) == [True, False]
+    process.join(PATIENCE)
 
 
 def test_plain_answers_start_no_worker(judged):
