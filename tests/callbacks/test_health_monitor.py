@@ -81,6 +81,7 @@ def test_a_milder_finding_does_not_repeat_the_action_of_a_graver_one(tmp_path):
     assert actions == ["adjust", "log"]
 
 
+@pytest.mark.slow
 def test_mlflow_gets_tags_status_and_the_journal(tmp_path, mlflow_runs):
     import mlflow
 

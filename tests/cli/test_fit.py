@@ -17,6 +17,8 @@ from lit_grpo.errors import StopRun
 from lit_grpo.rewards import Reward
 from lit_grpo.tracking import read_metrics
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """\
 model:
   policy:

@@ -183,6 +183,7 @@ def test_it_imports_neither_torch_nor_lightning(tmp_path):
 
 
 @pytest.mark.skipif(not CASES.exists(), reason="the shared verifier cases are not beside the checkout")
+@pytest.mark.slow
 def test_the_shared_cases_from_the_command_line(capsys):
     assert main(["score", "--input", str(CASES)]) == 0
     out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

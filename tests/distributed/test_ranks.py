@@ -13,6 +13,8 @@ from tests import tiny
 from tests.learner.helpers import Given, Watch, part, rollout, vector
 from tests.ranks import enter, on_two_ranks
 
+pytestmark = pytest.mark.slow
+
 TRUNKS = ("separate", "shared")
 
 

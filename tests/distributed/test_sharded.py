@@ -15,6 +15,8 @@ from tests import tiny
 from tests.distributed.sharded import Unequal, fit, head
 from tests.ranks import enter, on_two_ranks
 
+pytestmark = pytest.mark.slow
+
 MOE = TinyModel(width=16, layers=2, heads=2, experts=4, experts_per_token=2)
 LORA = LoraConfig(rank=4, alpha=8.0)
 

@@ -25,6 +25,8 @@ from tests import tiny
 from tests.distributed.sharded import Unequal, fit
 from tests.ranks import enter, on_two_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def module() -> Any:
     """Everything that a checkpoint can hold: two models with an optimizer each, and a reference that is refreshed."""

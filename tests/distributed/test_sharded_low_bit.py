@@ -23,6 +23,8 @@ from tests import tiny
 from tests.distributed.sharded import fit
 from tests.ranks import enter, on_two_ranks
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torchao", reason="extra `quantized` is not installed")
 
 

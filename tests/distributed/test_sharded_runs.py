@@ -21,6 +21,8 @@ from tests.distributed.sharded import Unequal, fit, head
 from tests.learner.helpers import Given, part, rollout
 from tests.ranks import enter, on_two_ranks
 
+pytestmark = pytest.mark.slow
+
 # What two ranks have to learn from in each rollout, a group each: rewards, lengths.
 UNEQUAL = [
     ([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [3, 1, 5, 2, 4, 4, 1, 6]),  # the second rank nothing

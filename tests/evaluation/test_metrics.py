@@ -92,6 +92,7 @@ def job(rank: int, folder: str) -> dict[str, dict[str, float]]:
     return {name: all_metrics(shards[rank]) for name, shards in SHARDS.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     whole = all_metrics(list(range(PROMPTS)))
     for rank in on_two_ranks(job, tmp_path):

@@ -42,6 +42,7 @@ def job(rank: int, folder: str) -> dict[str, float]:
     return validated(devices=2, strategy="ddp")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     """Seven questions in batches of two, and a set of one that the second process has nothing of."""
     both = on_two_ranks(job, tmp_path)

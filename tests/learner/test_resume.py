@@ -81,6 +81,7 @@ def lines(folder: Path) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("kill_after", [5])
+@pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken_to_the_bit(tmp_path, kill_after):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert run(straight) == 0

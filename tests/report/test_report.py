@@ -90,6 +90,7 @@ def test_the_page_tells_the_story_of_a_collapse(tmp_path):
     assert "Finished after 30 rollouts." in text
 
 
+@pytest.mark.slow
 def test_pictures_are_in_the_page_and_beside_it(tmp_path):
     folder = make_run(tmp_path / "run")
     page = page_of(folder)
@@ -323,6 +324,7 @@ def test_a_run_that_is_not_there(tmp_path, capsys, monkeypatch, given, said):
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
     import mlflow
 

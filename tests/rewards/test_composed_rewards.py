@@ -276,6 +276,7 @@ def test_noise_turns_the_right_share_and_the_same_again():
         NoisyReward(CosineReward(ExactMatch(), max_tokens=5), probability=0.1)
 
 
+@pytest.mark.slow
 def test_functions_of_the_user():
     batch = [item("please", "please"), item("no", "x")]
     polite = FunctionReward(f"{USER}.polite")
@@ -290,6 +291,7 @@ def test_functions_of_the_user():
     assert scores == [Score(1.0)] * 50 + [Score(0.0, timed_out=True, seconds=2.0)]
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_or_dies_is_killed_at_its_limit():
     reward = FunctionReward(f"{USER}.hanging", limit=1.5)
     try:

@@ -142,6 +142,7 @@ def test_a_completion_that_quotes_verdicts_decides_nothing(judge):
     assert JudgeReward("http://x/v1", "m")._mark != JudgeReward("http://x/v1", "m")._mark
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again(judge):
     def busy(prompt, mark, number):
         return {1: (429, "slow down"), 2: (503, "x"), 3: (200, "no verdict")}.get(number) or honest(

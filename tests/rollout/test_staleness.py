@@ -69,6 +69,7 @@ def run(staleness: int, truth: Truth, data: dict[str, Any] | None = None, **chan
     "updates", [{"micro_batch_size": 3}, {"updates_per_rollout": 4, "minibatch_prompts": 2}], ids=["one", "four"]
 )
 @pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.slow
 def test_a_rollout_is_exactly_as_old_as_allowed(staleness, updates, slow):
     truth = Truth(slow)
     _, recorder = run(staleness, truth, **updates)
@@ -79,6 +80,7 @@ def test_a_rollout_is_exactly_as_old_as_allowed(staleness, updates, slow):
 
 
 @pytest.mark.parametrize(("engine", "learner"), [(0.0, 0.1), (0.3, 0.0)], ids=["slow learner", "slow engine"])
+@pytest.mark.slow
 def test_staleness_2_is_never_exceeded(monkeypatch, engine, learner):
     generate = TransformersEngine.generate
 
@@ -241,6 +243,7 @@ def job(rank: int, folder: str) -> dict[tuple[int, str], Any]:
     return out
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     both = on_two_ranks(job, tmp_path)
     for staleness, recipe in CASES:

@@ -41,6 +41,7 @@ def data(**changes: Any) -> RolloutDataModule:
     return tiny.data(**({"group_size": 1, "rewards": [ExactMatch()]} | changes))
 
 
+@pytest.mark.slow
 def test_it_learns_the_quickstarts_addition_and_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("supervised fine-tuning samples nothing")

@@ -219,6 +219,7 @@ def test_a_disk_that_is_full_stops_nothing(root, monkeypatch, caplog):
     assert stored_run(logger)[1].data.metrics == {"reward": 2.0}
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_delays_only_the_end(tmp_path, monkeypatch, caplog, asking):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -235,6 +236,7 @@ def test_a_server_that_never_answers_delays_only_the_end(tmp_path, monkeypatch, 
     assert f"all are in {logger.spool_path}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_mid_run_costs_no_step_and_no_record(root, caplog, asking):
     """The stock logger loses 495 seconds and the run here."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -96,6 +96,7 @@ def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path:
     wait_until_gone(ids)
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = f"""
 import pathlib, time

@@ -351,6 +351,7 @@ def test_the_head_computes_what_the_formulas_say(temperature):
     torch.testing.assert_close(mine.grad.double(), plain.grad.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_change_nothing(monkeypatch):
     """Everything but the generation of code, which takes a minute on a CPU: tracing, and the graph that is run."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
@@ -371,6 +372,7 @@ def test_compiled_blocks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.slow
 def test_what_is_compiled_of_the_head_agrees_with_the_plain_form(monkeypatch, temperature, entropy):
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     compiling.compiled.cache_clear()

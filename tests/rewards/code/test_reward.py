@@ -140,6 +140,7 @@ def test_nobody_gets_out(reward, tmp_path):
     assert not Path("escaped").exists()
 
 
+@pytest.mark.slow
 def test_nobody_holds_up_the_run(impatient):
     batch = [item(f"{program}\ndef add(a, b): return a + b" if "\n" not in program else program, tests=TESTS)
              for program in HOLDING_UP.values()]  # fmt: skip
@@ -151,6 +152,7 @@ def test_nobody_holds_up_the_run(impatient):
     assert impatient.score([item("def add(a, b): return a + b", tests=TESTS)])[0].value == 1
 
 
+@pytest.mark.slow
 def test_no_process_is_left(impatient):
     impatient.score([item("import time; time.sleep(600)", tests=TESTS)])
     impatient.close()

@@ -78,6 +78,7 @@ def test_a_bad_item_is_an_error_for_itself_alone(pool, capfd, what, status, erro
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_thousand_good_items_at_once_have_no_false_timeout():
     # Together they need several times the limit: only a clock that starts with the work lets all of them pass.
     with WorkerPool(work.pid_and_hang, limit=1.0, workers=2) as pool:
@@ -86,6 +87,7 @@ def test_a_thousand_good_items_at_once_have_no_false_timeout():
     assert len({o.value for o in outcomes}) == 2
 
 
+@pytest.mark.slow
 def test_killed_workers_are_gone_and_replaced():
     with WorkerPool(work.pid_and_hang, limit=2.0, workers=1) as pool:
         first = pool.map([0.0])[0].value
@@ -97,6 +99,7 @@ def test_killed_workers_are_gone_and_replaced():
     wait_until_gone(second)
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_is_killed_with_it(tmp_path):
     with WorkerPool(work.start_a_child, limit=1.0, workers=1) as pool:
         assert pool.map([str(tmp_path / "pid")])[0].status == "timeout"
@@ -104,6 +107,7 @@ def test_what_a_worker_started_is_killed_with_it(tmp_path):
     wait_until_gone(child)
 
 
+@pytest.mark.slow
 def test_several_threads_share_a_pool(pool):
     def ask(_: int) -> list[str]:
         return [o.status for o in pool.map(["good", "sleep", "good"])]
@@ -129,6 +133,7 @@ def test_an_asyncio_task_is_not_held_up(pool):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.slow
 def test_a_copy_in_another_process_has_its_own_workers(pool, method):
     pool.map(["good"])
     context = multiprocessing.get_context(method)
@@ -155,6 +160,7 @@ threading.Event().wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_no_worker_outlives_a_parent_that_is_killed():
     script = ORPHANS.format(path=sys.path)  # at top level, without a __main__ guard
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -59,6 +59,7 @@ def impatient() -> Iterator[MathReward]:
 
 
 @needs_cases
+@pytest.mark.slow
 def test_the_shared_cases_are_judged_as_expected():
     verifier = MathReward(limit=LIMIT, workers=2)
     cases = [json.loads(line) for line in (SHARED / "verifier/cases.jsonl").read_text("utf-8").splitlines()]
@@ -84,6 +85,7 @@ def test_answers_in_many_ways_of_writing(verifier):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_more_answers_of_every_kind(verifier):
     verdicts = verifier.judge([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
     wrong = [(gold[:80], text[-80:], verdict) for (gold, text, right), verdict in zip(MORE, verdicts, strict=True)
@@ -133,12 +135,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("gold", ["42", r"\frac{x^2+1}{3}"])
+@pytest.mark.slow
 def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
     verdicts = impatient.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
     assert not any(v.correct for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
+@pytest.mark.slow
 def test_a_timeout_is_a_wrong_answer_and_says_so(judged):
     reward = MathReward(limit=AMPLE / 10, workers=1)
     bad, good = judged(r"\boxed{9^{9^{9^{9}}}}", "1"), judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
@@ -185,6 +189,7 @@ def test_from_threads_and_asyncio(verifier, judged):
         assert [said(scores) for scores in threads.map(verifier.score, [batch] * 4)] == [expected] * 4
 
 
+@pytest.mark.slow
 def test_from_a_spawned_process():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
