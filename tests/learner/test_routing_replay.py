@@ -58,9 +58,9 @@ LAYOUTS = [
 def test_the_old_experts_stay_when_the_routers_change(layout):
     module = replaying(**layout)
     batch, passes, step, plan = prepared(module)
-    free = module.policy(module._inputs(batch, torch.arange(8)), routing="seen").routing
+    free = module.policy(module._inputs(batch, torch.arange(8)), routing="recorded").routing
     turn_round(module)
-    now = module.policy(module._inputs(batch, torch.arange(8)), routing="seen").routing
+    now = module.policy(module._inputs(batch, torch.arange(8)), routing="recorded").routing
     assert not torch.equal(now, free)
     # A micro-batch of other completions than those that the old pass saw together.
     rows = torch.tensor([1, 3, 6])
@@ -85,7 +85,7 @@ def test_gates_are_computed_anew_and_the_routers_learn():
     out.loss.backward()
     gradients = [layer.mlp.gate.weight.grad.clone() for layer in module.policy.model.base_model.layers]
     module.policy.zero_grad()
-    module.policy.free_routers()
+    module.policy.stop_replay()
     passes.routing = None
     own, free = passes.loss(batch, step, torch.arange(8), plan, StepMetrics())
     own.loss.backward()
@@ -116,7 +116,7 @@ def test_a_run_replays_and_its_first_ratio_is_1(monkeypatch):
     assert module.policy is not None
     routers = module.policy._routers
     assert routers is not None
-    assert routers.given is None, "an engine that shares the model must choose freely"
+    assert routers.replay is None, "an engine that shares the model must choose freely"
 
 
 def test_one_update_has_nothing_to_replay():
