@@ -134,7 +134,7 @@ def test_a_dense_model_is_refused_before_it_is_made():
 
 def test_a_router_with_other_gates_is_refused():
     module = replaying()
-    module.policy.check(module.layout, replay=True)
+    module.policy.verify_against_model_forward(module.layout, replay=True)
     for layer in module.policy.model.base_model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, out: (out[0], out[1], out[2]))
         layer.mlp.gate.norm_topk_prob = False
@@ -142,4 +142,4 @@ def test_a_router_with_other_gates_is_refused():
     for layer in module.policy.model.base_model.layers:
         layer.mlp.gate.forward = lambda x, gate=layer.mlp.gate: (lambda o: (o[0], o[1] * 2, o[2]))(inner(gate, x))
     with pytest.raises(UserError, match="not known"):
-        module.policy.check(module.layout, replay=True)
+        module.policy.verify_against_model_forward(module.layout, replay=True)
