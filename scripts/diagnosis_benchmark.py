@@ -85,7 +85,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_all(jobs: Sequence[Job], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run them side by side, in the order of ``jobs`` afterwards; each is written down when it ends."""
+    """Run jobs side by side and give their records in the order of ``jobs``; each is written down when it ends."""
     make_models({job.name for job in jobs}, args.models)
     settings = {"rollouts": args.rollouts, "code": fingerprint()}
     done = {job_of(record): record for record in side_by_side.read(args.out) if record.pop("settings") == settings}
@@ -107,7 +107,7 @@ def make_models(names: set[str], folder: Path) -> None:
 
 
 def fingerprint() -> str:
-    """Of the code that decides what a run does and what is said of it: a changed threshold makes old results void."""
+    """Hash the code that decides what a run does and what is said of it: a changed threshold makes old results void."""
     digest = hashlib.sha256()
     for folder in (ROOT / "lit_grpo", ROOT / "callbacks", ROOT / "scripts/diagnosis"):
         for path in sorted(folder.rglob("*.py")):
@@ -122,7 +122,7 @@ def job_of(record: dict[str, Any]) -> Job:
 
 
 def line(record: dict[str, Any]) -> str:
-    """For the screen."""
+    """Give the line that is shown when a run ends."""
     what = record["reason"] if record["status"] == "error" else record.get("diagnosis", record.get("rollbacks"))
     return f"{record['part']} {record['name']} {record['seed']}: {what}, {record['cpu_seconds']:.0f} s"
 
@@ -152,7 +152,7 @@ def run(job: Job, models: Path, rollouts: int | None, record: Path | None) -> di
 
 
 def write_trace(path: Path, job: Job, start: int, done: dict[str, Any]) -> None:
-    """Each step's metrics, six digits of them, and what the monitors do not know."""
+    """Give each step's metrics with six digits, and what the monitors do not know."""
     from scripts.diagnosis.cases import find
     from scripts.diagnosis.scoring import onset_of, reward_fall
 
@@ -178,7 +178,7 @@ def write_trace(path: Path, job: Job, start: int, done: dict[str, Any]) -> None:
 
 
 def replay(path: Path) -> dict[str, Any]:
-    """What the monitors, as they are now, say of a recorded run."""
+    """Replay a recorded run through the monitors as they are now."""
     from scripts.diagnosis.cases import find
     from scripts.diagnosis.scoring import judge
     from scripts.diagnosis.training import health_monitor

@@ -56,7 +56,7 @@ class Case:
         return not self.right
 
     def length(self, part: str) -> int:
-        """Rollouts of a run. One that goes back gets more: what it learns afterwards counts."""
+        """Number of rollouts of a run; one that goes back gets more, since what it learns afterwards counts."""
         return self.rollouts + (20 if part == "rollback" else 0)
 
 
@@ -113,24 +113,24 @@ CASES: tuple[Case, ...] = (
 
 
 class Job(NamedTuple):
-    """One run."""
+    """One run: a case with a seed, watched or with rollbacks."""
 
     part: str
-    """``diagnosis``: monitors watch and only log. ``rollback``: they may go back."""
+    """Part of the benchmark. ``diagnosis``: monitors watch and only log; ``rollback``: they may go back."""
     name: str
-    """Of the case."""
+    """Name of the case."""
     seed: int
     seeds: str
-    """The set that the seed is of."""
+    """Name of the set that the seed is of."""
 
 
 def find(name: str) -> Case:
-    """The case of this name."""
+    """Find the case of this name."""
     return next(case for case in CASES if case.name == name)
 
 
 def plan(which: str, only: list[str] | None = None, parts: tuple[str, ...] = PARTS) -> list[Job]:
-    """Every run of a set of seeds, the longest first, so that none is left running alone."""
+    """List every run of a set of seeds, the longest first, so that none is left running alone."""
     jobs = [
         Job(part, case.name, seed, which)
         for case in CASES

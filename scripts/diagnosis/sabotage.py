@@ -1,5 +1,8 @@
-"""What goes wrong in the runs. It is done from outside, by wrapping the engine, the reward or methods of the module,
-as a bug elsewhere would do it; no monitor is told."""
+"""Sabotages: what goes wrong in the runs of the benchmark.
+
+It is done from outside, by wrapping the engine, the reward or methods of the module, as a bug elsewhere would do it; no
+monitor is told.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from lit_grpo.utils.random import derive_seed
 
 
 class Sabotage:
-    """Does nothing; each kind overrides where it interferes.
+    """The base of all sabotages, which does nothing; each kind overrides where it interferes.
 
     Args:
         start: rollouts trained on before it begins.

@@ -10,7 +10,7 @@ ROLLBACK_HEAD = ("run", "best before", "at the end", "of best", "rollbacks (from
 
 
 def report(runs: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> str:
-    """Summary, a row for each run, and what went wrong, run by run."""
+    """Write the summary, a row for each run, and what went wrong, run by run."""
     watched = [run for run in runs if run["part"] == "diagnosis"]
     returned = [run for run in runs if run["part"] == "rollback"]
     parts = [summary_lines(totals), table(HEAD, [row(run) for run in watched])]
@@ -22,7 +22,7 @@ def report(runs: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> str:
 
 
 def summary_lines(totals: Mapping[str, Any]) -> str:
-    """What matters most."""
+    """Write the few numbers that matter most."""
     lines = [
         f"recall {_percent(totals['recall'])} of {totals['sabotaged']} sabotaged runs",
         f"right class {_percent(totals['right_class'])} of them",
@@ -39,7 +39,7 @@ def summary_lines(totals: Mapping[str, Any]) -> str:
 
 
 def row(run: Mapping[str, Any]) -> list[str]:
-    """One run that was watched."""
+    """Write the row of a run that was watched."""
     name = f"{run['name']} {run['seed']}"
     if run["status"] == "error":
         return [name, "", "", "", "", "", "", "", f"failed: {run['reason']}"]
@@ -65,7 +65,7 @@ def row(run: Mapping[str, Any]) -> list[str]:
 
 
 def rollback_row(run: Mapping[str, Any]) -> list[str]:
-    """One run that could go back."""
+    """Write the row of a run that could go back."""
     name = f"{run['name']} {run['seed']}"
     if run["status"] == "error":
         return [name, "", "", "", f"failed: {run['reason']}", ""]
@@ -78,7 +78,7 @@ def rollback_row(run: Mapping[str, Any]) -> list[str]:
 
 
 def misses(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Everything that was not as it should be, in words."""
+    """Say in words all that was not as it should be."""
     out = []
     for run in runs:
         name = f"{run['name']} seed {run['seed']}"
@@ -105,7 +105,7 @@ def misses(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """Write a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

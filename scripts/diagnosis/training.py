@@ -28,9 +28,9 @@ from scripts.diagnosis.cases import Case, Job, find
 from scripts.diagnosis.sabotage import Sabotage
 
 PROMPTS, GROUP_SIZE = 16, 8
+# The module's own guards stop a run whose engine and learner disagree at its first rollout. They are off here, since
+# the monitors are to find it.
 NO_GUARDS = GuardConfig(max_engine_gap=None, max_ratio_gap=None, max_truncated=None)
-"""The module's own guards stop a run whose engine and learner disagree at its first rollout. They are off here: the
-monitors are to find it."""
 
 
 class SabotagedData(RolloutDataModule):
@@ -65,14 +65,14 @@ class Trace(pl.Callback):
 
 
 def correct_share(batch: Rollout) -> float:
-    """Share of completions with the right answer, whatever the rewards say."""
+    """Give the share of completions with the right answer, whatever the rewards say."""
     found = [re.search(ANSWER, text) for text in batch.texts]
     answers = [batch.prompts[i // batch.group_size].answer for i in range(len(found))]
     return sum(m is not None and m[1] == a for m, a in zip(found, answers, strict=True)) / max(1, len(found))
 
 
 def build(case: Case, sabotage: Sabotage, base: Path, seed: int, rollouts: int) -> tuple[LitGRPO, SabotagedData]:
-    """Module and data of one run."""
+    """Make module and data of one run."""
     module = LitGRPO(
         policy=PolicyConfig(path=str(base), share_prompts=False),
         objective=ObjectiveConfig(recipe=case.recipe, **case.objective),  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def train(
     callbacks: Sequence[pl.Callback] | None = None,
     keep_rollouts: bool = False,
 ) -> dict[str, Any]:
-    """One run: its trace, what the monitors wrote down, and how it ended. Never raises.
+    """Train one run: its trace, what the monitors wrote down, and how it ended. Never raises.
 
     Args:
         job: which run.
@@ -145,7 +145,7 @@ def train(
 
 
 def health_monitor(part: str) -> HealthMonitor:
-    """All monitors with their defaults. To see what they say of a whole run they only log, unless they may go back."""
+    """Make all monitors with their defaults, which only log unless they may go back, so that a run is seen whole."""
     if part == "rollback":
         return HealthMonitor(actions={"critical": "rollback"})
     return HealthMonitor(actions={"critical": "log"})
