@@ -42,7 +42,7 @@ from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, 
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
-from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, settle
+from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.types import Experience, Rollout
 from lit_grpo.utils import random as rng
@@ -160,8 +160,8 @@ class LitGRPO(pl.LightningModule):
             },
             logger=False,
         )
-        self._settled = self.policy_config
-        """With what is left open decided, once the devices are known."""
+        self.resolved_policy_config = self.policy_config
+        """The policy's configuration with ``attention`` and ``compile`` decided, once the devices are known."""
         self.policy: Policy | None = None
         self.critic: Critic | None = None
         self.reference: Policy | None = None
@@ -268,11 +268,11 @@ class LitGRPO(pl.LightningModule):
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
         mesh = data_mesh(self)
-        self._settled = settle(self.policy_config, *(computes := computing(self, mesh)))
+        self.resolved_policy_config = resolve_backend(self.policy_config, *(computes := computing(self, mesh)))
         self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
         self.policy = self._make(lambda: self._new_policy(config))
         if config is not None and self._policy.value_head is None:
-            model = settle(model_settings(self.policy_config, config), *computes)
+            model = resolve_backend(model_settings(self.policy_config, config), *computes)
             self.critic = self._make(lambda: make_critic(model, config))
         if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
             self.reference = self._initial_policy()
@@ -282,7 +282,7 @@ class LitGRPO(pl.LightningModule):
         return cast(Policy, self._make(lambda: self._new_policy().requires_grad_(False)))
 
     def _new_policy(self, critic: CriticConfig | None = None) -> Policy:
-        model = load_model(self._settled)
+        model = load_model(self.resolved_policy_config)
         head = make_head(model, critic) if critic is not None and critic.trunk == "shared" else None
         return Policy(model, self.policy_config.logits_chunk, head)
 
@@ -299,9 +299,9 @@ class LitGRPO(pl.LightningModule):
         return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in made)
 
     def on_fit_start(self) -> None:
-        self._policy.check(self.layout, replay=self.routing_replay != "none")
+        self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
         if self.critic is not None:
-            self.critic.check(self.layout)
+            self.critic.verify_against_model_forward(self.layout)
         if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
             reference = self._initial_policy()
             self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
@@ -379,7 +379,7 @@ class LitGRPO(pl.LightningModule):
         self.last_logprobs, self.last_entropy = experience.old_logprobs, experience.entropy
         for number, step in enumerate(steps):
             updater.step(batch, step, metrics, first_pass=number == 0)
-        self._policy.free_routers()
+        self._policy.stop_replay()
         run_critic.measure_after(self, self._passes, batch, objective, experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1

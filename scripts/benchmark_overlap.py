@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What sampling beside the learner saves: the same run with max_staleness 0 and 1, in turn, in one process.
+"""Measure what sampling beside the learner saves: the same run with max_staleness 0 and 1, in turn, in one process.
 
     OMP_NUM_THREADS=1 python scripts/benchmark_overlap.py   # CPU, two cores
     python scripts/benchmark_overlap.py --engine vllm_server --server-cuda 1 --accelerator gpu  # two cards
     OMP_NUM_THREADS=1 python scripts/benchmark_overlap.py --engine vllm
 
-With 0 a step is generation + training, with 1 at best the longer of the two: the goal is at most 1.15 times that. A
-model with random weights, and completions that all have the same length, so that both runs do the same work.
+With 0 a step is generation + training, with 1 at best the longer of the two: the goal is at most 1.15 times that. The
+model has random weights and all completions the same length, so that both runs do the same work.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def one_run(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Seconds of each step after the third."""
+    """Measure the seconds of each step after the third."""
     import lightning.pytorch as pl
 
     import lit_grpo.datamodule

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokens per second of a rollout engine beside its bare library on the same requests, in one run.
+"""Measure tokens per second of a rollout engine beside its bare library, on the same requests, in one run.
 
     python scripts/benchmark_rollout.py --model models/SmolLM2-135M-Instruct
     python scripts/benchmark_rollout.py --shape qwen2-1.5b --dtype bfloat16 --prompts 64 --max-new-tokens 128
@@ -144,7 +144,7 @@ def vllm_contestants(path: Any, args: argparse.Namespace) -> tuple[dict[str, Con
 
 
 def make_contestants(engine: Any, requests: list[Request], sampling: Sampling) -> dict[str, Contestant]:
-    """Each runs all requests and returns the number of tokens made."""
+    """Give the contestants by name; each runs all requests and returns the number of tokens made."""
     from vllm import SamplingParams
 
     from lit_grpo.engines.vllm.engine import _sampling_params

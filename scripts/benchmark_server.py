@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What our client of a vLLM server costs, beside the least that a client can do, on the same server and requests.
+"""Measure what our client of a vLLM server costs beside the least that a client can do, on the same server.
 
     python scripts/benchmark_server.py --shape tiny
     python scripts/benchmark_server.py --model models/SmolLM2-135M-Instruct --prompts 16 --max-new-tokens 64
@@ -92,14 +92,14 @@ def main() -> int:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Seconds, CPU seconds of this process, result."""
+    """Give seconds, CPU seconds of this process, and the result of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = run()
     return time.perf_counter() - wall, time.process_time() - cpu, result
 
 
 async def bare(engine: Any, bodies: list[Any], connections: int) -> int:
-    """Tokens sampled."""
+    """Post the bodies, parse the answers, and count the tokens sampled."""
     import aiohttp
 
     async with aiohttp.ClientSession(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What one training step costs and where its time goes: ours, ours with each saving switched off, and TRL's.
+r"""Measure what one training step costs and where its time goes: ours, ours without each saving, and TRL's.
 
     python scripts/benchmark_step.py                                    # SmolLM2-135M, GSM8K, float32, CPU
     python scripts/benchmark_step.py --peer trl                         # beside TRL's GRPOTrainer, A-B-A-B
-    python scripts/benchmark_step.py --shape qwen2-1.5b --dtype bfloat16 --engine vllm --prompts 64 \\
+    python scripts/benchmark_step.py --shape qwen2-1.5b --dtype bfloat16 --engine vllm --prompts 64 \
         --max-new-tokens 256 --micro-batch 32 --savings --peer trl      # on a GPU, random weights
 
 Every contestant is a process of its own with the same model, prompts, group size, lengths, dtype, engine and threads,
@@ -50,9 +50,9 @@ SAVINGS: dict[str, dict[str, Any]] = {
     "whole logits": {"policy": {"logits_chunk": 2**40}},
     "no shared cache": {"share_decoding_cache": False},
 }
-"""Settings that switch a saving off."""
+"""Saving -> the settings that switch it off."""
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bfloat16, as the maker states it, by a part of the card's name."""
+"""Part of a card's name -> dense bfloat16 TFLOPS, as the maker states them."""
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def keep(args: argparse.Namespace, rows: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:
-    """What has been measured so far, also of a benchmark that does not come to its end."""
+    """Print what has been measured so far, also of a benchmark that does not come to its end."""
     if args.json:
         Path(args.json).write_text(json.dumps([{"name": n, "steps": s} for n, s in rows], indent=1))
 
@@ -160,7 +160,7 @@ def read_rows(args: argparse.Namespace, count: int) -> list[dict[str, Any]]:
 
 
 def given_samples(model: Path, texts: list[str], args: argparse.Namespace) -> list[list[list[int]]]:
-    """Completions for the first step: other questions' texts, of unequal lengths."""
+    """Make completions for the first step: other questions' texts, of unequal lengths."""
     from transformers import AutoTokenizer
 
     encoded = AutoTokenizer.from_pretrained(model)(texts, add_special_tokens=False)["input_ids"]
@@ -176,7 +176,7 @@ def given_samples(model: Path, texts: list[str], args: argparse.Namespace) -> li
 
 
 def random_model(shape: str, tokenizer: Path, folder: Path) -> Path:
-    """A Qwen2-shaped model with random weights and a tokenizer that has a text for every id."""
+    """Write a Qwen2-shaped model with random weights and a tokenizer that has a text for every id."""
     from benchmark_rollout import SHAPES, write_shape
 
     folder.mkdir()
@@ -197,7 +197,7 @@ def random_model(shape: str, tokenizer: Path, folder: Path) -> Path:
 
 
 class Contestant:
-    """A process that takes steps when told to. It starts while others do; the first question waits for it."""
+    """A process that takes steps when told to; it starts while others do, and the first question waits for it."""
 
     def __init__(self, python: str, script: str, work: Work, folder: Path, title: str) -> None:
         self.title = title
@@ -217,7 +217,7 @@ class Contestant:
 
     @functools.cached_property
     def first(self) -> dict[str, Any]:
-        """The step on the given samples."""
+        """Take the step on the given samples."""
         return self._read()
 
     def steps(self, count: int) -> list[dict[str, Any]]:
@@ -274,7 +274,7 @@ def ours(args: argparse.Namespace, work: Work, folder: Path, title: str, setting
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``, inner dictionaries too."""
+    """Lay ``above`` over ``below``, inner dictionaries too."""
     both = below.keys() & above.keys()
     inner = {k: below[k] | above[k] for k in both if isinstance(below[k], dict) and isinstance(above[k], dict)}
     return below | above | inner
@@ -291,7 +291,7 @@ def alone(
 
 
 def beside_peer(args: argparse.Namespace, work: Work, folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Ours and the peer in turn."""
+    """Let ours and the peer take steps in turn."""
     python = args.peer_python or peer_environment()
     theirs = replaced(work, args.peer_args)
     theirs.micro_batch = args.peer_micro_batch or work.micro_batch
@@ -352,7 +352,7 @@ def replaced(work: Work, settings: dict[str, Any]) -> Work:
 
 
 def peer_environment() -> str:
-    """Python of .venv-trl, made if it is not there: minutes, once."""
+    """Give the Python of .venv-trl, which is made first if it is not there: that takes minutes, once."""
     import torch
 
     python = ROOT / ".venv-trl" / "bin" / "python"
@@ -408,7 +408,7 @@ def card_peak(name: str) -> float | None:
 
 
 def learner_flops(work: Work, step: dict[str, Any], *, shared: bool) -> float:
-    """Of matrix products with weights in forward and backward: 6 a weight and token.
+    """Count the operations of products with weights in forward and backward: 6 a weight and token.
 
     Padding and attention are left out, prompts count as often as they go through the model; the output head sees
     completion tokens alone.

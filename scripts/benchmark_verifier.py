@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Completions judged per second by the math verifier.
+"""Measure how many completions the math verifier grades per second.
 
     python scripts/benchmark_verifier.py [--data questions.jsonl.gz] [--count 1024] [--workers 2]
 
-Makes one completion for each gold answer of the file (right, wrong, in other forms, without an answer), judges them
+Makes one completion for each gold answer of the file (right, wrong, in other forms, without an answer), grades them
 twice (the first time includes starting the workers), and prints one JSON line for each.
 """
 

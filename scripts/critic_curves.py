@@ -40,7 +40,7 @@ KEYS = (
     "value/explained_variance_after",
 )
 LAST = 10
-"""Rollouts that a final value is the mean of."""
+"""Number of last rollouts that a final value is the mean of."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def settings(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run: the quickstart's, with the recipe's laid over it."""
+    """Give the configuration of a run: the quickstart's, with the recipe's laid over it."""
     recipe, _, trunk = name.partition("/")
     config = side_by_side.load(ROOT / "configs/quickstart.yaml", ROOT / f"configs/quickstart/{recipe}.yaml")
     return side_by_side.merge(config, {"model": {"critic": {"trunk": trunk}}, "data": changes})
@@ -90,14 +90,14 @@ def by_job(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str,
 
 
 def run(name: str, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
-    """One run, in a worker process: the curve of each key, None where a rollout has no such value."""
+    """Train one run in a worker process: the curve of each key, None where a rollout has no such value."""
     config = settings(name, changes)
     named = {"name": name, "seed": seed, "settings": config}
     return named | side_by_side.attempt(lambda: side_by_side.fit(config, seed, KEYS)[2])
 
 
 def line(record: dict[str, Any]) -> str:
-    """For the screen."""
+    """Give the line that is shown when a run ends."""
     what = f"{final(record, 'reward'):.3f}" if record["status"] == "done" else record["reason"]
     return f"{record['name']} seed {record['seed']}: {what}, {record['seconds']:.0f} s"
 
@@ -110,7 +110,7 @@ def known(values: Sequence[float | None]) -> list[float]:
 
 
 def around(record: dict[str, Any], key: str, place: int) -> float:
-    """Mean of the ``LAST`` rollouts that end with the ``place``-th; NaN where none has the key."""
+    """Give the mean of the ``LAST`` rollouts that end with the ``place``-th; NaN where none has the key."""
     values = known(record["curves"][key][max(0, place - LAST) : place])
     return statistics.fmean(values) if values else math.nan
 
@@ -120,7 +120,7 @@ def final(record: dict[str, Any], key: str) -> float:
 
 
 def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
-    """Markdown: at five places of the run, means over seeds of the mean of ten rollouts."""
+    """Write Markdown: at five places of the run, means over seeds of the mean of ten rollouts."""
     columns = {
         "reward": "reward",
         "entropy": "entropy",
@@ -146,7 +146,7 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
 
 
 def draw(found: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
-    """One column a run: reward; explained variance before the update; values of correct and incorrect answers.
+    """Draw one column a run: reward; explained variance before the update; values of correct and incorrect answers.
 
     Thick: mean of the last ``LAST`` rollouts, a line style for each seed. Thin: each rollout.
     """

@@ -35,7 +35,7 @@ from scripts import side_by_side  # noqa: E402
 
 BASE, RECIPES = ROOT / "configs/quickstart.yaml", ROOT / "configs/recipes"
 LAST = 10
-"""Rollouts that a final value is the mean of."""
+"""Number of last rollouts that a final value is the mean of."""
 DEFINITIONS = f"""\
 final: mean reward of all completions sampled in the last {LAST} rollouts (those that dynamic sampling dropped too).
 best: highest mean of any {LAST} rollouts in a row. greedy: exact matches of all problems at temperature 0, at the end.
@@ -88,7 +88,7 @@ def by_job(records: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any
 
 
 def line(record: dict[str, Any]) -> str:
-    """For the screen."""
+    """Give the line that is shown when a run ends."""
     what = f"final {record['final']:.3f}" if "final" in record else record["reason"]
     return f"{record['recipe']} seed {record['seed']}: {record['status']}, {what}, {record['seconds']:.0f} s"
 
@@ -103,7 +103,7 @@ def run(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Curves and final values of one run."""
+    """Give curves and final values of one run."""
     import lightning.pytorch as pl
 
     curves = ("reward", "sampling/reward", "entropy", "length", "grad_norm")
@@ -122,7 +122,7 @@ def train(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The quickstart's configuration with the recipe's file on top, evaluated on the training problems."""
+    """Give the quickstart's configuration with the recipe's file on top, evaluated on the training problems."""
     config = side_by_side.load(BASE, RECIPES / f"{recipe}.yaml")
     if settings["entropy_coef"] != "own":
         config["model"]["objective"]["entropy_coef"] = float(settings["entropy_coef"])
@@ -132,7 +132,7 @@ def config_of(recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def collapsed(values: dict[str, Any]) -> bool:
-    """See ``DEFINITIONS``."""
+    """Compute the columns that ``DEFINITIONS`` describes."""
     fell = values["best"] > 0.1 and values["final"] < 0.5 * values["best"]
     stuck = values["entropy"] < 0.01 and values["final"] < 0.5
     return fell or stuck or "not finite" in values.get("reason", "")
@@ -146,7 +146,7 @@ def _mean(values: list[float]) -> float:
 
 
 def table(done: dict[tuple[str, int], dict[str, Any]], settings: dict[str, Any]) -> str:
-    """Markdown, best recipe first."""
+    """Write the table in Markdown, best recipe first."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "lightning"))
     rows = []
     for recipe in dict.fromkeys(recipe for recipe, _ in done):

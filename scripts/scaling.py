@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How the learner's step time grows with group size, lengths, vocabulary and ranks; shared prompts on and off.
+"""Measure how the learner's step time grows with group size, lengths, vocabulary and ranks.
 
     python scripts/scaling.py                     # some minutes; writes docs/scaling.png and prints the tables
     python scripts/scaling.py --quick --out /tmp/scaling.png
 
-One optimizer step of LitGRPO on ready rollouts of random ids, nothing is sampled: a small Qwen2-shaped model with
-random weights, float32, one thread. CPU seconds of a step, median; of the slowest rank where there are several.
-Exponents are the slope of a straight line through the logarithms of all points.
+Prompts are shared or not. One optimizer step of LitGRPO on ready rollouts of random ids, nothing is sampled: a small
+Qwen2-shaped model with random weights, float32, one thread. CPU seconds of a step, median; of the slowest rank where
+there are several. Exponents are the slope of a straight line through the logarithms of all points.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESULT = "@seconds "
 
 @dataclass(frozen=True)
 class Point:
-    """What one step is taken on."""
+    """The size of the step that is measured."""
 
     group_size: int = 8
     prompt: int = 128
@@ -44,7 +44,7 @@ class Point:
     ranks: int = 1
     share: bool = True
     prompts: int = 2
-    """Over all ranks."""
+    """Prompts of a step, over all ranks."""
     width: int = 192
     layers: int = 3
     steps: int = 3
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def run(point: Point) -> float:
-    """CPU seconds of a step; several ranks are processes of their own."""
+    """Measure the CPU seconds of a step; several ranks are processes of their own."""
     if point.ranks == 1:
         return statistics.median(measure(point))
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={point.ranks}", "--standalone"]
@@ -107,7 +107,7 @@ def run(point: Point) -> float:
 
 
 def measure(point: Point) -> list[float]:
-    """CPU seconds of each measured step of this process."""
+    """Measure the CPU seconds of each step of this process."""
     import lightning.pytorch as pl
     import torch
 
@@ -216,7 +216,7 @@ def quiet() -> None:
 
 
 def exponent(points: list[tuple[int, float]]) -> float:
-    """Slope of the least-squares line through the logarithms."""
+    """Fit the slope of the least-squares line through the logarithms."""
     x = [math.log(value) for value, _ in points]
     y = [math.log(seconds) for _, seconds in points]
     return statistics.linear_regression(x, y).slope

@@ -1,4 +1,4 @@
-"""Many short runs side by side, one thread each; each is written down when it ends, and is then not run again.
+"""Many short runs side by side, one thread each: a run is written down when it ends, and then not run again.
 
 Shared by the scripts that compare recipes, critics and sabotages. Nothing heavy is imported until a run begins.
 """
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The runs written to a file that did not fail; a line cut by a crash is left out."""
+    """Read the runs of a file that did not fail; a line cut by a crash is left out."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
@@ -96,13 +96,13 @@ def _begin_worker(parent: int) -> None:
 
 
 def quiet() -> None:
-    """Many runs at once: only results are shown."""
+    """Silence what the runs print: with many at once only results are shown."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
 def attempt(run: Callable[[], Record]) -> Record:
-    """The record of ``run``, or of its failure: one run that fails must not end the others. Adds CPU seconds."""
+    """Give the record of ``run`` or of its failure, with CPU seconds: one run that fails must not end the others."""
     started = time.process_time()  # of its one thread: does not depend on what else the machine does
     try:
         record = run()
@@ -122,11 +122,11 @@ PLAIN: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
-"""Of a Trainer that writes nothing."""
+"""Arguments of a Trainer that writes nothing."""
 
 
 def load(*files: Path) -> Record:
-    """Configuration files, later ones laid over earlier ones."""
+    """Read configuration files, later ones laid over earlier ones."""
     import yaml
 
     config: Record = {}
@@ -136,7 +136,7 @@ def load(*files: Path) -> Record:
 
 
 def merge(below: Record, above: Record) -> Record:
-    """``above`` laid over ``below``."""
+    """Lay ``above`` over ``below``."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -145,7 +145,7 @@ def merge(below: Record, above: Record) -> Record:
 
 
 def build(config: Record) -> tuple[Any, Any]:
-    """Module and data of a configuration of the quickstart task, as ``lit-grpo fit`` would make them."""
+    """Make module and data of a configuration of the quickstart task, as ``lit-grpo fit`` would."""
     from lit_grpo import LitGRPO, RolloutDataModule
     from lit_grpo.data import AdditionPrompts
     from lit_grpo.engines import EngineConfig

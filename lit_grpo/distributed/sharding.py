@@ -96,7 +96,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> None:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     # The root's own weights (embedding, last norm, head) are needed again at once when the backward pass begins.
     fully_shard(model, reshard_after_forward=False, **options)
-    for method in ("check", "values"):  # they call parts of the model that need the root's weights
+    for method in (
+        "verify_against_model_forward",
+        "values",
+    ):  # they call parts of the model that need the root's weights
         if hasattr(model, method):
             register_fsdp_forward_method(model, method)
     cast(Any, model).sharded_dtype = dtype

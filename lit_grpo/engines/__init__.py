@@ -68,7 +68,7 @@ def make_engine(
         own = beside_learner or policy.sharded
         model = policy.without_adapters() if own else policy.model
         engine = TransformersEngine(model, end_token_ids, config.batch_size, own_weights=own)
-        engine.routers = policy.listen(engine.model) if experts else None
+        engine.routers = policy.record_router_outputs(engine.model) if experts else None
         return engine
     if config.name == "vllm_server":
         from lit_grpo.engines.vllm_server.engine import make_vllm_server

@@ -156,7 +156,7 @@ class Passes:
                 "detached" if "entropy" in needed else "none",
                 squares="sum_squared_probs" in needed,
                 experts="active" if "router_logscores_old" in needed else None,
-                routing="seen" if self.replay else self._told(inputs, rows),
+                routing="recorded" if self.replay else self._told(inputs, rows),
                 values="head" if "values" in needed and self.critic is None else "none",
             )
             if self.replay and self.routing is not None and rows is not None:

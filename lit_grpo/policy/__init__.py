@@ -1,4 +1,4 @@
-"""The model that is trained: loading, log-probabilities and entropies, weights by name."""
+"""The model that is trained: how it is loaded, what it says of each token, and what steps its weights."""
 
 from lit_grpo.policy.config import (
     CriticConfig,

@@ -16,8 +16,8 @@ class TinyModel:
         width: hidden size.
         heads: attention heads; divides ``width``.
         max_position: longest prompt plus completion, in characters.
-        seed: of the initial weights.
-        experts: experts of each layer: above 0 the model is a mixture of experts, Qwen3-MoE-shaped.
+        seed: seed of the initial weights.
+        experts: experts of each layer; above 0 the model is a mixture of experts, Qwen3-MoE-shaped.
         experts_per_token: experts that each token goes through.
     """
 
@@ -33,16 +33,16 @@ class TinyModel:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters: they alone are trained, the model's own weights stay. Needs the extra ``lora``.
+    """Low-rank adapters, which alone are trained while the model's own weights stay. Needs the extra ``lora``.
 
     A learning rate about ten times that of full training is usual.
 
     Attributes:
-        rank: of each adapter.
+        rank: rank of each adapter.
         alpha: adapters are scaled by ``alpha / rank``.
         dropout: 0; kept out, since the learner would compute other probabilities than the engine sampled from.
-        target_modules: which layers get one: ``all-linear`` (all but the output head), or ends of layer names.
-        seed: of the adapters' initial values.
+        target_modules: layers that get an adapter: ``all-linear`` (all but the output head), or ends of layer names.
+        seed: seed of the adapters' initial values.
     """
 
     rank: int = 32
@@ -54,12 +54,13 @@ class LoraConfig:
 
 @dataclass
 class QuantizationConfig:
-    """The base weights under low-rank adapters in 4 bits (QLoRA, 2305.14314). Needs ``lora`` and the extra
-    ``quantized``. Layers compute in ``policy.dtype``.
+    """Base weights of 4 bits under low-rank adapters (QLoRA, 2305.14314). Needs ``lora`` and the extra ``quantized``.
+
+    Layers compute in ``policy.dtype``.
 
     Attributes:
-        type: ``nf4``, quantiles of a normal distribution, or ``fp4``.
-        double: quantize the scales of the blocks too: 4.13 bits a weight instead of 4.5.
+        type: format of the 4 bits: ``nf4``, quantiles of a normal distribution, or ``fp4``.
+        double: whether to quantize the scales of the blocks too: 4.13 bits a weight instead of 4.5.
     """
 
     type: Literal["nf4", "fp4"] = "nf4"
@@ -68,25 +69,27 @@ class QuantizationConfig:
 
 @dataclass
 class PolicyConfig:
-    """The model that is trained. Give ``path`` or ``tiny``.
+    """The model that is trained, from ``path`` or ``tiny``.
 
     Attributes:
         path: folder of a Hugging Face model, or its name on the hub.
-        tiny: make a tiny model instead.
+        tiny: a tiny model to be made instead.
         dtype: number format of weights and computation.
         attention: ``sdpa`` works everywhere; ``varlen``, torch's variable-length flash attention, on packed rows (CUDA,
             computing in bfloat16); ``auto``: ``varlen`` where it works, else ``sdpa``; ``flash_attention_2`` needs the
             package of that name, and no shared prompts; ``eager`` is slow.
-        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-        share_prompts: train each prompt once for all of its completions: the same numbers with fewer tokens.
-        pack: put the completions of a micro-batch one behind the other in one row: the same numbers without padding.
+        gradient_checkpointing: whether activations are recomputed in the backward pass: less memory, about a third more
+            time.
+        share_prompts: whether a prompt is computed once for all of its completions: the same numbers with fewer tokens.
+        pack: whether the completions of a micro-batch stand one behind the other in one row: the same numbers without
+            padding.
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB in float32, compiled 512 MiB in bfloat16.
-        compile: ``torch.compile`` the transformer blocks and what is done with the logits: the same numbers up to
-            rounding, fewer and larger kernels. The first rollout waits for the compiler (half a minute). None: with
-            ``varlen`` attention, models of ``path`` without experts and without ``quantization``.
-        lora: train low-rank adapters instead of the weights; a separate critic then has some of its own.
-        quantization: hold the weights under the adapters in 4 bits.
+        compile: whether ``torch.compile`` compiles the transformer blocks and what is done with the logits: the same
+            numbers up to rounding, fewer and larger kernels. The first rollout waits for the compiler (half a minute).
+            None: with ``varlen`` attention, models of ``path`` without experts and without ``quantization``.
+        lora: low-rank adapters to train instead of the weights; a separate critic then has some of its own.
+        quantization: 4-bit format of the weights under the adapters.
         model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
     """
 
@@ -112,18 +115,19 @@ class OptimizerConfig:
         type: import path of a ``torch.optim.Optimizer``: ``torch.optim.AdamW``, ``bitsandbytes.optim.AdamW8bit`` (8-bit
             states, a quarter of the memory; CUDA, extra ``quantized``), ``torchao.optim.AdamW8bit`` (likewise, and in
             shards; with ``args: {bf16_stochastic_round: true}`` for weights in bfloat16), one of your own.
-        args: its further arguments.
+        args: further arguments of the optimizer.
         lr: peak learning rate.
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        schedule: after the warm-up: stay, or fall to ``final_lr_ratio * lr`` over the run's optimizer steps.
+        schedule: what follows the warm-up: the rate stays, or falls to ``final_lr_ratio * lr`` over the run's optimizer
+            steps.
         total_steps: optimizer steps at which ``linear`` and ``cosine`` end; None: those of the run.
         warmup_steps: optimizer steps over which the rate rises linearly from 0.
-        final_lr_ratio: where ``linear`` and ``cosine`` end.
+        final_lr_ratio: share of ``lr`` at which ``linear`` and ``cosine`` end.
         scheduler: import path of a ``torch.optim.lr_scheduler.LRScheduler``, stepped after every optimizer step, in the
             place of ``schedule`` and ``warmup_steps``; None: those.
-        scheduler_args: its arguments besides the optimizer.
+        scheduler_args: arguments of the scheduler besides the optimizer.
     """
 
     type: str = "torch.optim.AdamW"
@@ -142,7 +146,7 @@ class OptimizerConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The reference of a KL term: the policy before training. Made only if the objective asks for it.
+    """The reference of a KL term: the policy before training, made only if the objective asks for it.
 
     Attributes:
         refresh_every: rollouts after which the reference becomes the policy of that moment; its weights are then part
@@ -157,21 +161,22 @@ class CriticConfig:
     """The value function of methods with one: a linear head on a model of its own, or on the policy's trunk.
 
     Attributes:
-        trunk: ``separate``: a base model of its own, which learns from the value loss alone. ``shared``: the policy's;
-            one forward pass then gives log-probabilities and values, and the critic is the head alone.
+        trunk: the model below the head. ``separate``: a base model of its own, which learns from the value loss alone.
+            ``shared``: the policy's; one forward pass then gives log-probabilities and values, and the critic is the
+            head alone.
         path: folder or hub name of the model that a separate critic begins as; None: a copy of the policy's. Its
             tokens must be the policy's. Number format, attention, checkpointing and adapters are set by ``policy``.
-        tiny: make a tiny model instead.
-        detach: of a shared trunk: it learns nothing from the value loss. Otherwise it does, in the measure of
+        tiny: a tiny model to be made instead.
+        detach: whether a shared trunk learns nothing from the value loss. Otherwise it does, in the measure of
             ``objective.value_coef``.
-        optimizer: of the critic (of a shared trunk: of the head alone); None: as the policy's.
+        optimizer: optimizer of the critic, with a shared trunk of the head alone; None: as the policy's.
         max_grad_norm: the norm of the gradient of what this optimizer holds is clipped to this; None: no clipping.
-        bounded: values are ``value_low + (value_high - value_low) * sigmoid(head)``, so that no value leaves the range
-            of the reward; otherwise the head itself.
+        bounded: whether values are ``value_low + (value_high - value_low) * sigmoid(head)``, so that none leaves the
+            range of the reward, instead of the head itself.
         value_low: smallest total reward.
         value_high: largest total reward.
-        warmup_rollouts: first rollouts that train the critic alone, on Monte Carlo returns (VAPO, 2504.05118, trains
-            about 50 steps so); the policy stays untouched meanwhile, a shared trunk too.
+        warmup_rollouts: number of rollouts at the start that train the critic alone, on Monte Carlo returns (VAPO,
+            2504.05118, trains about 50 steps so); policy and shared trunk stay untouched meanwhile.
         measure_every: rollouts from one measurement of the critic after its update to the next (``value/*_after``);
             each costs a forward pass. 0: never.
     """

@@ -22,13 +22,13 @@ KEY = "model.critic"
 
 
 class ValueHead(nn.Linear):
-    """A linear value of a hidden state, squashed into a range if ``bounded``.
+    """A linear layer from a hidden state to its value, squashed into a range if ``bounded``.
 
     Its weights are zero at the start: every value begins at 0, or in the middle of the range.
 
     Args:
         width: D, size of a hidden state.
-        config: see :class:`CriticConfig`.
+        config: whether values are bounded, and by what.
     """
 
     def __init__(self, width: int, config: CriticConfig) -> None:
@@ -40,7 +40,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[M, D] -> [M] float32."""
+        """Give the values of hidden states: [M, D] -> [M] float32."""
         values = super().forward(hidden.to(self.weight.dtype)).float()[:, 0]
         if self.config.bounded:
             low, high = self.config.value_low, self.config.value_high
@@ -49,11 +49,11 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """A base model from transformers with a value head, apart from the policy.
+    """A base model of transformers with a value head, apart from the policy.
 
     Args:
         base: trunk, without output layer.
-        config: see :class:`CriticConfig`.
+        config: settings of the value head.
     """
 
     base: Any
@@ -67,7 +67,7 @@ class Critic(nn.Module):
         keep_base_out_of_checkpoints(self)
 
     def forward(self, batch: PolicyInput) -> Tensor:
-        """Value of the state before each completion token, [n, T] float32, 0 where there is no token.
+        """Give the value of the state before each completion token, [n, T] float32, 0 where there is no token.
 
         The layout of the batch is that of the policy, shared prompts included: what predicts a token also values the
         state before it.
@@ -76,8 +76,8 @@ class Critic(nn.Module):
         return batch.scatter(self.head(states.flatten(0, 1)[batch.source]))
 
     @torch.no_grad()
-    def check(self, layout: Layout) -> None:
-        """Hold the trunk's states in the policy's layout to those of one completion alone, on a few tokens.
+    def verify_against_model_forward(self, layout: Layout) -> None:
+        """Compare the trunk's states of a few tokens, in the policy's layout, with those of one completion alone.
 
         Raises:
             UserError: the model does not keep to a given attention mask (linear attention, sliding windows).
@@ -85,18 +85,18 @@ class Critic(nn.Module):
         count = int(self.base.config.get_text_config().vocab_size)
         prompt, completions = (1 % count, 2 % count), [(3 % count, 0), (5 % count, 3 % count)]
         with eagerly() if is_compiled(self.base) else nullcontext():
-            self._check(layout, prompt, completions)
+            self._verify(layout, prompt, completions)
 
-    def _check(self, layout: Layout, prompt: tuple[int, ...], completions: Sequence[tuple[int, ...]]) -> None:
+    def _verify(self, layout: Layout, prompt: tuple[int, ...], completions: Sequence[tuple[int, ...]]) -> None:
         device = next(self.base.parameters()).device
         rows = layout.build([prompt] * 2, completions, width=2, device=device)
-        found = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
+        states = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
         for row, completion in enumerate(completions):
             ids = torch.tensor([[*prompt, *completion]], device=device)
             alone = self.base(input_ids=ids, use_cache=False).last_hidden_state[0].float()
-            for place in torch.where(rows.row == row)[0].tolist():
-                expected = alone[len(prompt) - 1 + int(rows.column[place])]
-                gap = float((found[place] - expected).norm() / expected.norm().clamp_min(1e-6))
+            for index in torch.where(rows.row == row)[0].tolist():
+                expected = alone[len(prompt) - 1 + int(rows.column[index])]
+                gap = float((states[index] - expected).norm() / expected.norm().clamp_min(1e-6))
                 if not gap < (0.1 if self.base.dtype == torch.bfloat16 else 1e-3):
                     raise UserError(
                         f"the critic's model {type(self.base).__name__} cannot be trained like this: states computed "
@@ -107,17 +107,17 @@ class Critic(nn.Module):
 
 
 def make_head(model: Any, config: CriticConfig) -> ValueHead:
-    """A value head for the hidden states of a model."""
+    """Make a value head for the hidden states of a model."""
     return ValueHead(int(model.config.get_text_config().hidden_size), config)
 
 
 def make_critic(model: PolicyConfig, config: CriticConfig) -> Critic:
-    """A critic whose trunk is the base model that ``model`` describes, see :func:`model_settings`."""
+    """Make a critic whose trunk is the base model that ``model`` describes, see :func:`model_settings`."""
     return Critic(load_model(model).base_model, config)
 
 
 def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
-    """What a separate critic's trunk is made from: the policy's settings with its own model."""
+    """Give the settings that a separate critic's trunk is made from: the policy's, with its own model."""
     if config.path is None and config.tiny is None:
         return policy
     quantization = None if config.tiny is not None else policy.quantization
@@ -125,17 +125,18 @@ def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
 
 
 def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
-    """Contradictions in the settings, if there are any; reads no weights and no tokenizer.
+    """Check the settings for contradictions; reads no weights and no tokenizer.
 
     Raises:
-        UserError: with the key and what to do.
+        UserError: two of them contradict each other.
     """
     if config is None:
         return
     shared = config.trunk == "shared"
-    own = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
-    if shared and own:
-        _refuse(own, "a critic on the policy's trunk has no model of its own", f"remove {own}, or set trunk: separate")
+    model_key = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
+    if shared and model_key:
+        remedy = f"remove {model_key}, or set trunk: separate"
+        _refuse(model_key, "a critic on the policy's trunk has no model of its own", remedy)
     if config.detach and not shared:
         _refuse("detach", "a separate critic shares no trunk with the policy", "set trunk: shared, or detach: false")
     if config.path is not None and config.tiny is not None:
@@ -153,7 +154,7 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
             _refuse(key, f"{key} is {getattr(config, key)}, must be at least 0")
     if config.max_grad_norm is not None and config.max_grad_norm <= 0:
         _refuse("max_grad_norm", f"max_grad_norm is {config.max_grad_norm:g}, must be above 0", "null: no clipping")
-    if own:
+    if model_key:
         try:
             check_policy(model_settings(policy, config))
         except UserError as error:
@@ -162,10 +163,10 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
 
 
 def check_vocabulary(policy: PolicyConfig, config: CriticConfig) -> None:
-    """A critic of its own must read the policy's tokens; reads tokenizers, no weights.
+    """Check that a critic with a model of its own reads the policy's tokens; reads tokenizers, no weights.
 
     Raises:
-        UserError: a token with another id.
+        UserError: a token has another id for the critic, or its tokenizer cannot be loaded.
     """
     if config.path is None and config.tiny is None:
         return
@@ -178,15 +179,16 @@ def check_vocabulary(policy: PolicyConfig, config: CriticConfig) -> None:
             where=f"{KEY}.{key}",
             remedy="put the tokenizer's files beside the critic's weights",
         ) from error
-    mine = load_tokenizer(policy).get_vocab()
-    tokens = sorted(mine, key=lambda token: mine[token])  # tokenizers give them in no order
-    wrong = next((token for token in tokens if other.get(token) != mine[token]), None)
+    ids = load_tokenizer(policy).get_vocab()
+    # Tokenizers give their tokens in no order; the message names the first that differs.
+    tokens = sorted(ids, key=lambda token: ids[token])
+    wrong = next((token for token in tokens if other.get(token) != ids[token]), None)
     if wrong is not None:
-        found = "is unknown" if wrong not in other else f"has id {other[wrong]}"
+        difference = "is unknown" if wrong not in other else f"has id {other[wrong]}"
         _refuse(
             key,
-            f"{name} does not read the policy's tokens: {wrong!r} has id {mine[wrong]} for the policy and {found} for "
-            "the critic",
+            f"{name} does not read the policy's tokens: {wrong!r} has id {ids[wrong]} for the policy and {difference} "
+            "for the critic",
             "use a critic with the policy's tokenizer, or leave path and tiny out: a copy of the policy's model",
         )
 

@@ -1,4 +1,4 @@
-"""What both contestants share: the work, the clock and the talk with the benchmark. Needs torch alone.
+"""The work, the clock and the talk with the benchmark, which both contestants share. Needs torch alone.
 
 A contestant is a process of its own. It reads a :class:`Work` from the file named on its command line, takes one step
 on samples that are given to it (which also warms it up), and then as many measured steps as it is told to by a line on
@@ -19,39 +19,39 @@ from pathlib import Path
 from typing import Any
 
 MARK = "@step "
-"""Begins a line that is meant for the benchmark; everything else is the library's own talk."""
+"""First characters of a line that is meant for the benchmark; other lines are the library's own talk."""
 PHASES = ("generate", "reward", "sync", "other passes", "forward", "backward", "optimizer")
 
 
 @dataclass
 class Work:
-    """What is done, by whomever."""
+    """The steps that are to be taken, the same for every contestant."""
 
     model: str
-    """Folder."""
+    """Folder of the model."""
     questions: list[str]
-    """Of the prompts of every step; the model's chat template is put around each."""
+    """Questions of every step; the model's chat template is put around each."""
     answers: list[str]
     group_size: int
     max_new_tokens: int
     exact_length: bool
-    """Every completion has ``max_new_tokens`` tokens; else it ends where the model ends it."""
+    """Whether every completion has ``max_new_tokens`` tokens; else it ends where the model ends it."""
     rewards: str
-    """``half``: 1 for half of each group, chosen by its ids; ``answer``: 1 where the last number is the answer."""
+    """``half``: reward 1 for half of each group, chosen by its ids; ``answer``: where the last number is the answer."""
     dtype: str
     engine: str
     micro_batch: int
-    """Completions at once, where the contestant counts completions."""
+    """Completions of a micro-batch, where the contestant counts completions."""
     threads: int
     lr: float
     replay: list[list[list[int]]]
-    """Completions of each prompt for the first step: ids."""
+    """Ids of the completions of each prompt for the first step."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the contestant alone."""
+    """Settings of this contestant alone."""
     seed: int = 0
     devices: int = 1
     learner_only: bool = False
-    """Every step is on the given completions."""
+    """Whether every step is on the given completions."""
 
     @classmethod
     def read(cls, path: str) -> Work:
@@ -61,7 +61,7 @@ class Work:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def reward(self, question: str, group: Sequence[Sequence[int]], texts: Sequence[str]) -> list[float]:
-        """Of each completion of a group."""
+        """Compute the reward of each completion of a group."""
         if self.rewards == "half":
             order = sorted(range(len(group)), key=lambda i: (sum(group[i]) * 7919 % 10007, i))
             return [float(order.index(i) < len(order) // 2) for i in range(len(group))]
@@ -71,7 +71,7 @@ class Work:
 
 
 Mark = tuple[Any, float]
-"""A point in time: of the wall clock (on CUDA an event in the stream of work), and of the CPU's."""
+"""A point in time of the wall clock (on CUDA an event in the stream of work) and of the CPU's clock."""
 
 
 class Clock:
@@ -97,7 +97,7 @@ class Clock:
         self.started = now()
 
     def read(self) -> dict[str, Any]:
-        """The step so far, all GPU work included."""
+        """Give the times of the step so far, all GPU work included."""
         wall, cpu = (b - a for a, b in zip(self.started, now(), strict=True))
         phases: dict[str, list[float]] = {}
         spent = [(name, passed(a[0], b[0]), b[1] - a[1]) for name, a, b in self.spans]
@@ -108,7 +108,7 @@ class Clock:
         return {"wall": wall, "cpu": cpu, "phases": phases, "peak_gib": peak_gib(), "engine_gib": self.engine_gib}
 
     def makes_engine(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """``inner``, and what it leaves on the GPU is the engine's."""
+        """Wrap ``inner``, and count what it leaves on the GPU as the engine's."""
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             import torch
@@ -122,14 +122,14 @@ class Clock:
         return outer
 
     def add(self, phase: str, wall: float, cpu: float) -> None:
-        """Seconds that were measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         self.extra.append((phase, wall, cpu))
 
     def ends(self, phase: str, begun: Mark) -> None:
         self.spans.append((phase, begun, mark()))
 
     def timed(self, inner: Callable[..., Any], phase: str | Callable[[], str | None]) -> Callable[..., Any]:
-        """``inner``, whose calls count as ``phase``; not at all where that is None."""
+        """Wrap ``inner`` so that its calls count as ``phase``; not at all where that is None."""
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             name = phase if isinstance(phase, str) else phase()
@@ -158,12 +158,12 @@ def mark() -> Mark:
 
 
 def passed(begun: Any, ended: Any) -> float:
-    """Seconds between two marks, after the GPU has come to both."""
+    """Give the seconds between two marks, after the GPU has come to both."""
     return ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
 
 
 def now() -> tuple[float, float]:
-    """Wall and CPU seconds, all GPU work so far included."""
+    """Read wall and CPU clock, all GPU work so far included."""
     import torch
 
     if torch.cuda.is_available():
@@ -172,7 +172,7 @@ def now() -> tuple[float, float]:
 
 
 def peak_gib() -> float:
-    """The most that tensors took on a GPU, or the process in main memory."""
+    """Give the most memory that tensors took on a GPU, or the process in main memory."""
     import torch
 
     if torch.cuda.is_available():
@@ -192,7 +192,7 @@ def is_main() -> bool:
 
 
 class Talk:
-    """With the benchmark, over standard input and output."""
+    """The talk with the benchmark over standard input and output."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -202,7 +202,7 @@ class Talk:
             print(MARK + json.dumps(what), flush=True)
 
     def wait(self) -> bool:
-        """Before a step: until the benchmark wants one. False: it wants no more."""
+        """Wait until the benchmark wants a step; False if it wants no more."""
         while self.left == 0:
             line = sys.stdin.readline() if is_main() else ""
             self.left = _to_all(int(line.strip() or 0) if line else -1)

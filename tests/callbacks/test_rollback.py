@@ -126,6 +126,7 @@ SHARED_TRUNK = {"objective": ObjectiveConfig(recipe="ppo"), "critic": CriticConf
         ("learning rate", Remedy(0.5), SHARED_TRUNK),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_went_back_equals_one_resumed_from_there(tmp_path, how, remedy, settings):
     kick = KickOnce(5) if how.endswith("once") else Kick(5, how)
     kept = tmp_path / "kept.ckpt"
@@ -238,6 +239,7 @@ def test_nothing_is_saved_for_those_who_never_go_back(tmp_path):
     assert not (tmp_path / "rollback").exists()
 
 
+@pytest.mark.slow
 def test_the_runs_own_checkpoints_follow_and_a_resumed_run_keeps_the_remedy(tmp_path):
     folder = tmp_path / "checkpoints"
     remedy = Remedy(0.5, {"recipe": "dr_grpo"})

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from lit_grpo.cli.main import main
 from lit_grpo.errors import StopRun
 from lit_grpo.rewards import Reward
 from lit_grpo.tracking import read_metrics
+
+pytestmark = pytest.mark.slow
 
 CONFIG = """\
 model:
@@ -78,22 +79,9 @@ class Seen(pl.Callback):
         Seen.trainer = trainer
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """An SQLite store with its tables made."""
-    from mlflow.tracking import MlflowClient
-
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
-def place(tmp_path, monkeypatch, store):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def place(tmp_path, monkeypatch, mlflow_runs):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    shutil.copy(store, tmp_path / "runs" / "mlflow.db")
     (tmp_path / "a.yaml").write_text(CONFIG)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield tmp_path

@@ -5,16 +5,16 @@ import io
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from lit_grpo.cli.main import main
 from lit_grpo.rewards import Reward
 from tests.paths import ROOT
+from tests.waiting import PATIENCE
 
 CASES = ROOT.parent / "shared/verifier/cases.jsonl"
-LIMIT, GRACE = 5.0, 3.0
+LIMIT, GRACE = 5.0, PATIENCE
 
 
 class Brevity(Reward):
@@ -183,14 +183,12 @@ def test_it_imports_neither_torch_nor_lightning(tmp_path):
 
 
 @pytest.mark.skipif(not CASES.exists(), reason="the shared verifier cases are not beside the checkout")
+@pytest.mark.slow
 def test_the_shared_cases_from_the_command_line(capsys):
-    began = time.monotonic()
     assert main(["score", "--input", str(CASES)]) == 0
-    seconds = time.monotonic() - began
     out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     cases = [json.loads(line) for line in CASES.read_text("utf-8").splitlines()]
     assert [row["id"] for row in out] == [case["id"] for case in cases]
     assert [case["id"] for case, row in zip(cases, out, strict=True) if row["correct"] != case["expected"]] == []
     assert max(row["seconds"] for row in out) < LIMIT + GRACE
     assert any(row["timed_out"] for row in out)
-    assert seconds < 180

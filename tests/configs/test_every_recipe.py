@@ -81,6 +81,7 @@ def test_every_recipe_has_a_file_and_every_file_is_a_recipe():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_the_recipe_trains(path: Path, smaller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     extra = tmp_path / "extra.yaml"

@@ -12,7 +12,10 @@ from lit_grpo.distributed.sharding import ShardingConfig, shard
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceConfig, TinyModel
 from tests import tiny
-from tests.distributed.sharded import Unequal, enter, fit, head, on_two_ranks
+from tests.distributed.sharded import Unequal, fit, head
+from tests.ranks import enter, on_two_ranks
+
+pytestmark = pytest.mark.slow
 
 MOE = TinyModel(width=16, layers=2, heads=2, experts=4, experts_per_token=2)
 LORA = LoraConfig(rank=4, alpha=8.0)

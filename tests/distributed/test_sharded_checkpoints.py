@@ -22,7 +22,10 @@ from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceCon
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.policy.optimizer.build import initialize_optimizer_state
 from tests import tiny
-from tests.distributed.sharded import Unequal, enter, fit, on_two_ranks
+from tests.distributed.sharded import Unequal, fit
+from tests.ranks import enter, on_two_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def module() -> Any:

@@ -20,7 +20,10 @@ from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.optimizer import quantized_state as lb
 from lit_grpo.policy.optimizer.build import make_optimizer
 from tests import tiny
-from tests.distributed.sharded import enter, fit, on_two_ranks
+from tests.distributed.sharded import fit
+from tests.ranks import enter, on_two_ranks
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("torchao", reason="extra `quantized` is not installed")
 

@@ -17,8 +17,11 @@ from lit_grpo.policy import CriticConfig
 from lit_grpo.run import flight
 from tests import tiny
 from tests.callbacks.test_rollback import Alarm
-from tests.distributed.sharded import Unequal, enter, fit, head, on_two_ranks
+from tests.distributed.sharded import Unequal, fit, head
 from tests.learner.helpers import Given, part, rollout
+from tests.ranks import enter, on_two_ranks
+
+pytestmark = pytest.mark.slow
 
 # What two ranks have to learn from in each rollout, a group each: rewards, lengths.
 UNEQUAL = [

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
 from lit_grpo.evaluation.estimators import best_of_k, maj_at_k, pass_at_k, standard_error
+from tests.ranks import WORLD, on_two_ranks
 
 PROMPTS, SAMPLES, KS = 7, 6, [1, 2, 6]
 
@@ -89,21 +87,14 @@ SHARDS = {
 }
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    out = {name: all_metrics(shards[rank]) for name, shards in SHARDS.items()}
-    torch.save(out, Path(folder) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+def job(rank: int, folder: str) -> dict[str, dict[str, float]]:
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD)
+    return {name: all_metrics(shards[rank]) for name, shards in SHARDS.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, args=(port, str(tmp_path)), nprocs=2)
     whole = all_metrics(list(range(PROMPTS)))
-    for rank in range(2):
-        for name, got in torch.load(tmp_path / f"{rank}.pt").items():
+    for rank in on_two_ranks(job, tmp_path):
+        for name, got in rank.items():
             assert got == whole, name

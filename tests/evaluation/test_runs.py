@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from lit_grpo.data import AdditionPrompts
 from lit_grpo.evaluation import EvaluationSet
 from tests import tiny
+from tests.ranks import enter, on_two_ranks
 
 
 class Answers(tiny.EvenReward):
@@ -39,28 +37,21 @@ def validated(**changes: Any) -> dict[str, float]:
     return module.evaluation.metrics()
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    torch.save(validated(devices=2, strategy="ddp"), Path(folder) / f"{rank}.pt")
+def job(rank: int, folder: str) -> dict[str, float]:
+    enter(rank)
+    return validated(devices=2, strategy="ddp")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     """Seven questions in batches of two, and a set of one that the second process has nothing of."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, args=(port, str(tmp_path)), nprocs=2)
+    both = on_two_ranks(job, tmp_path)
     alone = validated()
     assert alone["val/seven/prompts"] == 7
     assert alone["val/one/prompts"] == 1
     assert 0 < alone["val/seven/pass@1"] < alone["val/seven/pass@4"]
     assert {"val/seven/maj@4", "val/seven/best@4/logprob", "val/seven/greedy"} < set(alone)
-    for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt") == alone
+    assert both == [alone] * 2
 
 
 def test_held_out_sets_during_a_fit_are_logged_under_their_names() -> None:

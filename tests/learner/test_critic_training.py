@@ -229,13 +229,13 @@ def test_a_critic_of_another_model_is_held_to_the_layout_of_the_rows() -> None:
     with torch.no_grad():
         for parameter in module.critic.base.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))  # so that tokens see much of each other
-    module.critic.check(Layout())
+    module.critic.verify_against_model_forward(Layout())
     forward = module.critic.base.forward
 
     def deaf(attention_mask: Any = None, segments: Any = None, **given: Any) -> Any:
         return forward(**given)  # as a model that does not keep to its mask
 
     module.critic.base.forward = deaf
-    module.critic.check(Layout(pack=False, share=False))
+    module.critic.verify_against_model_forward(Layout(pack=False, share=False))
     with pytest.raises(UserError, match="cannot be trained like this"):
-        module.critic.check(Layout())
+        module.critic.verify_against_model_forward(Layout())

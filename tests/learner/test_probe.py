@@ -32,7 +32,7 @@ def run(
         return forward(self, batch, *args, **rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Policy, "check", lambda *_, **__: None)
+        patch.setattr(Policy, "verify_against_model_forward", lambda *_, **__: None)
         patch.setattr(Policy, "forward", counted)
         batch = rollout(rewards=rewards, lengths=LENGTHS, group_size=4)
         module, watch = fit(batches=[batch], probe_completions=probe, micro_batch_size=None, **changes)

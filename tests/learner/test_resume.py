@@ -5,69 +5,73 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import CriticConfig, OptimizerConfig
 from tests import tiny
-from tests.paths import ROOT
+from tests.ranks import run_in_process
 
-SCRIPT = """
-    import json, os, signal, sys
-    import lightning.pytorch as pl, torch
-    from lit_grpo.callbacks import RolloutCheckpoint
-    from lit_grpo.objectives import ObjectiveConfig
-    from lit_grpo.policy import CriticConfig, OptimizerConfig
-    from tests import tiny
 
-    folder, kill_after, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
-    torch.set_num_threads(1)
+class Log(tiny.Recorder):
+    """Appends what each rollout did to a file, so that it outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        line = {
+            "rollout": batch.index,
+            "metrics": self.metrics[-1],
+            "ids": self.ids[-1],
+            "prompts": self.prompts[-1],
+            "weights": tiny.weights(pl_module).double().sum().item(),
+            "draw": torch.rand(1).item(),
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Kill(pl.Callback):
+    def __init__(self, before_rollout: int) -> None:
+        self.before_rollout = before_rollout
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch.index == self.before_rollout:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, kill_after: int, resume: bool) -> None:
     pl.seed_everything(3)
-
-    class Log(tiny.Recorder):
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            super().on_train_batch_end(trainer, module, outputs, batch, index)
-            line = {"rollout": batch.index, "metrics": self.metrics[-1], "ids": self.ids[-1],
-                    "prompts": self.prompts[-1], "weights": tiny.weights(module).double().sum().item(),
-                    "draw": torch.rand(1).item()}
-            with open(f"{folder}/log.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\\n")
-                file.flush()
-
-    class Kill(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            if batch.index == kill_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    module = tiny.module(updates_per_rollout=2, minibatch_prompts=2,
-                         objective=ObjectiveConfig(recipe="ppo", kl_coef=0.1),
-                         critic=CriticConfig(trunk="shared", warmup_rollouts=3),
-                         optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=3))
-    checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=f"{folder}/checkpoints")
-    trainer = tiny.trainer(callbacks=[Log(), Kill(), checkpoint], enable_checkpointing=True)
-    last = f"{folder}/checkpoints/last.ckpt" if resume else None
+    module = tiny.module(
+        updates_per_rollout=2,
+        minibatch_prompts=2,
+        objective=ObjectiveConfig(recipe="ppo", kl_coef=0.1),
+        critic=CriticConfig(trunk="shared", warmup_rollouts=3),
+        optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=3),
+    )
+    checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(folder / "checkpoints"))
+    callbacks = [Log(folder / "log.jsonl"), Kill(kill_after), checkpoint]
+    trainer = tiny.trainer(callbacks=callbacks, enable_checkpointing=True)
+    last = folder / "checkpoints" / "last.ckpt" if resume else None
     trainer.fit(module, datamodule=tiny.data(rollouts=7), ckpt_path=last)
     states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
-    torch.save({"weights": module.state_dict(), "optimizers": states}, f"{folder}/end.pt")
-"""
+    torch.save({"weights": module.state_dict(), "optimizers": states}, folder / "end.pt")
 
 
 def run(folder: Path, kill_after: int = -1, resume: bool = False) -> int:
+    """Train in a process of its own; its exit code."""
     folder.mkdir(exist_ok=True)
-    script = folder / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), str(kill_after), "resume" if resume else "start"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=300)
-    if done.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(done.stderr[-3000:])
-    return done.returncode
+    # Forks of one server hash strings alike. A new interpreter does not: a resumed run must not depend on that either.
+    return run_in_process(train, folder, kill_after, resume, new_interpreter=resume)
 
 
 def lines(folder: Path) -> dict[int, Any]:
@@ -77,6 +81,7 @@ def lines(folder: Path) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("kill_after", [5])
+@pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken_to_the_bit(tmp_path, kill_after):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert run(straight) == 0

@@ -58,9 +58,9 @@ LAYOUTS = [
 def test_the_old_experts_stay_when_the_routers_change(layout):
     module = replaying(**layout)
     batch, passes, step, plan = prepared(module)
-    free = module.policy(module._inputs(batch, torch.arange(8)), routing="seen").routing
+    free = module.policy(module._inputs(batch, torch.arange(8)), routing="recorded").routing
     turn_round(module)
-    now = module.policy(module._inputs(batch, torch.arange(8)), routing="seen").routing
+    now = module.policy(module._inputs(batch, torch.arange(8)), routing="recorded").routing
     assert not torch.equal(now, free)
     # A micro-batch of other completions than those that the old pass saw together.
     rows = torch.tensor([1, 3, 6])
@@ -85,7 +85,7 @@ def test_gates_are_computed_anew_and_the_routers_learn():
     out.loss.backward()
     gradients = [layer.mlp.gate.weight.grad.clone() for layer in module.policy.model.base_model.layers]
     module.policy.zero_grad()
-    module.policy.free_routers()
+    module.policy.stop_replay()
     passes.routing = None
     own, free = passes.loss(batch, step, torch.arange(8), plan, StepMetrics())
     own.loss.backward()
@@ -116,7 +116,7 @@ def test_a_run_replays_and_its_first_ratio_is_1(monkeypatch):
     assert module.policy is not None
     routers = module.policy._routers
     assert routers is not None
-    assert routers.given is None, "an engine that shares the model must choose freely"
+    assert routers.replay is None, "an engine that shares the model must choose freely"
 
 
 def test_one_update_has_nothing_to_replay():
@@ -134,7 +134,7 @@ def test_a_dense_model_is_refused_before_it_is_made():
 
 def test_a_router_with_other_gates_is_refused():
     module = replaying()
-    module.policy.check(module.layout, replay=True)
+    module.policy.verify_against_model_forward(module.layout, replay=True)
     for layer in module.policy.model.base_model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, __, out: (out[0], out[1], out[2]))
         layer.mlp.gate.norm_topk_prob = False
@@ -142,4 +142,4 @@ def test_a_router_with_other_gates_is_refused():
     for layer in module.policy.model.base_model.layers:
         layer.mlp.gate.forward = lambda x, gate=layer.mlp.gate: (lambda o: (o[0], o[1] * 2, o[2]))(inner(gate, x))
     with pytest.raises(UserError, match="not known"):
-        module.policy.check(module.layout, replay=True)
+        module.policy.verify_against_model_forward(module.layout, replay=True)

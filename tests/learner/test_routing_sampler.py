@@ -83,7 +83,7 @@ def test_the_sampled_experts_stay_when_the_routers_change(layout: Any) -> None:
     batch = sampled(made)
     turn_round(made)
     rows = torch.tensor([1, 2, 6])
-    free = made.policy(made._inputs(batch, rows), routing="seen")
+    free = made.policy(made._inputs(batch, rows), routing="recorded")
     passes, experience = filled(made, batch)
     advantages = made.objective.advantages(experience, {})
     plan = made.objective.plan(experience, advantages, {})
@@ -123,7 +123,7 @@ def test_a_run_replays_what_was_sampled(ahead: int, monkeypatch: Any) -> None:
         tiny.trainer(callbacks=[recorder]).fit(made, datamodule=tiny.data())
         found.append((recorder.ids, [m["grad_norm"] for m in recorder.metrics]))
         routers = made.policy._routers
-        assert routers is None or routers.given is None, "an engine that shares the model must choose freely"
+        assert routers is None or routers.replay is None, "an engine that shares the model must choose freely"
     assert told == [False] * 3 + [True] * 3, "also where nothing else is needed before the update"
     assert found[0][0][0] == found[1][0][0]
     assert found[0][1][0] == pytest.approx(found[1][1][0], rel=1e-4), "equal weights"

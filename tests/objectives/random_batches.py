@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_grpo.objectives import RECIPES, Objective, StepPlan
 from lit_grpo.types import Experience, LossOutput
+from tests.waiting import PATIENCE
 
 LAYERS, EXPERTS = 2, 3
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -134,9 +135,9 @@ class Ranks:
         def go(rank: int) -> None:
             def reduce(value: Tensor) -> Tensor:
                 self.slots[rank] = value
-                self.barrier.wait(timeout=20)
+                self.barrier.wait(timeout=PATIENCE)
                 total = torch.stack([s for s in self.slots if s is not None]).sum(0)
-                self.barrier.wait(timeout=20)
+                self.barrier.wait(timeout=PATIENCE)
                 return total
 
             try:

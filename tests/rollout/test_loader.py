@@ -26,6 +26,7 @@ from lit_grpo.rollout.refill import ask
 from lit_grpo.types import Completion, Prompt, Request, Sampling, Score
 from tests import tiny
 from tests.tiny import EvenReward, Reward
+from tests.waiting import PATIENCE
 
 
 class EchoEngine:
@@ -267,7 +268,7 @@ def dynamic(outcomes: Sequence[Sequence[int]], **changes: Any) -> RolloutLoader:
 
 def on_ranks(make: Any, world: int, rollouts: int) -> list[list[Any]]:
     """What each rank's loader gives, the ranks running as threads that really exchange."""
-    meeting, box = threading.Barrier(world, timeout=30), [None] * world
+    meeting, box = threading.Barrier(world, timeout=PATIENCE), [None] * world
 
     def gather_of(rank: int) -> Any:
         def gather(value: Any) -> list[Any]:

@@ -120,6 +120,7 @@ def test_the_rate_runs_and_visits_are_counted():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.slow
 def test_a_loader_with_difficulty_goes_on_where_the_other_would_have(dynamic, ahead):
     config = DifficultyConfig(floor=0.2)
     make = lambda: loader(TABLE, config, count=12, dynamic=dynamic, ahead=ahead)  # noqa: E731

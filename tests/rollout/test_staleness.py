@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.engines.transformers.engine import TransformersEngine
@@ -20,6 +17,8 @@ from lit_grpo.errors import EngineError, StopRun, UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.types import Sampling
 from tests import tiny
+from tests.ranks import enter, on_two_ranks
+from tests.waiting import wait_until
 
 ROLLOUTS = 6
 
@@ -70,6 +69,7 @@ def run(staleness: int, truth: Truth, data: dict[str, Any] | None = None, **chan
     "updates", [{"micro_batch_size": 3}, {"updates_per_rollout": 4, "minibatch_prompts": 2}], ids=["one", "four"]
 )
 @pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.slow
 def test_a_rollout_is_exactly_as_old_as_allowed(staleness, updates, slow):
     truth = Truth(slow)
     _, recorder = run(staleness, truth, **updates)
@@ -80,6 +80,7 @@ def test_a_rollout_is_exactly_as_old_as_allowed(staleness, updates, slow):
 
 
 @pytest.mark.parametrize(("engine", "learner"), [(0.0, 0.1), (0.3, 0.0)], ids=["slow learner", "slow engine"])
+@pytest.mark.slow
 def test_staleness_2_is_never_exceeded(monkeypatch, engine, learner):
     generate = TransformersEngine.generate
 
@@ -212,10 +213,10 @@ def test_a_run_that_ends_early_leaves_no_thread_behind():
 
     with pytest.raises(StopRun):
         tiny.trainer(callbacks=[Stop()]).fit(tiny.module(max_staleness=1), datamodule=tiny.data(rollouts=ROLLOUTS))
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(t.name.startswith("rollout") for t in threading.enumerate()):
-        time.sleep(0.05)
-    assert not any(t.name.startswith("rollout") for t in threading.enumerate()), before
+    wait_until(
+        lambda: not any(t.name.startswith("rollout") for t in threading.enumerate()),
+        f"the sampling thread ends; before the run there were {before}",
+    )
 
 
 def test_an_engine_that_samples_all_the_time_cannot_sleep():
@@ -228,32 +229,25 @@ def test_an_engine_that_samples_all_the_time_cannot_sleep():
 CASES = [(0, "grpo"), (1, "grpo"), (1, "dapo")]
 
 
-def ranks(rank: int, port: int, folder: str) -> None:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    torch.set_num_threads(1)
+def job(rank: int, folder: str) -> dict[tuple[int, str], Any]:
+    out = {}
     for staleness, recipe in CASES:
+        enter(rank)
         truth, recorder = Truth(), tiny.Recorder()
         objective = ObjectiveConfig(recipe=recipe)  # type: ignore[arg-type]
         module = tiny.module(max_staleness=staleness, updates_per_rollout=2, objective=objective, micro_batch_size=3)
         trainer = tiny.trainer(devices=2, strategy="ddp", callbacks=[truth, recorder])
         trainer.fit(module, datamodule=tiny.data(rollouts=4, sampling=Sampling(max_new_tokens=4)))
         seen = {"by": truth.sampled_by, "said": truth.said, "prompts": recorder.prompts}
-        torch.save(seen | {"weights": tiny.weights(module)}, f"{folder}/{staleness}-{recipe}-{rank}.pt")
+        out[staleness, recipe] = seen | {"weights": tiny.weights(module)}
+    return out
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(ranks, args=(port, str(tmp_path)), nprocs=2)  # starting takes longer than running: all cases in one go
+    both = on_two_ranks(job, tmp_path)
     for staleness, recipe in CASES:
-        first, second = (torch.load(tmp_path / f"{staleness}-{recipe}-{r}.pt", weights_only=False) for r in range(2))
+        first, second = (rank[staleness, recipe] for rank in both)
         expected = [max(0, k - staleness) for k in range(4)]
         assert first["by"] == second["by"] == expected
         assert first["said"] == second["said"] == [{version} for version in expected]

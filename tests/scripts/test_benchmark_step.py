@@ -14,6 +14,8 @@ import torch
 from scripts import benchmark_step
 from scripts.step_benchmark.common import Clock, Work
 
+pytestmark = pytest.mark.slow
+
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?+=<>\n"
 
 

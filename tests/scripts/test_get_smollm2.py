@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 from tests.paths import ROOT
+from tests.waiting import PATIENCE
 
 SCRIPT = ROOT / "scripts" / "get_smollm2"
 
 
 def run(output: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, "--output", output], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, SCRIPT, "--output", output], capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def test_a_finished_folder_is_left_alone(tmp_path: Path) -> None:

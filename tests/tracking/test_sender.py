@@ -7,6 +7,7 @@ import pytest
 
 from lit_grpo.tracking.sender import Refused, Sender
 from lit_grpo.tracking.spool import Spool, read_lines, read_metrics
+from tests.waiting import PATIENCE
 
 
 class FakeTarget:
@@ -62,7 +63,7 @@ def test_everything_arrives_once_and_the_status_comes_last(setup):
     write(*range(250))
     sender.put(lambda t: t.params({"lr": "1"}))
     sender.end("FINISHED")
-    assert sender.flush(10)
+    assert sender.flush(PATIENCE)
     assert target.steps == list(range(250))
     assert target.other == [{"lr": "1"}]
     assert target.ended == ["FINISHED"]
@@ -73,14 +74,14 @@ def test_everything_arrives_once_and_the_status_comes_last(setup):
 def test_a_server_that_comes_back_gets_what_it_missed(setup):
     target, sender, write = setup
     write(0)
-    assert sender.flush(10)
+    assert sender.flush(PATIENCE)
     target.down = True
     write(1, 2, 3)
-    assert not sender.flush(10)
+    assert not sender.flush(PATIENCE)
     assert sender.unsent == 3
     target.down = False
     write(4)
-    assert sender.flush(10)  # at once, although the thread is in a pause
+    assert sender.flush(PATIENCE)  # at once, although the thread is in a pause
     assert target.steps == [0, 1, 2, 3, 4]
     assert sender.unsent == 0
 
@@ -91,7 +92,7 @@ def test_a_refused_line_costs_only_itself(setup):
     target.hang.clear()
     write(0, 1, 2, 3)
     target.hang.set()
-    assert sender.flush(10)
+    assert sender.flush(PATIENCE)
     assert target.steps == [0, 1, 3]
     assert sender.unsent == 1
     assert "bad metric" in sender.last_error
@@ -101,7 +102,7 @@ def test_a_job_that_can_never_work_does_not_block_the_rest(setup):
     target, sender, write = setup
     sender.put(lambda t: t.no_such_method())
     write(0)
-    assert sender.flush(10)
+    assert sender.flush(PATIENCE)
     assert target.steps == [0]
     assert sender.unsent == 1
 
@@ -123,7 +124,7 @@ def test_the_status_is_not_sent_before_the_metrics(setup):
     sender.end("FAILED")
     assert not sender.flush(5)
     target.down = False
-    assert sender.flush(10)
+    assert sender.flush(PATIENCE)
     assert target.steps == [0]
     assert target.ended == ["FAILED"]
 
@@ -134,7 +135,7 @@ def test_a_run_that_has_ended_is_not_opened_again_for_nothing(setup):
     target.start = lambda: starts.append(1)
     write(0)
     sender.end("FINISHED")
-    assert sender.flush(10)
+    assert sender.flush(PATIENCE)
     count = len(starts)
     sender._requested += 1  # a flush that was asked for while the last round was under way
     with sender._changed:

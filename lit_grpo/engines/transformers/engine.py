@@ -136,7 +136,7 @@ class TransformersEngine:
             positions = positions + 1
             logits = cache.step(ids, positions)
             if self.routers is not None:
-                for row, experts in zip(rows, self.routers.seen().cpu().split(1), strict=True):
+                for row, experts in zip(rows, self.routers.recorded().cpu().split(1), strict=True):
                     row.experts.append(experts)
 
     def _prefill(self, rows: list[_Row], device: torch.device, *, share: bool) -> tuple[Tensor, _Cache, Tensor]:
@@ -172,7 +172,7 @@ class TransformersEngine:
         place = {request: i for i, request in enumerate(prompts)}
         group = [place[row.request] for row in rows]
         if self.routers is not None:
-            seen_experts = self.routers.seen().cpu().unflatten(0, ids.shape)
+            seen_experts = self.routers.recorded().cpu().unflatten(0, ids.shape)
             for row, i in zip(rows, group, strict=True):
                 row.experts.append(seen_experts[i, longest - len(row.prompt) :])
         index = torch.tensor(group, device=device)

@@ -26,13 +26,11 @@ from torch import Tensor
 from lit_grpo.errors import UserError
 
 ALIKE = 0.75
-"""A segment joins the others of a padded product if its length is at least this share of the longest one's."""
+"""A segment joins a padded product if its length is at least this share of that of the longest one in it."""
 NAMES = {"sdpa": "lit_grpo_sdpa", "varlen": "lit_grpo_varlen"}
 """``policy.attention`` -> the name under which transformers knows our form of it."""
-
-
-_ROUND = 256
-"""Bounds on lengths are rounded up to multiples of it, so that compiled code sees few different ones."""
+# Compiled code is made anew for each bound on the longest segment: rounded up to multiples of this, few are different.
+_BOUND_MULTIPLE = 256
 
 
 class Segment(NamedTuple):
@@ -42,7 +40,7 @@ class Segment(NamedTuple):
     length: int
     prompt_start: int = 0
     prompt_length: int = 0
-    """0: no prompt before it, it is one or holds its own."""
+    """Tokens of the shared prompt before it; 0: the segment is a prompt, or holds its own."""
 
 
 @dataclass
@@ -50,96 +48,100 @@ class _Product:
     """Segments of like length, side by side: one padded attention product."""
 
     queries: Tensor
-    """[b, Q] places in the row; padding repeats a place of the row."""
+    """[b, Q]: positions in the row; padding repeats one of them."""
     keys: Tensor
-    """[b, K]"""
+    """[b, K]: positions in the row, of the shared prompt first."""
     visible: Tensor | None
-    """[b, 1, Q, K], None: causal."""
+    """[b, 1, Q, K]: True where a query sees a key; None: causal."""
 
 
 @dataclass
 class Segments:
-    """What the tokens of a packed row see. Made once for a micro-batch, used in every layer.
+    """The segments of a packed row, and what every layer's attention needs of them, made once for a micro-batch.
 
     Args:
-        parts: of the row, in order; together they are the whole row.
-        device: of the row.
+        segments: in the order of the row; together they are the whole row.
+        device: where the row lies.
     """
 
-    parts: Sequence[Segment]
+    segments: Sequence[Segment]
     device: torch.device | str = "cpu"
     _products: list[_Product] | None = field(default=None, repr=False)
-    _place: Tensor | None = field(default=None, repr=False)
-    _lengths: tuple[Tensor, Tensor, Tensor, int, int] | None = field(default=None, repr=False)
+    _output_index: Tensor | None = field(default=None, repr=False)
+    _cumulative: tuple[Tensor, Tensor, Tensor, int, int] | None = field(default=None, repr=False)
 
     @property
     def longest(self) -> int:
-        """Tokens that the last token of the longest segment sees, itself included."""
-        return max((s.length + s.prompt_length for s in self.parts), default=0)
+        """The most tokens that any token sees, itself included."""
+        return max((s.length + s.prompt_length for s in self.segments), default=0)
 
     @functools.cached_property
     def asks_for_gqa(self) -> bool:
-        """Whether torch's variable-length attention wants to be told of grouped queries, which older ones just do."""
+        """Whether torch's variable-length attention takes ``enable_gqa``; older versions group queries unasked."""
         from torch.nn.attention.varlen import varlen_attn
 
         return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def mask(self) -> Tensor:
-        """[1, 1, S, S] bool, True where a query (third axis) sees a key: for attentions that know masks alone."""
-        size = sum(s.length for s in self.parts)
-        sees = torch.zeros(size, size, dtype=torch.bool)
-        for s in self.parts:
+        """Build a mask for attentions that take one: [1, 1, S, S], True where a query (third axis) sees a key."""
+        size = sum(s.length for s in self.segments)
+        visible = torch.zeros(size, size, dtype=torch.bool)
+        for s in self.segments:
             own = slice(s.start, s.start + s.length)
-            sees[own, own] = torch.ones(s.length, s.length, dtype=torch.bool).tril()
-            sees[own, s.prompt_start : s.prompt_start + s.prompt_length] = True
-        return to_device(sees[None, None], self.device)
+            visible[own, own] = torch.ones(s.length, s.length, dtype=torch.bool).tril()
+            visible[own, s.prompt_start : s.prompt_start + s.prompt_length] = True
+        return to_device(visible[None, None], self.device)
 
     def products(self) -> tuple[list[_Product], Tensor]:
-        """The padded products, and for each token of the row its place in their concatenated outputs, [S]."""
-        if self._products is None or self._place is None:
+        """Give the padded products, and each token's index in their concatenated outputs, [S]."""
+        if self._products is None or self._output_index is None:
             products: list[_Product] = []
-            place = torch.zeros(sum(s.length for s in self.parts), dtype=torch.long)
+            index = torch.zeros(sum(s.length for s in self.segments), dtype=torch.long)
             offset = 0
-            for bucket in _buckets(self.parts):
+            for bucket in _buckets(self.segments):
                 products.append(_product(bucket, self.device))
-                wide = products[-1].queries.shape[1]
+                padded_length = products[-1].queries.shape[1]
                 for s in bucket:
-                    place[s.start : s.start + s.length] = torch.arange(offset, offset + s.length)
-                    offset += wide
-            self._products, self._place = products, to_device(place, self.device)
-        return self._products, self._place
+                    index[s.start : s.start + s.length] = torch.arange(offset, offset + s.length)
+                    offset += padded_length
+            self._products, self._output_index = products, to_device(index, self.device)
+        return self._products, self._output_index
 
     def cumulative(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """For variable-length kernels: places of all keys, cumulated lengths of queries and keys (int32), two bounds
-        on the longest.
+        """Give what variable-length kernels take, of all segments that have tokens.
 
-        A segment without tokens is left out. Queries stand in the row as they are.
+        Returns:
+            positions of all keys in the row (queries stand in it as they are), cumulated lengths of queries and of keys
+            (int32), a bound on the longest stretch of queries and one on that of keys.
         """
-        if self._lengths is None:
-            some = [s for s in self.parts if s.length]
-            keys = [i for s in some for i in _keys(s)]
-            queries = torch.tensor([0, *(s.length for s in some)]).cumsum(0)
-            seen = torch.tensor([0, *(s.length + s.prompt_length for s in some)]).cumsum(0)
-            self._lengths = (
+        if self._cumulative is None:
+            nonempty = [s for s in self.segments if s.length]
+            keys = [i for s in nonempty for i in _key_positions(s)]
+            query_lengths = torch.tensor([0, *(s.length for s in nonempty)]).cumsum(0)
+            key_lengths = torch.tensor([0, *(s.length + s.prompt_length for s in nonempty)]).cumsum(0)
+            self._cumulative = (
                 to_device(torch.tensor(keys), self.device),
-                to_device(queries.to(torch.int32), self.device),
-                to_device(seen.to(torch.int32), self.device),
-                -(-max(s.length for s in some) // _ROUND) * _ROUND,
-                -(-self.longest // _ROUND) * _ROUND,
+                to_device(query_lengths.to(torch.int32), self.device),
+                to_device(key_lengths.to(torch.int32), self.device),
+                -(-max(s.length for s in nonempty) // _BOUND_MULTIPLE) * _BOUND_MULTIPLE,
+                -(-self.longest // _BOUND_MULTIPLE) * _BOUND_MULTIPLE,
             )
-        return self._lengths
+        return self._cumulative
 
 
-def _keys(segment: Segment) -> list[int]:
+def _key_positions(segment: Segment) -> list[int]:
     prompt = range(segment.prompt_start, segment.prompt_start + segment.prompt_length)
     return [*prompt, *range(segment.start, segment.start + segment.length)]
 
 
-def _buckets(parts: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments that share a padded product, longest first; those with a prompt before them apart from the others."""
+def _buckets(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Group the segments that share a padded product, longest first.
+
+    Those with a shared prompt before them are kept apart: the others are causal and need no mask.
+    """
     buckets: list[list[Segment]] = []
     for with_prompt in (False, True):
-        chosen = [s for s in parts if s.length and (s.prompt_length > 0) == with_prompt]
+        chosen = [s for s in segments if s.length and (s.prompt_length > 0) == with_prompt]
         chosen.sort(key=lambda s: (-s.length - s.prompt_length, -s.length, s.start))
         bucket: list[Segment] = []
         for s in chosen:
@@ -159,7 +161,7 @@ def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
         queries[b] = s.start
         queries[b, : s.length] = torch.arange(s.start, s.start + s.length)
         keys[b] = s.start
-        keys[b, : s.length + s.prompt_length] = torch.tensor(_keys(s))
+        keys[b, : s.length + s.prompt_length] = torch.tensor(_key_positions(s))
     visible = None
     if any(s.prompt_length for s in bucket):
         last = torch.tensor([s.prompt_length for s in bucket])[:, None] + torch.arange(most_queries)  # [b, Q]
@@ -168,17 +170,18 @@ def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy from main memory without waiting: a plain copy to a GPU waits until the GPU has done all it was given."""
+    """Copy from main memory without waiting for the GPU."""
     if torch.device(device).type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
+    # A plain copy waits until the GPU has done all that it was given.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def register(*, compiles: bool = False) -> None:
-    """Make transformers know both forms; a call without segments (sampling, padded rows) is its own sdpa.
+    """Register both forms with transformers. A call without segments (sampling, padded rows) is transformers' sdpa.
 
     Args:
-        compiles: layers that call them will be compiled.
+        compiles: whether the layers that call them will be compiled.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -203,7 +206,8 @@ def register(*, compiles: bool = False) -> None:
         return attention
 
     forms = {"sdpa": form(padded_products), "varlen": form(variable_length)}
-    if compiles:  # it cannot follow the padded products, of which every micro-batch has others
+    # The compiler cannot follow the padded products: every micro-batch has others.
+    if compiles:
         forms["sdpa"] = torch.compiler.disable(forms["sdpa"])
     for name, attention in forms.items():
         AttentionInterface.register(NAMES[name], attention)
@@ -211,42 +215,46 @@ def register(*, compiles: bool = False) -> None:
 
 
 def padded_products(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    """[1, heads, S, d], [1, key heads, S, d] twice -> [1, S, heads, d]."""
+    """Attend by padded products: [1, heads, S, d], [1, key heads, S, d] twice -> [1, S, heads, d]."""
     heads, _, d = query.shape[1:]
-    products, place = segments.products()
+    products, output_index = segments.products()
     q = query[0].transpose(0, 1)  # [S, heads, d]
-    both = torch.cat([key[0], value[0]]).transpose(0, 1)  # [S, 2 key heads, d]: gathered in one go
+    # Keys and values in one tensor, [S, 2 key heads, d]: one gather instead of two.
+    keys_and_values = torch.cat([key[0], value[0]]).transpose(0, 1)
     outputs = []
     for product in products:
-        b, wide = product.queries.shape
-        mine = q.index_select(0, product.queries.flatten()).view(b, wide, heads, d).transpose(1, 2)
-        seen = both.index_select(0, product.keys.flatten()).view(b, product.keys.shape[1], both.shape[1], d)
-        k, v = seen.transpose(1, 2).chunk(2, 1)
+        b, padded_length = product.queries.shape
+        queries = q.index_select(0, product.queries.flatten()).view(b, padded_length, heads, d).transpose(1, 2)
+        gathered = keys_and_values.index_select(0, product.keys.flatten())
+        gathered = gathered.view(b, product.keys.shape[1], keys_and_values.shape[1], d)
+        k, v = gathered.transpose(1, 2).chunk(2, 1)
         groups = heads // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = torch.nn.functional.scaled_dot_product_attention(
-            mine, k, v, attn_mask=product.visible, is_causal=product.visible is None, scale=scale
+            queries, k, v, attn_mask=product.visible, is_causal=product.visible is None, scale=scale
         )
-        outputs.append(out.transpose(1, 2).reshape(b * wide, heads, d))
-    return torch.cat(outputs).index_select(0, place)[None]
+        outputs.append(out.transpose(1, 2).reshape(b * padded_length, heads, d))
+    return torch.cat(outputs).index_select(0, output_index)[None]
 
 
 def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    """The same by torch's flash attention; causal there means that last query and last key stand side by side."""
-    from torch.nn.attention.varlen import varlen_attn  # seconds, the first time
+    """Attend by torch's variable-length flash attention; shapes are those of :func:`padded_products`."""
+    # The first import takes seconds.
+    from torch.nn.attention.varlen import varlen_attn
 
-    places, queries, keys, most_queries, most_keys = segments.cumulative()
+    positions, queries, keys, most_queries, most_keys = segments.cumulative()
     options: Any = {"enable_gqa": True} if segments.asks_for_gqa and query.shape[1] != key.shape[1] else {}
     out: Any = varlen_attn(
         query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).index_select(0, places),
-        value[0].transpose(0, 1).index_select(0, places),
+        key[0].transpose(0, 1).index_select(0, positions),
+        value[0].transpose(0, 1).index_select(0, positions),
         queries,
         keys,
         most_queries,
         most_keys,
         scale=scale,
+        # Causal: the last query of a segment is aligned with its last key.
         window_size=(-1, 0),
         **options,
     )

@@ -1,4 +1,4 @@
-"""From ragged ids to the tensors of one forward pass, and back to one value per completion token.
+"""Micro-batches: from ragged ids to the tensors of one forward pass, and back to a value for each completion token.
 
 Layouts that give the same numbers, P tokens of prompt and G completions of up to L tokens each:
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from lit_grpo.policy.forward.attention import Segment, Segments, to_device
 
 ROW_TOKENS = 1024
-"""Where :func:`share_prompts` closes a row, whose attention costs its square."""
+"""Length at which :func:`share_prompts` closes a row: attention costs the square of it."""
 
 
 @dataclass
 class PolicyInput:
-    """One micro-batch. B rows of S tokens go through the model; M of the hidden states predict a completion token.
+    """One micro-batch: B rows of S tokens for the model, of whose hidden states M predict a completion token.
 
     The layout of the rows is free (padded, packed, shared prompts): ``source``, ``row`` and ``column`` alone say which
     hidden state predicts which token of which completion.
@@ -38,29 +38,29 @@ class PolicyInput:
     position_ids: Tensor
     """[B, S]"""
     source: Tensor
-    """[M] index into the flattened [B * S] hidden states: the position before the token."""
+    """[M]: index into the flattened [B * S] hidden states, of the position before the token."""
     target: Tensor
-    """[M] the token."""
+    """[M]: id of the predicted token."""
     row: Tensor
-    """[M] completion of the micro-batch, 0 .. n-1."""
+    """[M]: index of the token's completion in the micro-batch, 0 .. n-1."""
     column: Tensor
-    """[M] position within the completion."""
+    """[M]: position of the token within its completion."""
     shape: tuple[int, int]
-    """(n, T) of the result."""
+    """(n, T) of the result: completions, and positions of each."""
     owner: Tensor
-    """[B, S] completion of the micro-batch that a token belongs to, for a shared prompt one of them; -1: padding."""
+    """[B, S]: index of the completion that a token belongs to, for a shared prompt one of them; -1: padding."""
     attention_mask: Tensor | None = None
-    """None: causal within each row. Else [B, 1, S, S], True where a query (third axis) sees a key (last axis)."""
+    """[B, 1, S, S], True where a query (third axis) sees a key (last axis); None: causal within each row."""
     segments: Segments | None = None
-    """Of a packed row (B = 1): what its tokens see, in place of a mask."""
+    """What the tokens of a packed row (B = 1) see, in the place of a mask."""
 
     @property
     def tokens(self) -> int:
-        """What goes through the model, padding included."""
+        """Tokens that go through the model, padding included."""
         return self.input_ids.numel()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[M] -> [n, T]; 0 where there is no token."""
+        """Put values of the predicted tokens in their places: [M] -> [n, T], 0 where there is no token."""
         out = values.new_zeros(self.shape)
         return out.index_put((self.row, self.column), values)
 
@@ -72,7 +72,7 @@ def pad_rows(
     width: int,
     device: torch.device | str = "cpu",
 ) -> PolicyInput:
-    """One completion a row, prompt and completion side by side, padded on the right.
+    """Build rows of one completion each, prompt and completion side by side, padded on the right.
 
     Attention is causal, so no real position can see the padding: no mask is needed and the padding id is irrelevant
     (0 is used). Which positions count is decided by lengths alone, never by ids.
@@ -99,11 +99,11 @@ def pad_rows(
         row.extend([i] * len(completion))
         column.extend(range(len(completion)))
     index = to_device(torch.tensor([source, target, row, column], dtype=torch.long), device)
-    places = torch.arange(longest, device=device).expand(len(prompts), longest)
-    real = places < torch.tensor(sizes, device=device)[:, None]
+    positions = torch.arange(longest, device=device).expand(len(prompts), longest)
+    real = positions < torch.tensor(sizes, device=device)[:, None]
     return PolicyInput(
         input_ids=to_device(ids, device),
-        position_ids=places,
+        position_ids=positions,
         source=index[0],
         target=index[1],
         row=index[2],
@@ -121,7 +121,7 @@ def share_prompts(
     row_tokens: int = ROW_TOKENS,
     device: torch.device | str = "cpu",
 ) -> PolicyInput:
-    """Neighbouring completions of one prompt share a row: ``prompt, completion, completion, ...``.
+    """Build rows that neighbouring completions of one prompt share: ``prompt, completion, completion, ...``.
 
     Position ids go on from the prompt's length in every completion, and a mask lets a completion see the prompt and
     itself alone, so each token sees exactly what it would see in a row of its own. The first token of every completion
@@ -137,7 +137,8 @@ def share_prompts(
     _check_prompts(prompts)
     rows = _shared_rows(prompts, completions, row_tokens)
     longest = max((_row_size(r, prompts, completions) for r in rows), default=0)
-    ids, positions, segments, owners = [], [], [], []  # segment 0 is the prompt, 1, 2, ... its completions, -1 padding
+    # Segment 0 of a row is the prompt, 1, 2, ... are its completions, -1 is padding.
+    ids, positions, segments, owners = [], [], [], []
     source: list[int] = []
     target: list[int] = []
     row_of: list[int] = []
@@ -145,7 +146,7 @@ def share_prompts(
     for b, members in enumerate(rows):
         prompt = prompts[members[0]]
         length = len(prompt)
-        row, place, segment, owner = [*prompt], [*range(length)], [0] * length, [members[0]] * length
+        row, position, segment, owner = [*prompt], [*range(length)], [0] * length, [members[0]] * length
         for k, i in enumerate(members, 1):
             count = len(completions[i])
             if not count:
@@ -153,21 +154,21 @@ def share_prompts(
             start = b * longest + len(row)
             source += [b * longest + length - 1, *range(start, start + count - 1)]
             row += completions[i]
-            place += range(length, length + count)
+            position += range(length, length + count)
             segment += [k] * count
             owner += [i] * count
             target += completions[i]
             row_of += [i] * count
             column += range(count)
-        rest = longest - len(row)
-        ids.append(row + [0] * rest)
-        positions.append(place + [0] * rest)
-        segments.append(segment + [-1] * rest)
-        owners.append(owner + [-1] * rest)
+        padding = longest - len(row)
+        ids.append(row + [0] * padding)
+        positions.append(position + [0] * padding)
+        segments.append(segment + [-1] * padding)
+        owners.append(owner + [-1] * padding)
     index = to_device(torch.tensor([source, target, row_of, column], dtype=torch.long), device)
     tokens = to_device(torch.tensor([ids, positions, segments, owners], dtype=torch.long), device)  # [4, B, S]
-    part = tokens[2]
-    sees = (part[:, :, None] == part[:, None, :]) | (part[:, None, :] == 0)
+    segment_of = tokens[2]
+    visible = (segment_of[:, :, None] == segment_of[:, None, :]) | (segment_of[:, None, :] == 0)
     causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
     return PolicyInput(
         input_ids=tokens[0],
@@ -178,7 +179,7 @@ def share_prompts(
         column=index[3],
         shape=(len(prompts), width),
         owner=tokens[3],
-        attention_mask=(sees & causal)[:, None],
+        attention_mask=(visible & causal)[:, None],
     )
 
 
@@ -190,7 +191,7 @@ def pack_rows(
     share: bool = True,
     device: torch.device | str = "cpu",
 ) -> PolicyInput:
-    """All completions in one row, one behind the other, without padding; see :mod:`lit_grpo.policy.forward.attention`.
+    """Build one row of all completions, without padding; :mod:`lit_grpo.policy.forward.attention` keeps them apart.
 
     Position ids begin at 0 with every prompt; those of a completion go on from its prompt's length. The first token of
     every completion is predicted by its prompt's last position.
@@ -199,37 +200,38 @@ def pack_rows(
         prompts: prompt ids of each completion.
         completions: completion ids.
         width: T of the result.
-        share: neighbouring completions of one prompt share its tokens.
+        share: whether neighbouring completions of one prompt share its tokens.
         device: where the tensors go.
     """
     _check_prompts(prompts)
     ids: list[int] = []
-    places: list[int] = []
+    positions: list[int] = []
     owners: list[int] = []
-    parts: list[Segment] = []
+    segments: list[Segment] = []
     index: tuple[list[int], ...] = ([], [], [], [])  # source, target, row, column
-    begins, length = 0, 0  # of the prompt at hand
+    prompt_start, length = 0, 0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         count = len(completion)
         if not share or not i or prompts[i - 1] != prompt:
-            begins, length = len(ids), len(prompt)
+            prompt_start, length = len(ids), len(prompt)
             ids += prompt
-            places += range(length)
+            positions += range(length)
             owners += [i] * length
-            parts.append(Segment(begins, length if share else length + max(0, count - 1)))
+            segments.append(Segment(prompt_start, length if share else length + max(0, count - 1)))
         start = len(ids)
+        # The hidden state of a completion's last token predicts nothing, so the token need not be computed.
         ids += completion[:-1]
-        places += range(length, length + count - 1)
+        positions += range(length, length + count - 1)
         owners += [i] * max(0, count - 1)
         if share and count > 1:
-            parts.append(Segment(start, count - 1, begins, length))
+            segments.append(Segment(start, count - 1, prompt_start, length))
         if count:
-            index[0].extend([begins + length - 1, *range(start, start + count - 1)])
+            index[0].extend([prompt_start + length - 1, *range(start, start + count - 1)])
             index[1].extend(completion)
             index[2].extend([i] * count)
             index[3].extend(range(count))
     source, target, row, column = to_device(torch.tensor(index, dtype=torch.long), device)
-    tokens = to_device(torch.tensor([ids, places, owners], dtype=torch.long), device)  # [3, S]
+    tokens = to_device(torch.tensor([ids, positions, owners], dtype=torch.long), device)  # [3, S]
     return PolicyInput(
         input_ids=tokens[:1],
         position_ids=tokens[1:2],
@@ -239,17 +241,16 @@ def pack_rows(
         column=column,
         shape=(len(prompts), width),
         owner=tokens[2:],
-        segments=Segments(parts, device),
+        segments=Segments(segments, device),
     )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of the layouts micro-batches are made in."""
+    """The layout that micro-batches are built in: packed or padded, with or without shared prompts."""
 
     pack: bool = True
     share: bool = True
-    """Completions of one prompt share its tokens."""
 
     def build(
         self,
@@ -259,7 +260,7 @@ class Layout:
         width: int,
         device: torch.device | str = "cpu",
     ) -> PolicyInput:
-        """One micro-batch."""
+        """Build one micro-batch."""
         if self.pack:
             return pack_rows(prompts, completions, width=width, share=self.share, device=device)
         build = share_prompts if self.share else pad_rows
@@ -274,62 +275,66 @@ def cut(
     tokens: int | None,
     size: int | None = None,
 ) -> list[list[int]]:
-    """Micro-batches: indices of completions, each index once, deterministic.
+    """Divide completions into micro-batches of a bounded number of tokens, deterministically.
 
     What counts are the tokens that go through the model in the layout: shared prompts once for a micro-batch, padding
     included where there is any. A completion that alone is longer than the budget is a micro-batch by itself.
 
     Args:
-        layout: that the micro-batches will be built in, from the completions in the order in which they come here.
+        layout: the one that the micro-batches will be built in.
         prompts: prompt ids of each completion.
         completions: completion ids.
-        tokens: budget of a micro-batch; None: no bound.
-        size: completions of a micro-batch at most; None: no bound.
+        tokens: most tokens of a micro-batch; None: no bound.
+        size: most completions of a micro-batch; None: no bound.
+
+    Returns:
+        indices of the completions of each micro-batch; every index is in one of them.
     """
-    most = float("inf") if tokens is None else tokens
-    count = len(completions) if size is None else size
+    max_tokens = float("inf") if tokens is None else tokens
+    max_size = len(completions) if size is None else size
     number: dict[tuple[int, ...], int] = {}
     groups = [number.setdefault(tuple(prompt), len(number)) for prompt in prompts]
-    if layout.pack:
-        return _first_fit(prompts, completions, groups, most, count, layout.share)
-    return _next_fit(prompts, completions, groups, most, count, layout.share)
+    # Packed rows cost the sum of their lengths, so any mixture fills a micro-batch. Padded ones cost their longest, so
+    # completions of like length belong together.
+    fit = _first_fit if layout.pack else _next_fit
+    return fit(prompts, completions, groups, max_tokens, max_size, layout.share)
 
 
 def _first_fit(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     groups: Sequence[int],
-    most: float,
-    count: int,
+    max_tokens: float,
+    max_size: int,
     share: bool,
 ) -> list[list[int]]:
-    """Longest first, each into the first micro-batch with room: whole groups, cut only where one is too large."""
+    """Put whole groups, longest first, into the first micro-batch with room; cut only a group that is too large."""
     items: list[tuple[int, list[int]]] = []  # tokens, members
-    of_group: dict[int, list[int]] = {}
+    members_of: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
-        of_group.setdefault(group if share else i, []).append(i)
-    for members in of_group.values():
+        members_of.setdefault(group if share else i, []).append(i)
+    for members in members_of.values():
         prompt = len(prompts[members[0]])
         members.sort(key=lambda i: (-len(completions[i]), i))
         pieces: list[tuple[int, list[int]]] = []
         for i in members:
-            need = max(0, len(completions[i]) - 1)
+            cost = max(0, len(completions[i]) - 1)
             for k, (used, piece) in enumerate(pieces):
-                if used + need <= most and len(piece) < count:
-                    pieces[k] = (used + need, [*piece, i])
+                if used + cost <= max_tokens and len(piece) < max_size:
+                    pieces[k] = (used + cost, [*piece, i])
                     break
             else:
-                pieces.append((prompt + need, [i]))
+                pieces.append((prompt + cost, [i]))
         items += pieces
     items.sort(key=lambda item: (-item[0], min(item[1])))
     bins: list[tuple[int, list[int]]] = []
-    for need, members in items:
+    for cost, members in items:
         for k, (used, inside) in enumerate(bins):
-            if used + need <= most and len(inside) + len(members) <= count:
-                bins[k] = (used + need, inside + members)
+            if used + cost <= max_tokens and len(inside) + len(members) <= max_size:
+                bins[k] = (used + cost, inside + members)
                 break
         else:
-            bins.append((need, members))
+            bins.append((cost, members))
     return [sorted(members, key=lambda i: (groups[i], i)) for _, members in bins]
 
 
@@ -337,30 +342,29 @@ def _next_fit(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     groups: Sequence[int],
-    most: float,
-    count: int,
+    max_tokens: float,
+    max_size: int,
     share: bool,
 ) -> list[list[int]]:
-    """Completions of like length together, longest first, those of a group side by side where they share a row."""
+    """Put completions of like length together, longest first, those of a group side by side where they share a row."""
 
     def tokens(members: list[int]) -> int:
-        texts = [completions[i] for i in members]
-        mine = [prompts[i] for i in members]
-        rows = _shared_rows(mine, texts, ROW_TOKENS) if share else [[k] for k in range(len(members))]
-        return len(rows) * max(_row_size(row, mine, texts) for row in rows)
+        of_members = [prompts[i] for i in members], [completions[i] for i in members]
+        rows = _shared_rows(*of_members, ROW_TOKENS) if share else [[k] for k in range(len(members))]
+        return len(rows) * max(_row_size(row, *of_members) for row in rows)
 
     longest: dict[int, int] = {}
     for i, group in enumerate(groups):
         size = len(prompts[i]) + len(completions[i])
         longest[group] = max(size, longest.get(group, 0)) if share else 0
 
-    def place(i: int) -> tuple[int, int, int]:
+    def sort_key(i: int) -> tuple[int, int, int]:
         size = longest[groups[i]] if share else len(prompts[i]) + len(completions[i])
         return -size, groups[i] if share else 0, i
 
     batches: list[list[int]] = []
-    for i in sorted(range(len(groups)), key=place):
-        if batches and len(batches[-1]) < count and tokens([*batches[-1], i]) <= most:
+    for i in sorted(range(len(groups)), key=sort_key):
+        if batches and len(batches[-1]) < max_size and tokens([*batches[-1], i]) <= max_tokens:
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -372,7 +376,7 @@ def _shared_rows(
     completions: Sequence[Sequence[int]],
     row_tokens: int,
 ) -> list[list[int]]:
-    """Completions of each row: neighbours with one prompt, closed before it grows beyond ``row_tokens``."""
+    """Group neighbours with one prompt into rows, each closed before it grows beyond ``row_tokens``."""
     rows: list[list[int]] = []
     size = 0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

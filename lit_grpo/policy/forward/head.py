@@ -1,8 +1,12 @@
-"""From hidden states to log-probability and entropy of each token, with as few copies of the logits as can be.
+"""Log-probability and entropy of each token from its hidden state, with as few copies of the logits as can be.
 
 With z the logits [m, V], T the temperature, q = softmax(z / T) and p = softmax(z):
 log q_y = z_y / T - logsumexp(z / T), H = logsumexp(z) - sum p z, and backwards
 d log q_y / dz = (1_y - q) / T, dH / dz = -p (log p + H).
+
+Each formula is written twice. :func:`_reference_stats` and :func:`_reference_gradient` run as they stand and reuse
+tensors in place; :func:`_kernel_stats` and :func:`_kernel_gradient` are given to ``torch.compile``, which makes one
+pass over the logits of them. Tests hold both to autograd and to each other.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ def head_stats(
     chunk: int,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target at the temperature, entropy at temperature 1, sum of squared probabilities.
+    """Compute log-probability of the target, entropy, and sum of squared probabilities from hidden states.
 
     The logits of ``chunk`` tokens are held at once, with at most two more tensors of their size (compiled one), and are
     computed again in the backward pass where there are several chunks.
@@ -39,12 +43,12 @@ def head_stats(
         head: the output layer, [m, D] -> [m, V].
         hidden: [m, D].
         target: [m].
-        temperature: divides the logits for the log-probability and the squares.
-        entropy: otherwise it is 0.
-        entropy_gradient: whether the entropy has one.
-        squares: otherwise they are 0; without gradient.
-        chunk: tokens.
-        compiled: by ``torch.compile``: the same in fewer passes over the logits.
+        temperature: divides the logits for the log-probability and the squares; the entropy is that of temperature 1.
+        entropy: whether to compute the entropy; 0 otherwise.
+        entropy_gradient: whether the entropy has a gradient.
+        squares: whether to sum the squared probabilities, without gradient; 0 otherwise.
+        chunk: tokens whose logits are held at once.
+        compiled: whether to compile what is done with the logits: the same numbers in fewer passes over them.
 
     Returns:
         [m] each, float32.
@@ -52,29 +56,32 @@ def head_stats(
     options = (temperature, entropy, entropy_gradient, squares, compiled)
     several = len(target) > chunk and torch.is_grad_enabled()
     if several and _is_plain(head):
-        found = _Head.apply(hidden, head.weight, head.bias, target, chunk, *options)
-        return cast(tuple[Tensor, Tensor, Tensor], found)
+        stats_of_chunks = _ChunkedHead.apply(hidden, head.weight, head.bias, target, chunk, *options)
+        return cast(tuple[Tensor, Tensor, Tensor], stats_of_chunks)
+
+    # Any other head (adapters, shards, hooks) is called as a module, and its logits are computed again by autograd's
+    # own checkpointing.
 
     def stats(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return cast(tuple[Tensor, Tensor, Tensor], _TokenStats.apply(head(hidden), target, *options))
+        return cast(tuple[Tensor, Tensor, Tensor], _StatsOfLogits.apply(head(hidden), target, *options))
 
-    parts = []
-    for part in _parts(len(target), chunk):
-        given = hidden[part], target[part]
-        parts.append(checkpoint(stats, *given, use_reentrant=False) if several else stats(*given))
-    logprobs, entropies, squared = (_cat([part[k] for part in parts], hidden) for k in range(3))
+    outputs = []
+    for span in _chunks(len(target), chunk):
+        inputs = hidden[span], target[span]
+        outputs.append(checkpoint(stats, *inputs, use_reentrant=False) if several else stats(*inputs))
+    logprobs, entropies, squared = (_cat([output[k] for output in outputs], hidden) for k in range(3))
     return logprobs, entropies, squared
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """A product with its weight and nothing else: no adapter, no codes, no hook, no shard, no automatic casting."""
+    """Whether the head is a product with its weight: no adapter, no 4 bits, no hook, no shard, no automatic casting."""
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
         return False
     hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
     return not any(hooks) and not torch.is_autocast_enabled(head.weight.device.type)
 
 
-def _parts(count: int, chunk: int) -> Iterator[slice]:
+def _chunks(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, count, chunk))
 
 
@@ -83,8 +90,8 @@ def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(parts) if parts else like.sum(1).float()
 
 
-class _Head(torch.autograd.Function):
-    """Chunk after chunk through a linear layer.
+class _ChunkedHead(torch.autograd.Function):
+    """A linear head and the stats of its logits, chunk after chunk, with one gradient of the weight for all chunks.
 
     Autograd would make the gradient of the weight anew for each chunk and then add it: with a large vocabulary as much
     memory traffic as the products themselves. Here each product adds to one gradient.
@@ -104,12 +111,12 @@ class _Head(torch.autograd.Function):
         squares: bool,
         compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = compiling.compiled(_fused_stats) if compiled else _stats
-        parts = [
-            compute(functional.linear(hidden[part], weight, bias), target[part], temperature, entropy, squares)
-            for part in _parts(len(target), chunk)
+        compute = compiling.compiled(_kernel_stats) if compiled else _reference_stats
+        outputs = [
+            compute(functional.linear(hidden[span], weight, bias), target[span], temperature, entropy, squares)
+            for span in _chunks(len(target), chunk)
         ]
-        logprobs, entropies, squared, log_total, scaled = (torch.cat([part[k] for part in parts]) for k in range(5))
+        logprobs, entropies, squared, log_total, scaled = (torch.cat([o[k] for o in outputs]) for k in range(5))
         ctx.chunk, ctx.temperature, ctx.gradient, ctx.compiled = chunk, temperature, gradient and entropy, compiled
         ctx.save_for_backward(hidden, weight, bias, target, log_total, scaled, entropies)
         ctx.mark_non_differentiable(squared, *(() if ctx.gradient else (entropies,)))
@@ -118,34 +125,35 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         hidden, weight, bias, target, log_total, scaled, entropies = ctx.saved_tensors
-        of_logprob = gradients[0].float()
-        of_entropy = gradients[1].float() if ctx.gradient and gradients[1] is not None else None
-        compute = compiling.compiled(_fused_gradient) if ctx.compiled else _gradient
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for part in _parts(len(target), ctx.chunk):
-            made = compute(
-                functional.linear(hidden[part], weight, bias),
-                target[part],
-                log_total[part],
-                scaled[part],
-                entropies[part],
-                of_logprob[part],
-                of_entropy[part] if of_entropy is not None else None,
+        grad_logprob = gradients[0].float()
+        grad_entropy = gradients[1].float() if ctx.gradient and gradients[1] is not None else None
+        compute = compiling.compiled(_kernel_gradient) if ctx.compiled else _reference_gradient
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        for span in _chunks(len(target), ctx.chunk):
+            grad_logits = compute(
+                functional.linear(hidden[span], weight, bias),
+                target[span],
+                log_total[span],
+                scaled[span],
+                entropies[span],
+                grad_logprob[span],
+                grad_entropy[span] if grad_entropy is not None else None,
                 ctx.temperature,
             )
-            if of_hidden is not None:
-                torch.mm(made, weight, out=of_hidden[part])
-            if of_weight is not None:
-                of_weight.addmm_(made.T, hidden[part], beta=int(part.start > 0))
-            if of_bias is not None:
-                of_bias += made.sum(0)
-        return of_hidden, of_weight, of_bias, *[None] * 7
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[span])
+            if grad_weight is not None:
+                # beta 0 for the first chunk: what the empty tensor holds is not read.
+                grad_weight.addmm_(grad_logits.T, hidden[span], beta=int(span.start > 0))
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
-class _TokenStats(torch.autograd.Function):
-    """From logits that are there."""
+class _StatsOfLogits(torch.autograd.Function):
+    """The stats of logits that exist already, with one tensor of their size for the gradient."""
 
     @staticmethod
     def forward(
@@ -158,9 +166,9 @@ class _TokenStats(torch.autograd.Function):
         squares: bool,
         compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = compiling.compiled(_fused_stats) if compiled else _stats
-        found = compute(logits.detach(), target, temperature, entropy, squares)
-        logprobs, entropies, squared, log_total, scaled = found
+        compute = compiling.compiled(_kernel_stats) if compiled else _reference_stats
+        stats = compute(logits.detach(), target, temperature, entropy, squares)
+        logprobs, entropies, squared, log_total, scaled = stats
         ctx.temperature, ctx.gradient, ctx.compiled = temperature, gradient and entropy, compiled
         ctx.save_for_backward(logits, target, log_total, scaled, entropies)
         ctx.mark_non_differentiable(squared, *(() if ctx.gradient else (entropies,)))
@@ -169,20 +177,21 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, target, log_total, scaled, entropies = ctx.saved_tensors
-        of_entropy = gradients[1].float() if ctx.gradient and gradients[1] is not None else None
-        compute = compiling.compiled(_fused_gradient) if ctx.compiled else _gradient
-        made = compute(logits, target, log_total, scaled, entropies, gradients[0].float(), of_entropy, ctx.temperature)
-        return made, None, None, None, None, None, None
+        grad_entropy = gradients[1].float() if ctx.gradient and gradients[1] is not None else None
+        compute = compiling.compiled(_kernel_gradient) if ctx.compiled else _reference_gradient
+        saved = logits, target, log_total, scaled, entropies
+        return compute(*saved, gradients[0].float(), grad_entropy, ctx.temperature), *[None] * 6
 
 
 Stats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Log-probabilities, entropies, squares [m]; logsumexp at temperature 1 and at the temperature, [m, 1]."""
 
 
-def _stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:
+def _reference_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:
     z = logits.float()
     top = z.amax(1, keepdim=True)
-    probs = (z - top).exp_()  # up to their sum
+    # Not divided by their sum: the sums below are, which saves a pass over the vocabulary.
+    probs = (z - top).exp_()
     total = probs.sum(1, keepdim=True)
     log_total = total.log() + top
     entropies = torch.zeros_like(target, dtype=torch.float32)
@@ -203,8 +212,8 @@ def _stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, sq
     return logprobs, entropies, squared, log_total, scaled
 
 
-def _fused_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:
-    """:func:`_stats` as the compiler likes it: nothing in place, one pass for the maximum and one for all sums."""
+def _kernel_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:
+    """Compute what :func:`_reference_stats` does, for the compiler: nothing in place, two passes over the logits."""
     z = logits.float()
     top = z.amax(1, keepdim=True)
     total = (z - top).exp().sum(1, keepdim=True)
@@ -223,45 +232,46 @@ def _fused_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bo
     return logprobs, entropies, squared, log_total, scaled
 
 
-def _gradient(
+def _reference_gradient(
     logits: Tensor,
     target: Tensor,
     log_total: Tensor,
     scaled: Tensor,
     entropies: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor | None,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Of the logits, [m, V], in their number format."""
+    """Compute the gradient of the logits, [m, V], in their number format."""
     z = logits.float()
-    out = (z / temperature).sub_(scaled).exp_().mul_(-of_logprob[:, None] / temperature)
-    if of_entropy is not None:
+    out = (z / temperature).sub_(scaled).exp_().mul_(-grad_logprob[:, None] / temperature)
+    if grad_entropy is not None:
         log_p = z - log_total
         p = log_p.exp()
-        log_p.add_(entropies[:, None]).mul_(p).mul_(of_entropy[:, None])
+        log_p.add_(entropies[:, None]).mul_(p).mul_(grad_entropy[:, None])
         out.sub_(torch.nan_to_num_(log_p, nan=0.0))
-    out.scatter_add_(1, target[:, None], (of_logprob / temperature)[:, None])
+    out.scatter_add_(1, target[:, None], (grad_logprob / temperature)[:, None])
     return out.to(logits.dtype)
 
 
-def _fused_gradient(
+def _kernel_gradient(
     logits: Tensor,
     target: Tensor,
     log_total: Tensor,
     scaled: Tensor,
     entropies: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor | None,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """:func:`_gradient` as one pass over the logits."""
+    """Compute what :func:`_reference_gradient` does, for the compiler: one pass over the logits."""
     z = logits.float()
     chosen = torch.arange(z.shape[1], device=z.device)[None, :] == target[:, None]
-    out = (chosen.float() - (z / temperature - scaled).exp()) * (of_logprob[:, None] / temperature)
-    if of_entropy is not None:
+    out = (chosen.float() - (z / temperature - scaled).exp()) * (grad_logprob[:, None] / temperature)
+    if grad_entropy is not None:
         log_p = z - log_total
         out = (
-            out - torch.where(z > float("-inf"), (log_p + entropies[:, None]) * log_p.exp(), 0.0) * of_entropy[:, None]
+            out
+            - torch.where(z > float("-inf"), (log_p + entropies[:, None]) * log_p.exp(), 0.0) * grad_entropy[:, None]
         )
     return out.to(logits.dtype)

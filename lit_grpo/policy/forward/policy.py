@@ -1,4 +1,4 @@
-"""The policy: per-token log-probabilities and entropies of a causal language model, full logits never held."""
+"""The policy: per-token log-probabilities and entropies of a causal language model, without holding all logits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
 
 EntropyMode = Literal["none", "detached", "grad"]
 ValueMode = Literal["none", "head", "trunk"]
-"""No values, or with a gradient that ends at the value head, or one that goes on into the trunk."""
+"""Whether values are computed, and where their gradient ends: at the value head, or in the trunk below it."""
 
 
 @dataclass
 class TokenStats:
-    """What one forward pass says of each completion token, [n, T], 0 where there is no token."""
+    """What one forward pass says of each completion token: [n, T], 0 where there is no token."""
 
     logprobs: Tensor
-    """Of the sampled tokens at the sampling temperature, float32."""
+    """Log-probabilities of the sampled tokens at the sampling temperature, float32."""
     entropy: Tensor | None
-    """Of the whole next-token distribution at temperature 1, in nats, float32."""
+    """Entropy of the whole next-token distribution at temperature 1, in nats, float32."""
     sum_squared_probs: Tensor | None = None
     """Sum over the vocabulary of pi squared at the sampling temperature, detached, float32."""
     router_logscores: Tensor | None = None
@@ -43,15 +43,16 @@ class TokenStats:
     routing: Tensor | None = None
     """The experts of every token that went through the model, [tokens, layers, K] int16."""
     values: Tensor | None = None
-    """Value head's value of the state before each token, float32."""
+    """The value head's value of the state before each token, float32."""
 
 
-# FSDP2 of an older torch looks for a pass's tensors in pytrees alone: a value head that learns alone would stand still.
+# FSDP2 of an older torch finds the outputs of a forward pass in pytrees alone. Without this line a value head that
+# learns alone gets no gradient there.
 torch.export.register_dataclass(TokenStats)
 
 
 class Policy(nn.Module):
-    """A causal language model from transformers, seen as a policy.
+    """A causal language model of transformers that gives log-probabilities of completions.
 
     Dropout is switched off for good: with it the ratio of the first update would not be 1.
 
@@ -59,8 +60,8 @@ class Policy(nn.Module):
         model: a ``*ForCausalLM`` of transformers.
         logits_chunk: completion tokens whose logits are held at once; None: as many as make 2**26 logits (256 MiB in
             float32), compiled 2**28 (512 MiB in bfloat16).
-        value_head: [M, D] states -> [M] values, for a critic that shares the model's trunk. It is no part of ``model``:
-            engines and exported folders know nothing of it.
+        value_head: [M, D] states -> [M] values, for a critic that shares the model's trunk. It is no part of ``model``,
+            so that engines and exported folders do not get it.
     """
 
     model: Any
@@ -71,7 +72,7 @@ class Policy(nn.Module):
         self.value_head: Any = value_head
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         self.compiled = is_compiled(model)
-        # Compiled, no float32 copies are made of them, and larger products are faster.
+        # Compiled code makes no float32 copies of the logits, so more of them fit, and larger products are faster.
         self.logits_chunk = logits_chunk or max(1, 2 ** (28 if self.compiled else 26) // vocabulary)
         switch_off_dropout(model)
         self._routers: Routers | None = None
@@ -79,7 +80,7 @@ class Policy(nn.Module):
 
     @property
     def sharded(self) -> bool:
-        """Whether its weights are in shards, see :mod:`lit_grpo.distributed.sharding`."""
+        """Whether the weights are in shards, see :mod:`lit_grpo.distributed.sharding`."""
         return is_sharded(self)
 
     @property
@@ -95,37 +96,38 @@ class Policy(nn.Module):
         *,
         squares: bool = False,
         experts: Tensor | Literal["active"] | None = None,
-        routing: Tensor | Literal["seen"] | None = None,
+        routing: Tensor | Literal["recorded"] | None = None,
         values: ValueMode = "none",
         frozen: bool = False,
     ) -> TokenStats:
-        """Log-probability (and entropy) of every completion token of the micro-batch.
+        """Compute log-probability (and entropy) of every completion token of the micro-batch.
 
         The head is applied to ``logits_chunk`` tokens at a time and recomputed in the backward pass, so memory does not
         grow with completion tokens times vocabulary.
 
         Args:
-            batch: see :class:`PolicyInput`.
-            temperature: logits are divided by it for ``logprobs``; the entropy is that of temperature 1.
-            entropy: leave it out, compute it without gradient, or with.
-            squares: also the sum of squared probabilities.
-            experts: also the router's scores, for the experts that are ``active`` now or for given ones
+            batch: the micro-batch, in any layout.
+            temperature: divides the logits for ``logprobs``; the entropy is that of temperature 1.
+            entropy: whether to leave it out, compute it without gradient, or with.
+            squares: whether to sum the squared probabilities too.
+            experts: also give the router's scores, of the experts that are ``active`` now or of given ones
                 [n, T, layers, K]; mixture-of-experts models only.
-            routing: also which experts every token goes through, ``seen`` or, [tokens, layers, K], given.
-            values: also those of the value head, from the same states.
-            frozen: no gradient but that of the value head.
+            routing: also give the experts that every token goes through. ``recorded``: the routers choose them;
+                [tokens, layers, K]: they are replayed.
+            values: whether to give those of the value head, from the same states.
+            frozen: only the value head gets a gradient.
         """
         if routing is not None and self._routers is None:
             self._routers = Routers(self.model)
         if self._routers is not None:
-            self._routers.given = routing if isinstance(routing, Tensor) else None
+            self._routers.replay = routing if isinstance(routing, Tensor) else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
             hidden = states.flatten(0, 1)[batch.source]  # [M, D]
             stats = self._token_stats(batch, hidden, temperature, entropy, squares)
             if routing is not None:
                 assert self._routers is not None
-                stats.routing = self._routers.seen()
+                stats.routing = self._routers.recorded()
             if experts is not None:
                 stats.router_logscores, stats.router_experts = self._router_scores(batch, router, experts)
         if values != "none":
@@ -133,9 +135,9 @@ class Policy(nn.Module):
         return stats
 
     def values(self, batch: PolicyInput) -> Tensor:
-        """The value head's values alone, [n, T]: the same trunk, without the pass over the vocabulary."""
+        """Compute the value head's values alone, [n, T]: the same trunk, without the pass over the vocabulary."""
         if self._routers is not None:
-            self._routers.given = None
+            self._routers.replay = None
         states, _ = hidden_states(self.model.base_model, batch)
         return self._values(batch, states.flatten(0, 1)[batch.source])
 
@@ -147,7 +149,6 @@ class Policy(nn.Module):
     def _token_stats(
         self, batch: PolicyInput, hidden: Tensor, temperature: float, entropy: EntropyMode, squares: bool
     ) -> TokenStats:
-        """Everything that needs logits, of hidden states [M, D]."""
         logprobs, entropies, squared = head_stats(
             self.model.get_output_embeddings(),
             hidden,
@@ -169,48 +170,49 @@ class Policy(nn.Module):
     def _router_scores(
         self, batch: PolicyInput, router: list[Tensor], experts: Tensor | Literal["active"]
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts, both [n, T, layers, K]; 0 where there is no token."""
+        """Give scores and experts, both [n, T, layers, K]; 0 where there is no token."""
         logits = torch.stack([layer.flatten(0, -2)[batch.source] for layer in router], 1)  # [M, layers, experts]
         scores = logits.float().log_softmax(-1)
         if isinstance(experts, Tensor):
             chosen = experts[batch.row, batch.column]  # [M, layers, K]
         else:
             chosen = scores.topk(int(self.model.config.get_text_config().num_experts_per_tok)).indices
-        place = (batch.row, batch.column)
-        out = scores.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, scores.gather(-1, chosen))
-        return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(place, chosen)
+        index = (batch.row, batch.column)
+        out = scores.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(index, scores.gather(-1, chosen))
+        return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(index, chosen)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, full tensor) one at a time; sharded ones are gathered block by block, in ``param_dtype``.
+        """Give (transformers name, full tensor) one at a time, without ever holding the whole model.
 
-        Adapters come merged into the weights that they change, under those weights' names, each gathered when its turn
-        comes and merged in the precision that it is held in; the training weights stay.
+        Sharded weights are gathered block by block, in ``param_dtype``. Adapters come merged into the weights that they
+        change, under the names of those, in the precision that they are held in; what is trained stays as it is.
         """
         if self.sharded and not lora.has_adapters(self.model):
-            own = ((name.partition("."), weight) for name, weight in gathered(self))
-            yield from ((name, weight) for (child, _, name), weight in own if child == "model")
+            # Names of this module begin with "model."; a value head is no part of the model.
+            split = ((name.partition("."), weight) for name, weight in gathered(self))
+            yield from ((name, weight) for (child, _, name), weight in split if child == "model")
             return
         reshard(self)
         parameters = dict(self.model.named_parameters())
         yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
 
     def without_adapters(self) -> nn.Module:
-        """The model, or, if it has adapters, a copy with them merged in: ``named_weights`` fit into it.
+        """Give the model that ``named_weights`` fit into: its own, or a copy with its adapters merged in.
 
-        Of a sharded policy a whole model with weights that mean nothing yet.
+        For a sharded policy it is a new whole model, whose weights mean nothing until they are loaded.
         """
         if is_sharded(self):
             return self._whole_model()
         return lora.without_adapters(self.model) if lora.has_adapters(self.model) else self.model
 
-    def listen(self, model: nn.Module) -> Routers:
-        """The routers of an engine's model, which may be a copy of the policy's, for the engine to listen to."""
+    def record_router_outputs(self, model: nn.Module) -> Routers:
+        """Record which experts an engine's model, often a copy of the policy's, chooses while it samples."""
         return Routers(model)
 
-    def free_routers(self) -> None:
-        """Let the routers choose again, also where others run the model."""
+    def stop_replay(self) -> None:
+        """Let the routers choose again: an engine that samples from this very model must not replay old choices."""
         if self._routers is not None:
-            self._routers.given = None
+            self._routers.replay = None
 
     def _whole_model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -225,21 +227,26 @@ class Policy(nn.Module):
         return model.eval().requires_grad_(False)
 
     @torch.no_grad()
-    def check(self, layout: Layout, *, replay: bool = False) -> None:
-        """Hold the short cuts of this class to the model's own forward pass, on a few tokens.
+    def verify_against_model_forward(self, layout: Layout, *, replay: bool = False) -> None:
+        """Compare log-probabilities of a few tokens with those of the model's own forward pass.
+
+        The model computes logits for every position of every row. This class applies the head to the states that
+        predict a completion token, and lets rows hold several completions: right for most models, not for all.
 
         Args:
-            layout: of the micro-batches; completions must see nothing of each other in it.
-            replay: routers that are told what they choose anyway must come to the same.
+            layout: the one that micro-batches are built in; completions must see nothing of each other in it.
+            replay: whether routers that are told what they chose anyway must come to the same numbers.
 
         Raises:
-            UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), or it
-                does not keep to a given attention mask (linear attention, sliding windows).
+            UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), it
+                does not keep to a given attention mask (linear attention, sliding windows), or the weights of its
+                experts are computed in an unknown way.
         """
-        with eagerly() if self.compiled else nullcontext():  # not worth the wait for a compiler
-            self._check(layout, replay)
+        # A few tokens are not worth the wait for a compiler.
+        with eagerly() if self.compiled else nullcontext():
+            self._verify(layout, replay)
 
-    def _check(self, layout: Layout, replay: bool) -> None:
+    def _verify(self, layout: Layout, replay: bool) -> None:
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         prompt, completions = (1 % vocabulary, 2 % vocabulary), [(3 % vocabulary, 0), (5 % vocabulary, 3 % vocabulary)]
         device = next(self.model.parameters()).device
@@ -252,27 +259,28 @@ class Policy(nn.Module):
         tolerance = 0.05 if self.model.dtype == torch.bfloat16 else 1e-3
         for form in dict.fromkeys((Layout(pack=False, share=False), layout)):
             rows = form.build([prompt] * 2, completions, width=2, device=device)
-            found = self.forward(rows, entropy="none").logprobs
-            gap = float((found - torch.stack(expected)).abs().max())
-            if gap > tolerance or gap != gap:
-                plain = not form.pack and not form.share
+            logprobs = self.forward(rows, entropy="none").logprobs
+            gap = float((logprobs - torch.stack(expected)).abs().max())
+            # Written so that NaN, which compares false, is refused too.
+            if not gap <= tolerance:
+                padded = not form.pack and not form.share
                 keys = [key for key, on in (("pack", form.pack), ("share_prompts", form.share)) if on]
                 raise UserError(
                     f"{name} cannot be trained like this: log-probabilities computed for "
-                    f"{'padded' if plain else 'packed' if form.pack else 'shared'} rows differ from the model's own by "
-                    f"{gap:.3g}",
+                    f"{'padded' if padded else 'packed' if form.pack else 'shared'} rows differ from the model's own "
+                    f"by {gap:.3g}",
                     where=f"model.policy.{keys[0]}" if keys else "model.policy",
                     remedy="models that change their logits after the output layer are not supported yet"
-                    if plain
+                    if padded
                     else "set " + ", ".join(f"{key}: false" for key in keys),
                 )
         if replay:
             rows = layout.build([prompt] * 2, completions, width=2, device=device)
-            free = self.forward(rows, entropy="none", routing="seen")
+            free = self.forward(rows, entropy="none", routing="recorded")
             assert free.routing is not None
-            told = self.forward(rows, entropy="none", routing=free.routing.long())
-            self.free_routers()
-            if not float((free.logprobs - told.logprobs).abs().max()) <= tolerance:
+            replayed = self.forward(rows, entropy="none", routing=free.routing.long())
+            self.stop_replay()
+            if not float((free.logprobs - replayed.logprobs).abs().max()) <= tolerance:
                 raise UserError(
                     f"the routers of {name} compute the weights of their experts in a way that is not known",
                     where="model.routing_replay",
@@ -281,15 +289,17 @@ class Policy(nn.Module):
 
 
 def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Last hidden states of a base model, [B, S, D], final norm applied; and each layer's router logits if wanted."""
+    """Run a base model: last hidden states [B, S, D], final norm applied, and router logits by layer if wanted."""
     mask = batch.attention_mask
     options: dict[str, Any] = {}
     if batch.segments is not None:
         implementation = base.config._attn_implementation
         if implementation == NAMES["varlen"]:
-            _ = batch.segments.cumulative(), batch.segments.asks_for_gqa  # made here: compiled blocks only read them
+            # Made here, outside of the blocks: where those are compiled they only read them.
+            _ = batch.segments.cumulative(), batch.segments.asks_for_gqa
         if implementation in NAMES.values():
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)  # keeps it from making one
+            # Our attention reads the segments. Given any mask, transformers does not make one of [S, S] itself.
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
             options["segments"] = batch.segments
         elif implementation == "flash_attention_2":
             _, lengths, _, longest, _ = batch.segments.cumulative()
@@ -297,7 +307,8 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
             options |= {"max_length_q": longest, "max_length_k": longest}
         else:
             mask = batch.segments.mask()
-    if mask is not None and base.config._attn_implementation == "eager":  # adds its mask to the scores
+    # The eager attention adds its mask to the scores instead of choosing by it.
+    if mask is not None and base.config._attn_implementation == "eager":
         mask = torch.where(mask, 0.0, torch.finfo(base.dtype).min).to(base.dtype)
     if router:
         options["output_router_logits"] = True
@@ -312,11 +323,12 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """For good: also in training mode."""
+    """Set every dropout rate of the model to 0, so that training mode has none either."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        _clear_rates(module)  # copies of what the configuration says, for functional dropout
+        # Layers keep copies of the configuration's rates for dropout that they call as a function.
+        _clear_rates(module)
     if (config := getattr(model, "config", None)) is not None:
         _clear_rates(config)
 

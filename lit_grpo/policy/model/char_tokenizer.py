@@ -13,17 +13,17 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def char_tokenizer(alphabet: str = "0123456789+=", pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """One token for each character of ``alphabet``, then ``<eos>`` and ``<pad>``.
+    """Make a tokenizer with one token for each character of ``alphabet``, then ``<eos>`` and ``<pad>``.
 
     There is no unknown token: encoding another character raises, since a question with holes is another question.
     ``save_pretrained`` and ``AutoTokenizer.from_pretrained`` give the same tokenizer back.
 
     Args:
         alphabet: distinct characters; white space counts.
-        pad_is_eos: pad with ``<eos>``, as many published tokenizers do.
+        pad_is_eos: whether padding is ``<eos>``, as in many published tokenizers.
 
     Raises:
-        UserError: an empty alphabet, or a character twice.
+        UserError: the alphabet is empty, or holds a character twice.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

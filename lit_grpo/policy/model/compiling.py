@@ -1,8 +1,8 @@
 """``torch.compile`` for the learner's passes: each transformer block, and what is done with the logits.
 
-Block by block (*regional* compilation) the compiler works once on a block, whose code all others run, and sharding,
-checkpointing and adapters work around the blocks as ever. With ``varlen`` attention a block is one piece; the padded
-products of ``sdpa``, which are others in every micro-batch, stay outside and cut it in four.
+Compiled block by block (*regional* compilation) the compiler works once on a block, whose code all others run, and
+sharding, checkpointing and adapters work around the blocks as ever. With ``varlen`` attention a block is one piece; the
+padded products of ``sdpa``, which are others in every micro-batch, stay outside and cut it in four.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lit_grpo.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 BACKEND = "inductor"
+# Policy, critic and reference, with and without gradient, in several number formats: each is a form of its own.
 VARIANTS = 64
-"""Forms of one piece of code that are compiled before the compiler gives up: policy, critic and reference, with and
-without gradient, in several number formats."""
+"""Forms of one piece of code that are compiled before the compiler gives up."""
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -35,26 +35,27 @@ def compile_blocks(model: nn.Module) -> None:
 
     attention.register(compiles=True)
     try:
-        found = blocks(model)
+        model_blocks = blocks(model)
     except UserError as error:
         raise UserError(error.what, where="model.policy.compile", remedy="set compile: false") from error
     dynamo = cast(Any, torch._dynamo).config
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * VARIANTS)
-    for block in found:
-        block.compile(dynamic=True, backend=BACKEND)  # rows have another length in every micro-batch
+    for block in model_blocks:
+        # Dynamic, since rows have another length in every micro-batch.
+        block.compile(dynamic=True, backend=BACKEND)
 
 
 def is_compiled(model: nn.Module) -> bool:
-    return any(part._compiled_call_impl is not None for part in model.modules())
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 @functools.cache
 def compiled(function: F) -> F:
-    """The function compiled, once for all who ask; for inputs of any shape."""
+    """Compile a function for inputs of any shape, once for all callers."""
     return cast(F, torch.compile(function, dynamic=True, backend=BACKEND))
 
 
 def eagerly() -> AbstractContextManager[None]:
-    """Within it everything runs uncompiled: sampling token by token, a check on a few tokens."""
+    """Run what is within uncompiled, where compiling does not pay: sampling token by token, a check on few tokens."""
     return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))

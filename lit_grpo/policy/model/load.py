@@ -22,10 +22,11 @@ KEY = "model.policy"
 
 
 def check_policy(config: PolicyConfig) -> None:
-    """Everything about the policy that can be known without reading weights.
+    """Check all settings of the policy that can be checked without reading weights.
 
     Raises:
-        UserError: neither or both of ``path`` and ``tiny``; a folder that is missing or holds no model.
+        UserError: neither or both of ``path`` and ``tiny`` are given, the folder is missing or holds no model, or two
+            settings contradict each other.
     """
     if (config.path is None) == (config.tiny is None):
         raise UserError(
@@ -62,56 +63,59 @@ def _check_varlen(config: PolicyConfig) -> None:
                         remedy="set pack: true, or attention: sdpa")  # fmt: skip
 
 
-def settle(config: PolicyConfig, dtype: torch.dtype | None = None, device: str = "cpu") -> PolicyConfig:
-    """Decide what is left open until it is known where and in which number format the passes compute.
+def resolve_backend(config: PolicyConfig, dtype: torch.dtype | None = None, device: str = "cpu") -> PolicyConfig:
+    """Choose attention and compiling for a device and a number format, where the settings leave them open.
+
+    Reads the model's configuration, no weights.
 
     Args:
-        config: of the policy; reads the model's configuration, no weights.
-        dtype: that the passes compute in; None: that of the weights.
+        config: settings of the policy.
+        dtype: number format of the computation; None: that of the weights.
         device: kind of device.
 
     Returns:
-        The same with ``attention`` and ``compile`` decided.
+        the same settings with ``attention`` and ``compile`` decided.
 
     Raises:
-        UserError: an attention that does not work in the number format.
+        UserError: the attention does not work in the number format.
     """
-    computes = str(dtype).removeprefix("torch.") if dtype is not None else config.dtype
-    if config.attention == "varlen" and computes != "bfloat16":
+    dtype_name = str(dtype).removeprefix("torch.") if dtype is not None else config.dtype
+    if config.attention == "varlen" and dtype_name != "bfloat16":
         raise UserError(
-            f"varlen attention computes in bfloat16, not in {computes}",
+            f"varlen attention computes in bfloat16, not in {dtype_name}",
             where=f"{KEY}.attention",
             remedy="set trainer.strategy: fsdp, which computes in bfloat16 on CUDA, also on one card, and keeps "
             "float32 weights; or dtype: bfloat16; or attention: auto",
         )
-    chosen, compiles = config.attention, config.compile
-    if chosen == "auto":
-        flash = device == "cuda" and computes == "bfloat16" and config.pack and _flash_fits(config)
-        chosen = "varlen" if flash else "sdpa"
+    backend, compiles = config.attention, config.compile
+    if backend == "auto":
+        flash = device == "cuda" and dtype_name == "bfloat16" and config.pack and _flash_fits(config)
+        backend = "varlen" if flash else "sdpa"
     if compiles is None:
-        compiles = chosen == "varlen" and config.tiny is None and config.quantization is None and not _experts(config)
-    return replace(config, attention=chosen, compile=compiles)
+        plain = config.tiny is None and config.quantization is None
+        compiles = backend == "varlen" and plain and not _has_experts(config)
+    return replace(config, attention=backend, compile=compiles)
 
 
 def _flash_fits(config: PolicyConfig) -> bool:
-    """Whether flash attention knows the model's heads, and the model attends to all tokens before."""
+    """Whether flash attention takes heads of this size, and the model attends to all tokens before."""
     text = load_model_config(config).get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kinds = getattr(text, "layer_types", None)
-    full = set(kinds) == {"full_attention"} if kinds else not getattr(text, "sliding_window", None)
+    layer_types = getattr(text, "layer_types", None)
+    full = set(layer_types) == {"full_attention"} if layer_types else not getattr(text, "sliding_window", None)
     return size % 8 == 0 and size <= 256 and full
 
 
-def _experts(config: PolicyConfig) -> bool:
+def _has_experts(config: PolicyConfig) -> bool:
     return bool(getattr(load_model_config(config).get_text_config(), "num_experts_per_tok", None))
 
 
 def check_replay(config: PolicyConfig) -> None:
-    """Reads no weights.
+    """Check that the choices of the model's routers can be replayed; reads no weights.
 
     Raises:
         UserError: the model has no experts, so there is nothing to replay; or its blocks would be compiled, in which
-            nobody could tell the routers what to choose.
+            routers cannot be told what to choose.
     """
     if config.compile:
         raise UserError(
@@ -119,7 +123,7 @@ def check_replay(config: PolicyConfig) -> None:
             where=f"{KEY}.compile",
             remedy="set compile: false, or routing_replay: none",
         )
-    if not _experts(config):
+    if not _has_experts(config):
         raise UserError(
             "the model is dense: it has no experts whose choice could be replayed",
             where="model.routing_replay",
@@ -143,7 +147,7 @@ def _check_tiny(tiny: TinyModel) -> None:
 
 
 def _is_folder_name(path: str) -> bool:
-    """A hub name is ``name`` or ``owner/name``; anything else, and anything that exists, means a folder."""
+    """Whether a path means a folder: whatever exists, and whatever is not ``name`` or ``owner/name`` as on the hub."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists() or path.startswith("models/")
 
 
@@ -151,12 +155,12 @@ def _check_folder(path: Path) -> None:
     path = path.expanduser()
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        near = nearest(path.name, siblings)
+        similar = nearest(path.name, siblings)
         raise UserError(
             f"there is no model folder {path}",
             where=f"{KEY}.path",
-            remedy=f"did you mean {path.parent / near}?"
-            if near
+            remedy=f"did you mean {path.parent / similar}?"
+            if similar
             else "give a folder written by save_pretrained (scripts/get_smollm2 makes models/SmolLM2-135M-Instruct)",
         )
     if not (path / "config.json").is_file():
@@ -170,7 +174,7 @@ def _check_folder(path: Path) -> None:
 
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer alone; reads no weights."""
+    """Load the tokenizer alone; reads no weights."""
     check_policy(config)
     if config.tiny is not None:
         from lit_grpo.policy.model.char_tokenizer import char_tokenizer
@@ -183,7 +187,7 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model_config(config: PolicyConfig) -> Any:
-    """The transformers configuration alone (context length, end tokens); reads no weights."""
+    """Load the transformers configuration alone (context length, end tokens); reads no weights."""
     check_policy(config)
     if config.tiny is not None:
         return _tiny_config(config.tiny)
@@ -194,29 +198,31 @@ def load_model_config(config: PolicyConfig) -> Any:
 
 
 def load_model(config: PolicyConfig) -> PreTrainedModel:
-    """The causal language model with its weights and new adapters if it trains by LoRA, in evaluation mode apart from
-    gradient checkpointing. Under ``torch.device("meta")`` the same model without weights, which are not read then.
+    """Load the causal language model, with new adapters if it trains by LoRA.
+
+    It is in evaluation mode, apart from gradient checkpointing. Under ``torch.device("meta")`` it is the same model
+    without weights, which are then not read.
     """
     check_policy(config)
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    kind = "sdpa" if config.attention == "auto" else config.attention
-    form = attention.NAMES.get(kind, kind)
+    backend = "sdpa" if config.attention == "auto" else config.attention
+    implementation = attention.NAMES.get(backend, backend)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.tiny.seed)
             tiny_config = _tiny_config(config.tiny)
-            model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=form)
+            model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=implementation)
     elif torch.empty(0).is_meta:
-        model = _skeleton(config, dtype, form)
+        model = _skeleton(config, dtype, implementation)
     else:
         with _named_errors(config):
             model = AutoModelForCausalLM.from_pretrained(
                 _location(config),
                 dtype=dtype,
-                attn_implementation=form,
+                attn_implementation=implementation,
                 **loading_arguments(config.quantization, dtype),
                 **config.model_args,
             )
@@ -238,21 +244,24 @@ def checkpoint_blocks(model: PreTrainedModel) -> None:
     draws = any("jitter" in name and bool(value) for part in model.modules() for name, value in vars(part).items())
     options = {"use_reentrant": False, "preserve_rng_state": draws}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    model.train()  # checkpointing is off in evaluation mode, and nothing else differs
+    # Checkpointing is off in evaluation mode; nothing else differs, since dropout is off for good.
+    model.train()
 
 
-def _skeleton(config: PolicyConfig, dtype: torch.dtype, form: str) -> PreTrainedModel:
+def _skeleton(config: PolicyConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _named_errors(config):
-        shape, rest = AutoConfig.from_pretrained(_location(config), return_unused_kwargs=True, **config.model_args)
-        known = {key: rest[key] for key in ("trust_remote_code",) if key in rest}
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=form, **known)
+        arguments = {**config.model_args, "return_unused_kwargs": True}
+        model_config, unused = AutoConfig.from_pretrained(_location(config), **arguments)
+        # Of the arguments that are no part of the configuration, from_config takes this one.
+        known = {key: unused[key] for key in ("trust_remote_code",) if key in unused}
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=implementation, **known)
     return model.eval()
 
 
 def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All ids that end a completion: the tokenizer's and those of the generation configuration."""
+    """Give all ids that end a completion: the tokenizer's and those of the generation configuration, sorted."""
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.path is not None:
         from transformers import GenerationConfig
@@ -277,7 +286,7 @@ def _location(config: PolicyConfig) -> str:
 
 
 class _named_errors:  # noqa: N801 - reads as a statement
-    """Turn transformers' long messages about an unreachable or unknown model into one that names the key."""
+    """A context that turns transformers' long messages about an unreachable or unknown model into a ``UserError``."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self.path = config.path
@@ -316,7 +325,8 @@ def _tiny_config(tiny: TinyModel) -> Any:
     if tiny.experts:
         from transformers import Qwen3MoeConfig
 
-        shape["head_dim"] = tiny.width // tiny.heads  # a field that its signature does not show
+        # A field of the configuration that its signature does not show.
+        shape["head_dim"] = tiny.width // tiny.heads
         return Qwen3MoeConfig(
             **shape,
             moe_intermediate_size=2 * tiny.width,

@@ -24,7 +24,7 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def check_lora(config: LoraConfig) -> None:
-    """Quick, imports nothing.
+    """Check the settings of the adapters; imports nothing heavy.
 
     Raises:
         UserError: peft is not installed, or a value makes no sense.
@@ -51,7 +51,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     """Put adapters into ``model``, in place, in float32, and freeze everything else. Draws no global random numbers.
 
     Raises:
-        UserError: the named layers do not exist, or are not linear, or are the output head.
+        UserError: the named layers do not exist, are not linear, or are the output head.
     """
     import peft
 
@@ -74,7 +74,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
             remedy="all-linear, or ends of layer names like [q_proj, v_proj]",
         ) from error
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:  # in bfloat16 most of an update would be rounded away
+        # In bfloat16 most of an update would be rounded away.
+        if ".lora_" in name:
             parameter.data = parameter.data.float()
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A") and (name.endswith("lm_head") or not isinstance(layer.base_layer, nn.Linear)):
@@ -90,25 +91,25 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def scaling(model: nn.Module) -> float:
-    """alpha / rank of the adapters in ``model``."""
+    """Give alpha / rank of the adapters in ``model``."""
     layer: Any = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
     return float(layer.scaling["default"])
 
 
 def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model that the adapters make, under the names of a model without adapters, one at a time.
+    """Merge adapters into the weights: names and tensors of a model without adapters, one at a time.
 
     Args:
         parameters: names and tensors of a model with adapters; sharded ones are gathered when their turn comes, and
-            quantized ones turned into those that they stand for.
+            quantized ones dequantized.
         scale: alpha / rank.
     """
     for name, parameter in parameters.items():
         if ".lora_" in name:
             continue
-        layer, inside, leaf = name.rpartition(_BASE)
+        layer, has_adapter, leaf = name.rpartition(_BASE)
         tensor = full(parameter)
-        if not inside:
+        if not has_adapter:
             yield name, tensor
             continue
         if leaf == "weight":
@@ -118,7 +119,7 @@ def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str
 
 
 def full(parameter: Tensor) -> Tensor:
-    """The whole of a parameter that may be sharded or quantized, without gradient."""
+    """Give the whole of a parameter that may be sharded or quantized, without gradient."""
     if is_quantized(parameter):
         return dequantized(parameter)
     tensor: Any = parameter.detach()
@@ -130,7 +131,7 @@ def full(parameter: Tensor) -> Tensor:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """A copy with plain layers in place of those with adapters, holding the merged weights."""
+    """Copy a model, with plain layers and merged weights in the place of layers with adapters."""
     plain = copy.deepcopy(model)
     weights = dict(merged(dict(model.named_parameters()), scaling(model)))
     for name, layer in list(plain.named_modules()):

@@ -19,12 +19,12 @@ from lit_grpo.policy.config import PolicyConfig, QuantizationConfig
 
 KEY = "model.policy.quantization"
 FINGERPRINT = "quantized_base"
-"""Key of a checkpoint: mean absolute value of each quantized weight, in the order of the model."""
+"""Key in a checkpoint for the mean absolute value of each quantized weight, in the order of the model."""
 _NEEDED = ("bitsandbytes", "accelerate", "peft")
 
 
 def check_quantization(config: PolicyConfig) -> None:
-    """Quick, imports nothing.
+    """Check the settings of quantized weights; imports nothing heavy.
 
     Raises:
         UserError: there are no adapters, the model is made on the spot, or a package is missing.
@@ -49,7 +49,7 @@ def check_quantization(config: PolicyConfig) -> None:
 
 
 def loading_arguments(config: QuantizationConfig | None, dtype: torch.dtype) -> dict[str, Any]:
-    """For ``from_pretrained``; nothing without quantization."""
+    """Give the arguments of ``from_pretrained`` that quantize; none without quantization."""
     if config is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -66,10 +66,12 @@ def loading_arguments(config: QuantizationConfig | None, dtype: torch.dtype) -> 
 
 
 def after_loading(model: Any) -> None:
-    """What is made from this model's configuration (an engine's, an exported folder's) is not quantized.
+    """Prepare a freshly loaded model for training over its quantized weights.
+
+    Its configuration forgets the quantization, since engines and exported folders made from it are not quantized.
 
     Raises:
-        UserError: no layer was quantized: the model has no linear layers that bitsandbytes knows.
+        UserError: no layer was quantized, since the model has no linear layers that bitsandbytes knows.
     """
     layers = [layer for layer in model.modules() if is_quantized(getattr(layer, "weight", None))]
     if not layers:
@@ -78,7 +80,7 @@ def after_loading(model: Any) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     for layer in layers:
-        # Off: on some CPUs a pass without gradient would repack the weights for another kernel, with other rounding.
+        # On some CPUs a pass without gradient would repack the weights for another kernel, with other rounding.
         layer.support_avx512bf16_for_cpu = False
 
 
@@ -87,14 +89,14 @@ def is_quantized(parameter: Any) -> bool:
 
 
 def dequantized(parameter: Any) -> Tensor:
-    """The weights that the 4 bits stand for, [out, in], in the number format of the layer's computation."""
+    """Give the weights that the 4 bits stand for, [out, in], in the number format of the layer's computation."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
 def plain_layers(model: nn.Module) -> None:
-    """Put layers without values in the place of quantized ones."""
+    """Replace quantized layers by plain ones of the same shape, whose values are yet to be filled in."""
     for name, layer in list(model.named_modules()):
         weight: Any = getattr(layer, "weight", None)
         if isinstance(layer, nn.Linear) and is_quantized(weight):
@@ -105,42 +107,44 @@ def plain_layers(model: nn.Module) -> None:
 
 
 def keep_base_out_of_checkpoints(owner: nn.Module) -> None:
-    """A checkpoint of ``owner`` holds no quantized weights, but says which they were, and goes on with those.
+    """Leave quantized weights out of the checkpoints of ``owner``, and save a fingerprint of them instead.
 
-    They never change and come from the model's folder. Rounded to 4 bits on another kind of device some may differ, so
-    that a fingerprint is compared and not the bits.
+    They never change and come from the model's folder. A checkpoint over other weights is refused when it is loaded.
     """
     names = [name for name, parameter in owner.named_parameters() if is_quantized(parameter)]
     if not names:
         return
 
+    # Rounded to 4 bits on another kind of device some weights may differ, so means are compared and not the bits.
     @cache
     def fingerprint() -> Tensor:
-        own = dict(owner.named_parameters())
-        return torch.stack([dequantized(own[name]).abs().double().mean().cpu() for name in names])
+        parameters = dict(owner.named_parameters())
+        return torch.stack([dequantized(parameters[name]).abs().double().mean().cpu() for name in names])
 
-    def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def on_save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in names:
             for key in [key for key in state if key == prefix + name or key.startswith(f"{prefix}{name}.")]:
                 del state[key]
         state[prefix + FINGERPRINT] = fingerprint()
 
-    def loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        found = state.pop(prefix + FINGERPRINT, None)
-        if found is None or found.shape != (len(names),):
-            _other_base("the checkpoint was written over weights that were not quantized like these")
-        own = fingerprint()
-        gap = float(((found.cpu().double() - own).abs() / own.clamp_min(1e-12)).max())
+    def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        saved_fingerprint = state.pop(prefix + FINGERPRINT, None)
+        if saved_fingerprint is None or saved_fingerprint.shape != (len(names),):
+            _refuse_other_base("the checkpoint was written over weights that were not quantized like these")
+        current = fingerprint()
+        gap = float(((saved_fingerprint.cpu().double() - current).abs() / current.clamp_min(1e-12)).max())
         if not gap < 1e-3:
-            _other_base(f"the checkpoint's adapters were trained over other base weights: they differ by {gap:.2g}")
+            _refuse_other_base(
+                f"the checkpoint's adapters were trained over other base weights: they differ by {gap:.2g}"
+            )
 
-    def loaded(module: nn.Module, incompatible: Any) -> None:
+    def after_load(module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = [k for k in incompatible.missing_keys if not k.endswith(tuple(names))]
 
-    owner.register_state_dict_post_hook(saved)
-    owner.register_load_state_dict_pre_hook(loading)
-    owner.register_load_state_dict_post_hook(loaded)
+    owner.register_state_dict_post_hook(on_save)
+    owner.register_load_state_dict_pre_hook(before_load)
+    owner.register_load_state_dict_post_hook(after_load)
 
 
-def _other_base(what: str) -> None:
+def _refuse_other_base(what: str) -> None:
     raise UserError(what, where="ckpt_path", remedy="go on with the model folder and settings that the run began with")

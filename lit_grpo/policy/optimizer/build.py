@@ -20,15 +20,25 @@ from lit_grpo.policy.optimizer.quantized_state import check_compiler, prepare, r
 ROUNDS_TO_NEAREST = ("torch.", "bitsandbytes.", "torchao.")
 """Packages whose optimizers round to the nearest number unless they are told to do otherwise."""
 _SAMPLED = 4096
-"""Elements of each weight that are looked at for :func:`lost_share`."""
+"""Elements of each weight that :func:`lost_share` looks at."""
 
 
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, total_steps: int, where: str = "model.optimizer"
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Optimizer over every trainable parameter and its schedule, counted in optimizer steps.
+    """Make the optimizer over every trainable parameter of a model, and its schedule.
 
     Vectors and scalars (norms, biases) get no weight decay.
+
+    Args:
+        model: the model that is trained.
+        config: optimizer and schedule.
+        total_steps: optimizer steps of the run, over which a schedule falls unless ``config.total_steps`` is set.
+        where: key of the configuration, for errors.
+
+    Raises:
+        UserError: see :func:`check_optimizer`; or a class refuses its arguments, or the schedule needs the length of
+            the run.
     """
     check_optimizer(config, where)
     total_steps = config.total_steps or total_steps
@@ -43,9 +53,10 @@ def make_optimizer(
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    kind = _imported(config.type, f"{where}.type")
+    optimizer_class = _imported(config.type, f"{where}.type")
     try:
-        optimizer = kind([group for group in groups if group["params"]], **_arguments(config, kind))
+        with_parameters = [group for group in groups if group["params"]]
+        optimizer = optimizer_class(with_parameters, **_arguments(config, optimizer_class))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{config.type} refuses its arguments: {error}", where=f"{where}.args") from error
     _warn_of_lost_updates(optimizer, config)
@@ -63,33 +74,34 @@ def make_optimizer(
 
 
 def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> None:
-    """Everything about the optimizer that can be known without a model.
+    """Check all settings of the optimizer that can be checked without a model.
 
     Raises:
-        UserError: a class that does not exist or is none of its kind, settings that it does not take, two schedules.
+        UserError: a class does not exist or is no optimizer or scheduler, it does not take a setting, or two schedules
+            are set.
     """
     if config.lr <= 0:
         raise UserError(f"the learning rate is {config.lr}, must be above 0", where=f"{where}.lr")
-    kind = _imported(config.type, f"{where}.type")
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+    optimizer_class = _imported(config.type, f"{where}.type")
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise UserError(f"{config.type} is no torch.optim.Optimizer", where=f"{where}.type")
-    check_compiler(kind.__module__.partition(".")[0], f"{where}.type")
-    taken = _taken(kind)
-    usual = OptimizerConfig()
+    check_compiler(optimizer_class.__module__.partition(".")[0], f"{where}.type")
+    parameters = _parameter_names(optimizer_class)
+    defaults = OptimizerConfig()
     for name in ("betas", "eps", "weight_decay"):
-        if name not in taken and getattr(config, name) != getattr(usual, name):
+        if name not in parameters and getattr(config, name) != getattr(defaults, name):
             raise UserError(f"{config.type} has no {name}", where=f"{where}.{name}", remedy="leave it out")
-    if twice := sorted(set(config.args) & {"lr", "betas", "eps", "weight_decay", "params"}):
+    if duplicates := sorted(set(config.args) & {"lr", "betas", "eps", "weight_decay", "params"}):
         raise UserError(
-            f"{twice[0]} is no further argument: it has a key of its own",
+            f"{duplicates[0]} is no further argument: it has a key of its own",
             where=f"{where}.args",
-            remedy=f"set {where}.{twice[0]}",
+            remedy=f"set {where}.{duplicates[0]}",
         )
     if config.scheduler is None:
         if config.scheduler_args:
             raise UserError("arguments for a scheduler, but none is named", where=f"{where}.scheduler_args")
         return
-    if config.schedule != usual.schedule or config.warmup_steps:
+    if config.schedule != defaults.schedule or config.warmup_steps:
         raise UserError(
             f"both a schedule ({config.schedule}, {config.warmup_steps} steps of warm-up) and the scheduler "
             f"{config.scheduler} are set",
@@ -97,27 +109,28 @@ def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> 
             remedy="leave one out",
         )
     scheduler = _imported(config.scheduler, f"{where}.scheduler")
-    stepwise = torch.optim.lr_scheduler.ReduceLROnPlateau
+    # Stepped with a metric, which nothing here gives it.
+    needs_metric = torch.optim.lr_scheduler.ReduceLROnPlateau
     if not (isinstance(scheduler, type) and issubclass(scheduler, torch.optim.lr_scheduler.LRScheduler)) or issubclass(
-        scheduler, stepwise
+        scheduler, needs_metric
     ):
         raise UserError(
             f"{config.scheduler} is no scheduler that is stepped without a figure", where=f"{where}.scheduler"
         )
 
 
-def _arguments(config: OptimizerConfig, kind: Any) -> dict[str, Any]:
-    own: dict[str, Any] = {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
-    if kind in (torch.optim.AdamW, torch.optim.Adam) and not {"fused", "foreach"} & set(config.args):
+def _arguments(config: OptimizerConfig, optimizer_class: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if optimizer_class in (torch.optim.AdamW, torch.optim.Adam) and not {"fused", "foreach"} & set(config.args):
         # One pass over weights and moments, in shards too: a quarter of the time on CPU, and no copy of anything, where
         # the default on GPUs makes temporary lists of the size of all weights.
-        own["fused"] = True
-    taken = _taken(kind)
-    return {"lr": config.lr} | {name: value for name, value in own.items() if name in taken} | config.args
+        arguments["fused"] = True
+    names = _parameter_names(optimizer_class)
+    return {"lr": config.lr} | {name: value for name, value in arguments.items() if name in names} | config.args
 
 
-def _taken(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.__init__).parameters)
+def _parameter_names(optimizer_class: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(optimizer_class.__init__).parameters)
 
 
 def _imported(path: str, where: str) -> Any:
@@ -127,40 +140,41 @@ def _imported(path: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        known = module.partition(".")[0] in ("bitsandbytes", PACKAGE)
+        in_extra = module.partition(".")[0] in ("bitsandbytes", PACKAGE)
         raise UserError(
             f"{path} cannot be imported: {error}",
             where=where,
-            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if known else None,
+            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if in_extra else None,
         ) from error
     except AttributeError as error:
-        near = nearest(name, dir(importlib.import_module(module)))
+        similar = nearest(name, dir(importlib.import_module(module)))
         raise UserError(
-            f"{module} has no {name}", where=where, remedy=f"did you mean {module}.{near}?" if near else None
+            f"{module} has no {name}", where=where, remedy=f"did you mean {module}.{similar}?" if similar else None
         ) from error
 
 
 @torch.no_grad()
 def lost_share(weights: Iterable[Tensor], step: float) -> float:
-    """Share of the weights that stay what they are when a number of size ``step`` is added and rounded to the nearest.
+    """Measure which share of the weights stays as it is when ``step`` is added and the sum rounded to the nearest.
 
     bfloat16 has 8 significant bits: a weight w is moved by no less than about |w| / 512. Measured on up to 4096
     elements of each weight, or of this rank's shard of it; the two signs of the step count half each.
     """
-    stay = total = 0.0
+    unmoved = total = 0.0
     for weight in weights:
         flat = cast(Any, weight).to_local().flatten() if hasattr(weight, "to_local") else weight.flatten()
-        if not len(flat):  # an empty shard
+        # A rank's shard may be empty.
+        if not len(flat):
             continue
-        part = flat[:: max(1, len(flat) // _SAMPLED)]
+        sample = flat[:: max(1, len(flat) // _SAMPLED)]
         for sign in (step, -step):
-            stay += 0.5 * float(((part.double() + sign).to(part.dtype) == part).double().mean()) * len(flat)
+            unmoved += 0.5 * float(((sample.double() + sign).to(sample.dtype) == sample).double().mean()) * len(flat)
         total += len(flat)
-    return stay / total if total else 0.0
+    return unmoved / total if total else 0.0
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-    """An Adam step moves a weight by about the learning rate, which bfloat16 rarely resolves."""
+    # An Adam step moves a weight by about the learning rate, which bfloat16 rarely resolves.
     coarse = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
     if not coarse or "betas" not in optimizer.param_groups[0] or rounds_stochastically(optimizer):
         return
@@ -181,7 +195,10 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, config: OptimizerCon
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:
-    """Clip the global gradient norm of everything the optimizer holds; the norm before, float64, on the CPU."""
+    """Clip the global gradient norm of all that the optimizer holds, and give the norm before, float64 on the CPU.
+
+    With ``limit`` None it is measured and not clipped.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -189,7 +206,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Ten
 
 
 def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Share of the peak rate at optimizer step ``step`` (counted from 0).
+    """Give the share of the peak learning rate at optimizer step ``step`` (counted from 0).
 
     The warm-up rises to the peak at step ``warmup_steps``; the first step is never at rate 0.
     """
@@ -197,13 +214,13 @@ def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return 1.0
-    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    fall = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * fall
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * share
 
 
 def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that a first step would make, counted as no step.
+    """Make the state that a first step would make, and count no step.
 
     Saving in shards needs a state. ``torch.distributed.checkpoint`` would make one by a step at learning rate 0, which
     it then counts: a run that was saved before its first step would differ from one that was not.

@@ -1,4 +1,4 @@
-"""What optimizers with quantized states (``torchao.optim``) need around their step: seeds, checkpoints, a compiler.
+"""Optimizers with quantized states (``torchao.optim``): what their step needs in seeds, checkpoints and a compiler.
 
 Their moments are tensor subclasses that hold codes and scales. Weights in bfloat16 can be rounded stochastically: up or
 down by chance, in the measure of the distance, so that an update far below the spacing of bfloat16 arrives on average.
@@ -22,23 +22,25 @@ from torch import Tensor
 from lit_grpo.distributed.optimizer_state import PACKAGE, full_tensor, is_quantized
 from lit_grpo.errors import UserError
 
+# A step holds several float32 copies of what it steps at once: 64 MiB each for this many numbers, and not the 0.87 GiB
+# of an embedding of 151,936 x 1,536. The other matrices of such a model (1.5 billion weights) are smaller and stay
+# whole.
 SLICE = 2**24
-"""Numbers of a weight that are stepped, or made float32, at once. A step holds several float32 copies of them: 64 MiB
-each, and not the 0.87 GiB of an embedding of 151,936 x 1,536. The other matrices of such a model (1.5 billion weights)
-are smaller than this and stay whole."""
-_TAKEN = (
+"""Numbers of a weight that are stepped, or made float32, at once."""
+_STEP_PARAMETERS = (
     *("p", "grad", "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "lr", "beta1", "beta2", "weight_decay", "eps"),
     *("IS_ADAMW", "BF16_STOCHASTIC_ROUND"),
 )
-"""What torchao's step of one weight takes."""
+"""Parameters of torchao's step of one weight, in the version known here."""
 
 
 def check_compiler(package: str, where: str) -> None:
-    """torchao compiles its step, on every device, and would say so only at the first one.
+    """Check that an optimizer of torchao finds a C++ compiler.
 
     Raises:
-        UserError: there is no C++ compiler, and compiling is not switched off.
+        UserError: there is none, and compiling is not switched off.
     """
+    # torchao compiles its step on every device, and would fail only at the first one.
     compiler = os.environ.get("CXX", "g++")
     if package != PACKAGE or os.environ.get("TORCH_COMPILE_DISABLE") == "1" or shutil.which(compiler):
         return
@@ -56,13 +58,13 @@ def rounds_stochastically(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def rounding_seed(optimizer: torch.optim.Optimizer, seed: int) -> Iterator[None]:
-    """Rounding within draws random numbers of its own; other optimizers see nothing of this.
+    """Seed the stochastic rounding of the step within, and restore the random state; others step as they are.
 
     The random state of the process differs between ranks that hold the same weights, which must stay the same, and a
     run that was cut and goes on must round as it would have.
 
     Args:
-        optimizer: whose step is taken within.
+        optimizer: the one whose step is taken within.
         seed: the same on ranks that hold the same weights.
     """
     if not rounds_stochastically(optimizer):
@@ -75,7 +77,7 @@ def rounding_seed(optimizer: torch.optim.Optimizer, seed: int) -> Iterator[None]
 
 
 def strided_sample(value: Tensor, stride: int) -> Tensor:
-    """Every ``stride``-th number in memory order, float32, one dimension; a quantized tensor is never made whole."""
+    """Take every ``stride``-th number in memory order, float32, one dimension; no quantized tensor is made whole."""
     if not is_quantized(value):
         return value.flatten()[::stride].float()
     parts = ((span.start, full_tensor(value.view(-1)[span])) for span in _spans(value.numel(), _block(value)))
@@ -83,21 +85,22 @@ def strided_sample(value: Tensor, stride: int) -> Tensor:
 
 
 def prepare(optimizer: torch.optim.Optimizer, where: str = "model.optimizer") -> None:
-    """Make an optimizer of torchao fit for large weights, shards in bfloat16 and other checkpoints; others stay.
+    """Make an optimizer of torchao fit for large weights, for shards, and for checkpoints without quantized moments.
 
-    Its step makes several float32 copies of the weight it is at: large ones go through it in parts. Its quantized
-    tensors show themselves in the weights' number format, and in shards (DTensor) they lose it on the way: local part
-    and whole then contradict each other. Those that show float32 do not. ``load_state_dict`` also takes moments that
-    are not quantized: the same up to the rounding of 8 or 4 bits.
+    Its step makes several float32 copies of a weight, so large ones go through it in parts. ``load_state_dict`` also
+    takes moments that are not quantized: the same up to the rounding of 8 or 4 bits. Other optimizers stay as they are.
 
     Raises:
-        UserError: a torchao that is made otherwise, or ``amsgrad``, which it cannot do with quantized moments.
+        UserError: this version of torchao steps in another way than the one known here, or ``amsgrad`` is set, which it
+            cannot do with quantized moments.
     """
     make: Any = getattr(optimizer, "_new_buffer", None)
     if make is None or not type(optimizer).__module__.startswith(f"{PACKAGE}."):
         return
     _check(optimizer, where)
     owner: Any = optimizer
+    # Its quantized tensors show themselves in the weights' number format. In shards (DTensor) they lose it on the way:
+    # local part and whole then contradict each other. Those that show float32 do not.
     zeros = owner._subclass_zeros
     owner._subclass_zeros = lambda *arguments: zeros(*arguments).to(torch.float32)
     # Bound, as schedulers expect it; the decorator runs the hooks that were registered for steps.
@@ -109,16 +112,16 @@ def prepare(optimizer: torch.optim.Optimizer, where: str = "model.optimizer") ->
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         values = dict(state["state"])
         for parameter, number in zip(parameters, numbers, strict=True):
-            found = dict(values.get(number, {}))
-            for name, value in found.items():
+            moments = dict(values.get(number, {}))
+            for name, value in moments.items():
                 if name.endswith(("exp_avg", "exp_avg_sq")) and not is_quantized(_local(value)):
                     buffer = make(parameter, name == "exp_avg")
                     if is_quantized(_local(buffer)):
                         for part, source in _parts([_local(buffer), _local(value).contiguous()]):
                             part.copy_(source.to(part.device, torch.float32))
-                        found[name] = buffer
-            if found:
-                values[number] = found
+                        moments[name] = buffer
+            if moments:
+                values[number] = moments
         return {**state, "state": values}
 
     optimizer.register_load_state_dict_pre_hook(hook)
@@ -126,10 +129,10 @@ def prepare(optimizer: torch.optim.Optimizer, where: str = "model.optimizer") ->
 
 def _check(optimizer: torch.optim.Optimizer, where: str) -> None:
     adam = importlib.import_module(f"{PACKAGE}.optim.adam")
-    taken = tuple(inspect.signature(adam.single_param_adam).parameters)
-    if taken != _TAKEN or not isinstance(optimizer, adam._AdamBase):
+    parameters = tuple(inspect.signature(adam.single_param_adam).parameters)
+    if parameters != _STEP_PARAMETERS or not isinstance(optimizer, adam._AdamBase):
         raise UserError(
-            f"this version of torchao steps a weight in another way than the one known here: {', '.join(taken)}",
+            f"this version of torchao steps a weight in another way than the one known here: {', '.join(parameters)}",
             where=f"{where}.type",
             remedy="pip install 'lit-grpo[quantized]' -c constraints.txt",
         )
@@ -143,13 +146,14 @@ def _check(optimizer: torch.optim.Optimizer, where: str) -> None:
 
 @torch.no_grad()
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """What torchao's own ``step`` does, with this rank's shards, and large ones in parts."""
+    """Step as torchao's own ``step`` does, with this rank's shards, and large weights in parts."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     update = importlib.import_module(f"{PACKAGE}.optim.adam").single_param_adam
-    if os.environ.get("TORCH_COMPILE_DISABLE") != "1":  # with it, what insists on being compiled fails
+    # Where compiling is switched off, fullgraph=True would fail.
+    if os.environ.get("TORCH_COMPILE_DISABLE") != "1":
         update = torch.compile(update, fullgraph=True, dynamic=False)
     with torch._dynamo.utils.disable_cache_limit():  # one graph for each shape of weight
         for group in optimizer.param_groups:
@@ -169,7 +173,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _aligned(weight: Tensor, gradient: Any, *moments: Tensor) -> list[Tensor]:
-    """This rank's parts; a gradient in another placement or layout is brought to that of the weight."""
+    """Give this rank's shards; a gradient in another placement or layout is brought to that of the weight."""
     if hasattr(weight, "placements"):
         gradient = gradient.redistribute(placements=weight.placements)
     local = _local(weight.detach())
@@ -178,10 +182,10 @@ def _aligned(weight: Tensor, gradient: Any, *moments: Tensor) -> list[Tensor]:
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Views of at most about :data:`SLICE` numbers of tensors of the same shape; nothing of empty ones.
+    """View tensors of the same shape in parts of about :data:`SLICE` numbers at most; empty ones give none.
 
-    All parts but the last have the same size, whatever the shape: a step of them is compiled once. Tensors in another
-    memory order, and weights that are quantized themselves, stay whole.
+    All parts but the last have the same size, whatever the shape, so that a step of them is compiled once. Tensors in
+    another memory order, and weights that are quantized themselves, stay whole.
     """
     count = tensors[0].numel()
     plain_or_state = all(type(t) is Tensor or is_quantized(t) for t in tensors)
@@ -195,14 +199,14 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 
 
 def _spans(count: int, block: int) -> Iterator[slice]:
-    """Of whole blocks. 16 at a time: then the scales of every part begin where a GPU can read 16 bytes at once."""
+    # Whole blocks, 16 at a time: the scales of every part then begin where a GPU can read 16 bytes at once.
     unit = 16 * block
     size = max(1, SLICE // unit) * unit
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _block(value: Tensor) -> int:
-    """Numbers that share a scale; they are not cut."""
+    """Count the numbers that share a scale, which must stay in one part."""
     return int(cast(Any, value).block_size) if is_quantized(value) else 1
 
 

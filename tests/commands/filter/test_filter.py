@@ -60,6 +60,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken_and_no_prompt_is_sampled_twice(folder, capsys, monkeypatch):
     command = ["filter", "--config", "run.yaml", "--keep-above", "0", "--keep-below", "1", "--output"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "KILL_AFTER": "60"}

@@ -64,6 +64,7 @@ def test_a_drawn_part_is_disjoint_from_the_next():
         TwoFormAddition(n=8101).rows()
 
 
+@pytest.mark.slow
 def test_the_warm_start_learns_is_seeded_and_can_be_loaded(tmp_path):
     from lit_grpo.policy import PolicyConfig
     from lit_grpo.policy.model.load import end_token_ids, load_model, load_tokenizer

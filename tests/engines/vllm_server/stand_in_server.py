@@ -11,6 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.waiting import PATIENCE
+
 SHAPE = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -77,7 +79,7 @@ class StandIn:
         started = threading.Event()
         self.thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self.thread.start()
-        assert started.wait(10)
+        assert started.wait(PATIENCE)
 
     def die(self) -> None:
         """At once: connections break."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,10 +251,8 @@ def test_a_killed_server_stops_the_run_if_so_configured(engine: VLLMServer, mode
         running = engine.generate(requests(16), LONG)
         next(running)
         os.kill(server_pids(engine)[0], signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineError, match="on_failure is stop"):
             list(running)
-        assert time.monotonic() - started < 60
     finally:
         engine._settings.on_failure = "recover"
     engine.close()

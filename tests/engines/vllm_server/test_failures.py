@@ -6,7 +6,6 @@ import asyncio
 import gc
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.types import Request, Sampling
 from tests.engines.vllm_server.stand_in_server import ModelConfig, StandIn, answer_ids
 from tests.paths import ROOT
+from tests.waiting import PATIENCE
 
 ASKED = [Request(4, (3, 4, 5), (10, 11, 12)), Request(7, (6, 7), (20, 21, 22))]
 SEEDS = {(r.index, s): seed for r in ASKED for s, seed in enumerate(r.seeds)}
@@ -151,7 +151,7 @@ def kill_in_the_middle(engine: VLLMServer, server: StandIn) -> tuple[list[Any], 
     holding = dies_after(server, 2)
     running = engine.generate(ASKED, SAMPLING)
     got = [next(running), next(running)]
-    assert holding.wait(5)
+    assert holding.wait(PATIENCE)
     server.die()
 
     async def behave(seed: int) -> None:
@@ -240,14 +240,12 @@ def test_a_request_that_never_ends_is_given_up(engine: VLLMServer, server: Stand
     async def behave(seed: int) -> None:
         if seed == 22 and not hung:
             hung.append(seed)
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     server.behave = behave  # type: ignore[method-assign]
-    started = time.monotonic()
     check_all(list(engine.generate(ASKED, SAMPLING)))
     assert server.asked.count(22) == 2
     assert hung
-    assert 0.5 < time.monotonic() - started < 10
 
 
 @both

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lit_grpo.engines.vllm_server.process import ServerProcess, _as_options, ser
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder, read_weights, write_weights
 from lit_grpo.errors import UserError
 from tests.paths import ROOT
+from tests.waiting import PATIENCE, wait_until
 
 SERVER = """
 import os, subprocess, sys, time
@@ -58,16 +58,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(ids: list[int], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(alive(pid) for pid in ids) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(alive(pid) for pid in ids)
+def wait_until_gone(ids: list[int]) -> None:
+    wait_until(lambda: not any(alive(pid) for pid in ids), f"the processes {ids} end")
 
 
 def start(process: ServerProcess, tmp_path: Path) -> list[int]:
     (tmp_path / "pids").unlink(missing_ok=True)
-    process.start(30, (tmp_path / "pids").exists)
+    process.start(PATIENCE, (tmp_path / "pids").exists)
     ids = pids(tmp_path)
     assert all(alive(pid) for pid in ids)
     return ids
@@ -76,12 +73,12 @@ def start(process: ServerProcess, tmp_path: Path) -> list[int]:
 def test_stop_ends_everything_and_keeps_the_weights(process: ServerProcess, tmp_path: Path) -> None:
     first = start(process, tmp_path)
     process.stop()
-    assert gone(first, 0)
+    wait_until_gone(first)
     assert process.scratch.is_dir(), "for the next start"
     second = start(process, tmp_path)
     assert process.running
     process.close()
-    assert gone(second, 0)
+    wait_until_gone(second)
     assert not process.scratch.exists()
     assert not process.log.exists()
     process.close()
@@ -92,16 +89,14 @@ def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path:
     ids = start(process, tmp_path)
     assert process._process is not None
     os.kill([ids[0], process._process.pid][victim], signal.SIGKILL)
-    end = time.monotonic() + 10
-    while process.running and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not process.running
+    wait_until(lambda: not process.running, "the end is noticed")
     if victim == 0:
-        assert gone(ids), "the supervisor sees to it"
+        wait_until_gone(ids)  # the supervisor sees to it
     start(process, tmp_path)
-    assert gone(ids, 0)
+    wait_until_gone(ids)
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = f"""
 import pathlib, time
@@ -121,17 +116,14 @@ time.sleep(600)
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    assert gone(ids, 15)
-    end = time.monotonic() + 5
-    while (tmp_path / "scratch").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not (tmp_path / "scratch").exists(), "weights in shared memory must not stay"
+    wait_until_gone(ids)
+    wait_until(lambda: not (tmp_path / "scratch").exists(), "weights in shared memory are removed")
 
 
 def test_a_server_that_does_not_start_says_why(process: ServerProcess) -> None:
     process._command = [sys.executable, "-c", "print('no such option: --nonsense'); raise SystemExit(2)"]
     with pytest.raises(EngineError, match=r"ended before it was ready(.|\n)*no such option: --nonsense"):
-        process.start(30, lambda: False)
+        process.start(PATIENCE, lambda: False)
     process.close()
     assert "nonsense" in process.log.read_text(), "the message names the log"
     process._command = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -212,7 +212,7 @@ def test_the_head_of_one_piece_agrees_with_autograd(monkeypatch, bias, frozen):
             head, hidden, target, 0.8, entropy=True, entropy_gradient=True, squares=True, chunk=chunk, compiled=compiled
         )
         (logprobs * weights + entropies * weights.flip(0)).sum().backward()
-        one_piece = type(logprobs.grad_fn).__name__ == "_HeadBackward"
+        one_piece = type(logprobs.grad_fn).__name__ == "_ChunkedHeadBackward"
         assert one_piece == (kind is torch.nn.Linear and chunk < 7)
         gradients = [p.grad for p in (*head.parameters(), hidden) if p.requires_grad]
         assert all(g is not None for g in gradients)
@@ -236,7 +236,7 @@ def test_a_head_that_is_more_than_a_product_is_called_as_a_module():
         options: dict[str, Any] = {"entropy": False, "entropy_gradient": False, "squares": False}
         logprobs, _, _ = head_stats(head, hidden, target, 1.0, chunk=3, **options)
         logprobs.sum().backward()
-        return bool(called) or type(logprobs.grad_fn).__name__ != "_HeadBackward"
+        return bool(called) or type(logprobs.grad_fn).__name__ != "_ChunkedHeadBackward"
 
     def forward(head: Any, called: list[Any]) -> None:
         own = head.forward
@@ -351,6 +351,7 @@ def test_the_head_computes_what_the_formulas_say(temperature):
     torch.testing.assert_close(mine.grad.double(), plain.grad.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_change_nothing(monkeypatch):
     """Everything but the generation of code, which takes a minute on a CPU: tracing, and the graph that is run."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
@@ -371,6 +372,7 @@ def test_compiled_blocks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.slow
 def test_what_is_compiled_of_the_head_agrees_with_the_plain_form(monkeypatch, temperature, entropy):
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     compiling.compiled.cache_clear()

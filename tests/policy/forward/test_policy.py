@@ -148,13 +148,13 @@ def test_shared_prompts_give_the_numbers_and_gradients_of_padded_rows(policy):
 
 def test_eager_attention_keeps_to_the_mask():
     policy = Policy(load_model(PolicyConfig(tiny=TinyModel(width=32, layers=1, heads=2), attention="eager")))
-    policy.check(Layout())
+    policy.verify_against_model_forward(Layout())
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    policy.check(Layout())
+    policy.verify_against_model_forward(Layout())
     capped = Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=20,
@@ -168,15 +168,15 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
         )
     )
     with pytest.raises(UserError, match="differ from the model's own"):
-        Policy(capped).check(Layout())
+        Policy(capped).verify_against_model_forward(Layout())
 
 
 def test_a_model_that_ignores_the_mask_is_refused_for_shared_prompts(policy, monkeypatch):
     inner, ignored = policy.model.base_model.forward, {"attention_mask": None, "segments": None}
     monkeypatch.setattr(policy.model.base_model, "forward", lambda **kw: inner(**(kw | ignored)))
-    policy.check(Layout(pack=False, share=False))
+    policy.verify_against_model_forward(Layout(pack=False, share=False))
     with pytest.raises(UserError, match="share_prompts"):
-        policy.check(Layout())
+        policy.verify_against_model_forward(Layout())
 
 
 def test_named_weights_are_those_of_transformers_without_tied_copies(policy):

@@ -12,7 +12,7 @@ import torch
 from lit_grpo.errors import UserError
 from lit_grpo.policy import CriticConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.critic import model_settings
-from lit_grpo.policy.model.load import check_replay, load_model, settle
+from lit_grpo.policy.model.load import check_replay, load_model, resolve_backend
 
 QWEN2 = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -27,9 +27,9 @@ def folder(path: Path, **changes: Any) -> PolicyConfig:
 
 
 def decided(config: PolicyConfig, dtype: torch.dtype | None = torch.bfloat16, device: str = "cuda") -> tuple[str, bool]:
-    settled = settle(config, dtype, device)
-    assert settled.compile is not None
-    return settled.attention, settled.compile
+    resolved = resolve_backend(config, dtype, device)
+    assert resolved.compile is not None
+    return resolved.attention, resolved.compile
 
 
 def test_on_cuda_in_bfloat16_rows_are_not_padded_and_blocks_compiled(tmp_path):
@@ -82,7 +82,7 @@ def test_an_attention_that_cannot_compute_in_float32_says_so_before_weights_are_
     config = folder(tmp_path)
     config.attention = "varlen"
     with pytest.raises(UserError, match="computes in bfloat16, not in float32") as info:
-        settle(config, torch.float32, "cuda")
+        resolve_backend(config, torch.float32, "cuda")
     assert info.value.where == "model.policy.attention"
 
 

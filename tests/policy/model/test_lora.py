@@ -63,7 +63,7 @@ def test_new_adapters_change_nothing_and_draw_no_global_random_numbers() -> None
     assert torch.equal(policy.model(ids).logits, base(ids).logits)
     again = Policy(load_model(CONFIG))
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
-    policy.check(Layout())
+    policy.verify_against_model_forward(Layout())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -104,7 +104,7 @@ def test_four_bits_are_near_the_original_and_not_equal(path: str) -> None:
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pack=False, share=False)])
 def test_the_policy_passes_its_check(path: str, layout: Layout) -> None:
-    trained(config(path)).check(layout)
+    trained(config(path)).verify_against_model_forward(layout)
 
 
 def greedy(model: Any, *, own: bool = False, weights: Any = ()) -> list[tuple[int, ...]]:

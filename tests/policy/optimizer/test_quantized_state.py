@@ -58,6 +58,7 @@ def kinds(value: Any) -> set[type]:
     return {type(value)}
 
 
+@pytest.mark.slow
 def test_a_cut_run_goes_on_to_the_same_bits_from_plain_tensors(tmp_path: Path) -> None:
     whole, recorder, _ = fit(tmp_path / "a", 4)
     (optimizer,) = whole.trainer.optimizers
@@ -226,6 +227,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_optimizer(SETTINGS)
 
 
+@pytest.mark.slow
 def test_the_step_is_taken_without_a_compiler_where_the_environment_says_so() -> None:
     """In a process of its own: torch reads the variable when it is imported."""
     program = (

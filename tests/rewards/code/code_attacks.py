@@ -88,18 +88,18 @@ ESCAPES = {
 
 HOLDING_UP = {
     "spins": "while True: pass",
-    "sleeps": "import time; time.sleep(60)",
+    "sleeps": "import time; time.sleep(600)",
     "ignores signals": "import signal, time\nfor s in range(1, 65):\n try: signal.signal(s, signal.SIG_IGN)\n"
     " except (OSError, ValueError): pass\nwhile True: pass",
     "one operation in C": "9 ** 9 ** 9",
     "catches everything": "while True:\n try:\n  while True: pass\n except BaseException: pass",
-    "waits for input": "import sys; sys.stdin.read(); import time; time.sleep(60)",
+    "waits for input": "import sys; sys.stdin.read(); import time; time.sleep(600)",
     "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
     "memory": "x = []\nwhile True: x.append(bytearray(10 ** 7))",
     "memory at once": "x = bytearray(10 ** 11)",
     "fork bomb": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
     "thread bomb": "import threading, time\nwhile True:\n"
-    " try: threading.Thread(target=time.sleep, args=(60,)).start()\n"
+    " try: threading.Thread(target=time.sleep, args=(600,)).start()\n"
     " except BaseException: pass",
     "endless output": "while True: print('x' * 10 ** 6)",
     "deep recursion": "import sys; sys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()",

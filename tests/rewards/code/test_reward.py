@@ -4,7 +4,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from lit_grpo.rewards.code.values import pack, read, unpack, write
 from lit_grpo.rewards.isolation import sandbox
 from lit_grpo.types import Completion, Prompt, RewardInput
 from tests.rewards.code.code_attacks import ESCAPES, FOOLING, HOLDING_UP, TESTS
+from tests.waiting import PATIENCE, wait_until
 
 MISSING = sandbox.check()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no sandbox here: {MISSING}")
-LIMIT, GRACE = 2.0, 8.0
+LIMIT = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -140,29 +140,32 @@ def test_nobody_gets_out(reward, tmp_path):
     assert not Path("escaped").exists()
 
 
+@pytest.mark.slow
 def test_nobody_holds_up_the_run(impatient):
-    began = time.monotonic()
     batch = [item(f"{program}\ndef add(a, b): return a + b" if "\n" not in program else program, tests=TESTS)
              for program in HOLDING_UP.values()]  # fmt: skip
     scripts = [item(program, cases=[{"input": "", "output": ""}]) for program in HOLDING_UP.values()]
     scores = impatient.score([*batch, *scripts])
     assert {n: s for n, s in zip([*HOLDING_UP, *HOLDING_UP], scores, strict=True) if s.value} == {}
     assert not any(s.failed for s in scores)
-    assert max(s.seconds for s in scores) < LIMIT + GRACE
-    assert time.monotonic() - began < len(scores) * (LIMIT + GRACE) / 2
+    assert max(s.seconds for s in scores) < PATIENCE  # what sleeps does so for 600 seconds
     assert impatient.score([item("def add(a, b): return a + b", tests=TESTS)])[0].value == 1
 
 
+@pytest.mark.slow
 def test_no_process_is_left(impatient):
-    impatient.score([item("import time; time.sleep(60)", tests=TESTS)])
+    impatient.score([item("import time; time.sleep(600)", tests=TESTS)])
     impatient.close()
-    time.sleep(0.5)
-    mine = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
-    assert not [
-        line
-        for line in mine.splitlines()
-        if line.split()[0] == "1" and "zygote.py" in line and str(os.getpid()) in line
-    ]
+
+    def orphans():
+        every = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True).stdout
+        return [
+            line
+            for line in every.splitlines()
+            if line.split()[0] == "1" and "zygote.py" in line and str(os.getpid()) in line
+        ]
+
+    wait_until(lambda: not orphans(), "its processes end")
 
 
 def test_where_the_program_stands():
@@ -172,10 +175,9 @@ def test_where_the_program_stands():
     assert program_in("no code") is None
     assert program_in("```python\n\n```") is None
     assert program_in("```python\na = '```'\n```") == "a = '```'\n"
-    began = time.monotonic()
+    # Linear in the length: work that grows with its square would not end on a million characters.
     program_in("```\n" * 250_000)
     program_in("`" * 1_000_000)
-    assert time.monotonic() - began < 5
 
 
 def test_no_program_and_no_tests(reward):

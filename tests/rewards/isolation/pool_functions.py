@@ -19,7 +19,7 @@ def fail(x: str) -> None:
 def behave(what: str) -> Any:
     """Each way in which an item can go wrong, and one in which it goes right."""
     if what == "sleep":
-        time.sleep(30)
+        time.sleep(600)
     elif what == "spin":
         return 9**9**9  # one operation in C that never lets go of the interpreter
     elif what == "exit":
@@ -48,7 +48,7 @@ def behave(what: str) -> Any:
 
 class EndlessRepr:
     def __repr__(self) -> str:
-        time.sleep(30)
+        time.sleep(600)
         return "never"
 
     __str__ = __repr__
@@ -60,10 +60,10 @@ def pid_and_hang(x: float) -> int:
 
 
 def start_a_child(path: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(path, "w") as file:  # noqa: PTH123 - keep imports light
         file.write(str(child.pid))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def statuses(pool: Any, queue: Any) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -19,14 +18,12 @@ import pytest
 from lit_grpo.rewards.isolation.pool import Outcome, PoolError, WorkerPool
 from tests.rewards.isolation import pool_functions as work
 from tests.rewards.isolation import slow_import as slow
-
-HANG = 15.0
-"""Seconds: far above what a call may take, far below the 30 s that the hung work would."""
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(work.behave, limit=1.0, workers=2) as made:
+    with WorkerPool(work.behave, limit=2.0, workers=2) as made:
         yield made
 
 
@@ -38,14 +35,8 @@ def is_alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def wait_until(condition, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if condition():
-                return True
-        time.sleep(0.05)
-    return False
+def wait_until_gone(*pids: int) -> None:
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), f"the processes {pids} end")
 
 
 def test_results_keep_the_order_of_the_items():
@@ -56,11 +47,9 @@ def test_results_keep_the_order_of_the_items():
 
 def test_a_sleeping_item_costs_its_limit_and_no_more(pool):
     pool.map(["good"])
-    start = time.monotonic()
     outcomes = pool.map(["sleep", "good"])
-    assert time.monotonic() - start < HANG
     assert [o.status for o in outcomes] == ["timeout", "ok"]
-    assert 1.0 <= outcomes[0].seconds < 2.0
+    assert 2.0 <= outcomes[0].seconds < PATIENCE  # it sleeps 600 seconds
 
 
 def test_an_operation_that_holds_the_interpreter_is_killed(pool):
@@ -89,6 +78,7 @@ def test_a_bad_item_is_an_error_for_itself_alone(pool, capfd, what, status, erro
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_thousand_good_items_at_once_have_no_false_timeout():
     # Together they need several times the limit: only a clock that starts with the work lets all of them pass.
     with WorkerPool(work.pid_and_hang, limit=1.0, workers=2) as pool:
@@ -97,24 +87,27 @@ def test_a_thousand_good_items_at_once_have_no_false_timeout():
     assert len({o.value for o in outcomes}) == 2
 
 
+@pytest.mark.slow
 def test_killed_workers_are_gone_and_replaced():
-    with WorkerPool(work.pid_and_hang, limit=0.5, workers=1) as pool:
+    with WorkerPool(work.pid_and_hang, limit=2.0, workers=1) as pool:
         first = pool.map([0.0])[0].value
         assert pool.map([0.0])[0].value == first
-        assert pool.map([30.0])[0].status == "timeout"
+        assert pool.map([600.0])[0].status == "timeout"
         second = pool.map([0.0])[0].value
         assert second != first
-        assert wait_until(lambda: not is_alive(first))
-    assert wait_until(lambda: not is_alive(second))
+        wait_until_gone(first)
+    wait_until_gone(second)
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_is_killed_with_it(tmp_path):
     with WorkerPool(work.start_a_child, limit=1.0, workers=1) as pool:
         assert pool.map([str(tmp_path / "pid")])[0].status == "timeout"
     child = int((tmp_path / "pid").read_text())
-    assert wait_until(lambda: not is_alive(child))
+    wait_until_gone(child)
 
 
+@pytest.mark.slow
 def test_several_threads_share_a_pool(pool):
     def ask(_: int) -> list[str]:
         return [o.status for o in pool.map(["good", "sleep", "good"])]
@@ -133,15 +126,14 @@ def test_an_asyncio_task_is_not_held_up(pool):
             ticks += 1
         return await judged, await single, ticks
 
-    start = time.monotonic()
     outcomes, single, ticks = asyncio.run(main())
-    assert time.monotonic() - start < HANG
     assert [o.status for o in outcomes] == ["timeout", "ok"]
     assert single.status == "ok"
     assert ticks > 10
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.slow
 def test_a_copy_in_another_process_has_its_own_workers(pool, method):
     pool.map(["good"])
     context = multiprocessing.get_context(method)
@@ -149,8 +141,8 @@ def test_a_copy_in_another_process_has_its_own_workers(pool, method):
     # Daemonic processes (data loaders) may not have children in multiprocessing's eyes; a pool must work there.
     process = context.Process(target=work.statuses, args=(pool, queue), daemon=True)
     process.start()
-    assert queue.get(timeout=60) == ["timeout", "ok"]
-    process.join(30)
+    assert queue.get(timeout=PATIENCE) == ["timeout", "ok"]
+    process.join(PATIENCE)
     assert [o.status for o in pool.map(["good"] * 4)] == ["ok"] * 4
 
 
@@ -168,6 +160,7 @@ threading.Event().wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_no_worker_outlives_a_parent_that_is_killed():
     script = ORPHANS.format(path=sys.path)  # at top level, without a __main__ guard
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -176,16 +169,16 @@ def test_no_worker_outlives_a_parent_that_is_killed():
     assert pids
     assert all(is_alive(pid) for pid in pids)
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(PATIENCE)
     parent.stdout.close()
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until_gone(*pids)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_helper_process_may_be_killed_too(pool):
     pool.map(["good"])
     os.kill(pool._zygote.pid, signal.SIGKILL)
-    assert wait_until(lambda: pool._zygote.poll() is not None)
+    wait_until(lambda: pool._zygote.poll() is not None, "the helper ends")
     assert pool.map(["good"] * 3)[-1].status == "ok"
 
 
@@ -194,7 +187,7 @@ def test_close_ends_open_items_and_a_later_item_starts_anew(pool):
     opened = pool.submit(["sleep"] * 5)
     pool.close()
     pool.close()
-    assert {future.result(timeout=10).status for future in opened} <= {"crash", "timeout"}
+    assert {future.result(timeout=PATIENCE).status for future in opened} <= {"crash", "timeout"}
     assert pool.map(["good"])[0].status == "ok"
 
 
@@ -237,16 +230,11 @@ def test_a_pool_that_is_still_starting_closes_at_once():
         pool = WorkerPool(slow.nothing, limit=5.0, workers=1)
         pool.start()
         time.sleep(pause)
-        start = time.monotonic()
-        pool.close()
-        assert time.monotonic() - start < 30.0
+        pool.close()  # the import of its module takes 600 seconds
 
 
 def test_a_pool_that_was_started_early_has_its_helper_ready():
     with WorkerPool(work.double, limit=30.0, workers=1) as pool:
         pool.start()
-        deadline = time.monotonic() + 60
-        while pool._zygote is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert pool._zygote is not None
+        wait_until(lambda: pool._zygote is not None, "the helper is ready")
         assert [o.value for o in pool.map([1, 2])] == [2, 4]

@@ -6,7 +6,6 @@ import gzip
 import json
 import multiprocessing
 import random
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,13 +22,13 @@ from tests.paths import SHARED
 from tests.rewards.isolation import pool_functions as work
 from tests.rewards.math.more_verifier_cases import MORE
 from tests.rewards.math.verifier_cases import CASES
+from tests.waiting import PATIENCE, wait_until
 
 LIMIT = 5.0
-GRACE = 10.0
+GRACE = PATIENCE
 """Seconds that a busy machine may add to a limit before a test calls it a hang (0.1 s on a quiet one)."""
 AMPLE = 30.0
 """Limit where verdicts matter and nothing hangs: a busy machine must not turn a right answer into a wrong one."""
-HANG = 60.0
 
 KNOWN_EXCEPTIONS: dict[str, str] = {}
 """Ids of the shared cases that are judged otherwise than the file expects, each with its reason."""
@@ -60,6 +59,7 @@ def impatient() -> Iterator[MathReward]:
 
 
 @needs_cases
+@pytest.mark.slow
 def test_the_shared_cases_are_judged_as_expected():
     verifier = MathReward(limit=LIMIT, workers=2)
     cases = [json.loads(line) for line in (SHARED / "verifier/cases.jsonl").read_text("utf-8").splitlines()]
@@ -85,6 +85,7 @@ def test_answers_in_many_ways_of_writing(verifier):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_more_answers_of_every_kind(verifier):
     verdicts = verifier.judge([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
     wrong = [(gold[:80], text[-80:], verdict) for (gold, text, right), verdict in zip(MORE, verdicts, strict=True)
@@ -134,14 +135,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("gold", ["42", r"\frac{x^2+1}{3}"])
+@pytest.mark.slow
 def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
-    start = time.monotonic()
     verdicts = impatient.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
-    assert time.monotonic() - start < HANG
     assert not any(v.correct for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
+@pytest.mark.slow
 def test_a_timeout_is_a_wrong_answer_and_says_so(judged):
     reward = MathReward(limit=AMPLE / 10, workers=1)
     bad, good = judged(r"\boxed{9^{9^{9^{9}}}}", "1"), judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
@@ -165,10 +166,9 @@ def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
     monkeypatch.setattr(reward._pool, "submit", watched)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         scores = threads.submit(reward.score, [judged(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
-        while len(futures) < 2 or not reward._pool._all:
-            time.sleep(0.01)
+        wait_until(lambda: len(futures) == 2 and reward._pool._all, "a worker is at work")
         reward.close()  # the worker is killed from outside, as when memory runs out
-        assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=HANG)))
+        assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=PATIENCE)))
 
 
 def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, judged):
@@ -189,13 +189,14 @@ def test_from_threads_and_asyncio(verifier, judged):
         assert [said(scores) for scores in threads.map(verifier.score, [batch] * 4)] == [expected] * 4
 
 
+@pytest.mark.slow
 def test_from_a_spawned_process():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=work.judge, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
     process.start()
-    assert queue.get(timeout=HANG * 2) == [True, False]
-    process.join(30)
+    assert queue.get(timeout=PATIENCE) == [True, False]
+    process.join(PATIENCE)
 
 
 def test_plain_answers_start_no_worker(judged):

@@ -18,6 +18,7 @@ def models(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_runs_end_to_end(models, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(diagnosis_benchmark, "fingerprint", lambda: "this code")  # it may be edited meanwhile
     common = ["--models", str(models), "--jobs", "1", "--parts", "diagnosis", "--rollouts", "2"]
