@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
+from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.tensors import Groups, Reduce, over_ranks
 
 
@@ -48,10 +49,12 @@ def _inverse(value: Tensor) -> Tensor:
     return torch.where(value > 0, 1 / value.clamp_min(1e-30), torch.zeros_like(value))
 
 
-class Aggregation:
+class Aggregation(Part):
     """Base of all aggregations."""
 
     kind: ClassVar[str]
+    sums_trajectory: ClassVar[bool] = False
+    """True if the weight belongs to a sum over the completion, which a ratio of whole sequences has only one of."""
 
     def __call__(self, counts: Counts) -> Tensor:
         """Weight of each token of completion i, [N]."""
@@ -68,6 +71,7 @@ class SeqMean(Aggregation):
 
     kind: ClassVar[str] = "seq_mean"
     count_empty: bool = False
+    """Whether completions without a token count in the number of completions."""
 
     def __call__(self, counts: Counts) -> Tensor:
         n = counts.total(counts.rows(self.count_empty))
@@ -104,6 +108,7 @@ class SumConst(Aggregation):
 
     kind: ClassVar[str] = "sum_const"
     max_tokens: int = 0
+    """Constant divisor; the run's generation limit if left out."""
     count_empty: bool = True
 
     def __call__(self, counts: Counts) -> Tensor:
@@ -130,6 +135,7 @@ class SeqSum(Aggregation):
     sequences there is one term per completion, and its weight is 1 / N."""
 
     kind: ClassVar[str] = "seq_sum"
+    sums_trajectory: ClassVar[bool] = True
     count_empty: bool = False
 
     def __call__(self, counts: Counts) -> Tensor:
@@ -143,6 +149,7 @@ class PerPromptSet(Aggregation):
 
     kind: ClassVar[str] = "per_prompt_set"
     pool: Literal["prompt", "batch"] = "prompt"
+    """Sets per prompt, or one of the whole batch."""
     count_empty: bool = False
 
     def length(self, counts: Counts) -> Tensor:

@@ -15,7 +15,7 @@ from lit_grpo.objectives.regularizers import kl_to_reference, value_loss
 from lit_grpo.objectives.sampler_correction import SamplerWeights, geometric_mean
 from lit_grpo.objectives.tensors import masked
 from lit_grpo.objectives.token_weights import reweighting
-from lit_grpo.objectives.trust_regions import Rspo, Surrogate, Terms, router_factor
+from lit_grpo.objectives.trust_regions import SurrogateInputs, SurrogateOutput
 from lit_grpo.types import LossOutput, Sum
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def loss(
 
 def _policy_term(
     objective: Objective, lp: Tensor, old: Tensor, plan: StepPlan, live: Tensor, router_logscores: Tensor | None
-) -> tuple[Tensor, Surrogate, SamplerWeights | None]:
+) -> tuple[Tensor, SurrogateOutput, SamplerWeights | None]:
     """-sum w f c lambda F, with the surrogate and the sampler weights for the metrics."""
     tokens = plan.tokens
     region = objective.trust_region
@@ -100,16 +100,15 @@ def _policy_term(
         factors = factors * c
 
     log_router = None
-    if isinstance(region, Rspo) and plan.router_logscores_old is not None and router_logscores is not None:
-        gamma = router_factor(
-            router_logscores.to(lp.dtype), plan.router_logscores_old.to(lp.dtype), region.router_floor
-        )
+    old_scores = plan.router_logscores_old
+    if region.needs_router_scores and old_scores is not None and router_logscores is not None:
+        gamma = region.router_factor(router_logscores.to(lp.dtype), old_scores.to(lp.dtype))
         log_router = masked(gamma, live, 1.0).log()
     uneven = objective.sampler.token_level or objective.varies_by_token
     before = masked(old, live)
     ratio = importance_ratio(objective.ratio, lp, before, live, token_form=uneven)
-    terms = Terms(ratio, advantages, lp, before, live, log_router, plan.beta)
-    surrogate = region(terms)
+    inputs = SurrogateInputs(ratio, advantages, lp, before, live, log_router, plan.beta)
+    surrogate = region(inputs)
     if objective.ratio == "none":
         surrogate = surrogate._replace(value=lp * advantages)
     value = masked(surrogate.value, live)

@@ -112,7 +112,7 @@ def test_the_recipe_trains(path: Path, smaller: str, tmp_path: Path, monkeypatch
     if own.advantage.critic:
         assert run.module.critic_steps == steps
     if own.initial_entropy_prompts:
-        assert 2.0 < run.module.objective_state["initial_entropy"] < math.log(14), "nearly uniform over 14 ids"
+        assert 2.0 < run.module.objective_state.initial_entropy < math.log(14), "nearly uniform over 14 ids"
     if recipe == "rspo":
         assert run.module.policy.routes
 
