@@ -18,6 +18,7 @@ from lit_grpo.cli.explain import Explainer
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.layers import Layer
 from lit_grpo.cli.leaks import refuse_leaks
+from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.strategy import readers, resolve_strategy
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
@@ -88,7 +89,7 @@ class TrainingCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={"default_env": True, "env_prefix": "LIT_GRPO"},
                 auto_configure_optimizers=False,
-                args=[command, *argv],
+                args=[command, *argv, *reset_options(command, argv, layers)],
             )
         except UserError as error:
             raise self._explainer().locate(error) from error
