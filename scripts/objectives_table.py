@@ -42,6 +42,11 @@ from lit_grpo.objectives import Objective
 objective = Objective.from_recipe("dapo", clip_high=0.3)
 ```
 
+A `recipe` starts afresh: named in a later layer (another `--config`, an option, the environment), it drops all other
+keys of `objective` that earlier layers set. What stands beside it or in a later layer holds, so
+`--config base.yaml --config configs/recipes/dapo.yaml` is DAPO and nothing else, whatever the base says. The layers
+are, from the lowest: the environment, the files in their order, all options of the command line together.
+
 Every method is the same sum over the tokens $t$ of the completions $i$ of one optimizer step,
 
 $$L = -\\sum_{i,t} w_i\\, f_i\\, c_{i,t}\\, \\lambda_{i,t}\\, F(\\rho_{i,t}, A_{i,t}) + \\sum_k \\mathrm{coef}_k R_k$$

@@ -138,7 +138,8 @@ class GroupStd(Estimator):
 @dataclass(frozen=True)
 class GroupVariance(GroupStd):
     """A = (r - mu_g) / (sigma_g^2 + eps): a printed formula read literally; mean |A| is 2 for every share of correct
-    answers, so the gradient does not shrink near a solved prompt. For ablations only."""
+    answers, so the gradient does not shrink near a solved prompt. For ablations only.
+    """
 
     kind: ClassVar[str] = "group_var"
 

@@ -104,7 +104,8 @@ class TokenMeanGroup(Aggregation):
 @dataclass(frozen=True)
 class SumConst(Aggregation):
     """1 / (N M) with a constant M, the generation limit: no length preference. Dr. GRPO, 2503.20783.
-    ``max_tokens`` 0 takes the limit of the run."""
+    ``max_tokens`` 0 takes the limit of the run.
+    """
 
     kind: ClassVar[str] = "sum_const"
     max_tokens: int = 0
@@ -132,7 +133,8 @@ def _constant(max_tokens: int, kind: str) -> int:
 @dataclass(frozen=True)
 class SeqSum(Aggregation):
     """1 / N: the sum over the trajectory, mean over completions. The unbiased policy gradient. With a ratio of whole
-    sequences there is one term per completion, and its weight is 1 / N."""
+    sequences there is one term per completion, and its weight is 1 / N.
+    """
 
     kind: ClassVar[str] = "seq_sum"
     sums_trajectory: ClassVar[bool] = True
@@ -145,7 +147,8 @@ class SeqSum(Aggregation):
 @dataclass(frozen=True)
 class PerPromptSet(Aggregation):
     """1 / (prompts with a non-empty set x |set of the prompt| x n_i): the likelihood losses. ``pool`` ``batch`` makes
-    one set of the whole batch."""
+    one set of the whole batch.
+    """
 
     kind: ClassVar[str] = "per_prompt_set"
     pool: Literal["prompt", "batch"] = "prompt"

@@ -32,7 +32,7 @@ class SamplerWeights(NamedTuple):
 
 
 def sampler_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """log c clamped to [-20, 20], 0 where masked or unknown; and which tokens are unknown. All [n, T]."""
+    """Compute log c clamped to [-20, 20], 0 where masked or unknown, and which tokens are unknown; [n, T] both."""
     known = torch.isfinite(sampler_logprobs) & mask
     log_c = masked(masked(old_logprobs, known) - masked(sampler_logprobs, known), known)
     return log_c.clamp(-LOG_LIMIT, LOG_LIMIT), mask & ~known

@@ -127,11 +127,11 @@ class Gae(Estimator):
         return merged
 
     def policy_lambda(self, inputs: AdvantageInputs) -> float | Tensor:
-        """lambda of the policy's advantages: a number or [N]."""
+        """Lambda of the policy's advantages: a number or [N]."""
         return self.gae_lambda
 
     def target_lambda(self) -> float:
-        """lambda of the critic's targets."""
+        """Lambda of the critic's targets."""
         return self.gae_lambda
 
     def values(self, inputs: AdvantageInputs) -> Tensor:
@@ -159,7 +159,8 @@ class Gae(Estimator):
 @dataclass(frozen=True)
 class GaeLength(Gae):
     """GAE(1, lambda_i) with lambda_i = clamp(1 - 1/(alpha n_i), 0, 1); the critic learns Monte Carlo returns
-    (lambda 1). VAPO, 2504.05118."""
+    (lambda 1). VAPO, 2504.05118.
+    """
 
     kind: ClassVar[str] = "gae_length"
     pretrained_critic: ClassVar[bool] = True

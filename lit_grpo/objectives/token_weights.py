@@ -210,7 +210,7 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float, reduce: Reduce
 
 
 def reweighting(old_logprobs: Tensor, alpha: float) -> Tensor:
-    """alpha pi_old + 1 - alpha, [n, T]."""
+    """Factor alpha pi_old + 1 - alpha of each token, [n, T]."""
     return alpha * old_logprobs.exp() + (1 - alpha)
 
 

@@ -114,7 +114,8 @@ def bounded(
 @dataclass(frozen=True)
 class Clip(TrustRegion):
     """F = min(rho A, clamp(rho, 1 - low, 1 + high) A); dual: for A < 0 also max(F, c A). PPO, 1707.06347; the
-    dual clip is 1912.09729. ``dual_clip`` 0 is off."""
+    dual clip is 1912.09729. ``dual_clip`` 0 is off.
+    """
 
     kind: ClassVar[str] = "clip"
     clip_low: float = 0.2
@@ -132,7 +133,8 @@ class Clip(TrustRegion):
 @dataclass(frozen=True)
 class Cispo(TrustRegion):
     """F = sg(clamp(rho, floor, cap)) A lp: the weight is bounded, every token keeps a gradient. CISPO, 2506.13585.
-    ``cispo_cap`` is absolute, not 1 + epsilon."""
+    ``cispo_cap`` is absolute, not 1 + epsilon.
+    """
 
     kind: ClassVar[str] = "cispo"
     cispo_cap: float = 5.0
@@ -169,7 +171,8 @@ class Sapo(TrustRegion):
 @dataclass(frozen=True)
 class Gmpo(TrustRegion):
     """F = A exp(mean_t y_t), y = d clipped at eps on the side where the sign of A pushes: min(d, eps) for A > 0,
-    max(d, -eps) for A < 0. GMPO, 2507.20673. Clipped tokens stay in the mean. F is the same on all tokens."""
+    max(d, -eps) for A < 0. GMPO, 2507.20673. Clipped tokens stay in the mean. F is the same on all tokens.
+    """
 
     kind: ClassVar[str] = "gmpo"
     per_sequence: ClassVar[bool] = True
@@ -183,7 +186,7 @@ class Gmpo(TrustRegion):
         return torch.where(low, torch.full_like(log_ratio, -self.log_clip), y), low, high
 
     def log_terms(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """y [n, T], stopped low, stopped high."""
+        """Clipped log-ratios y, which tokens were stopped from below, and which from above; [n, T] each."""
         log_ratio = masked(inputs.logprobs - inputs.old_logprobs, inputs.mask).clamp(-LOG_LIMIT, LOG_LIMIT)
         return self._clipped(log_ratio, inputs)
 
@@ -197,7 +200,8 @@ class Gmpo(TrustRegion):
 @dataclass(frozen=True)
 class Rspo(Gmpo):
     """GMPO with the ratios scaled by the router factor gamma, before the clip or after it. RSPO, 2510.23027.
-    gamma multiplies for both signs of A. Without router scores (one update) gamma is 1."""
+    gamma multiplies for both signs of A. Without router scores (one update) gamma is 1.
+    """
 
     kind: ClassVar[str] = "rspo"
     needs_router_scores: ClassVar[bool] = True
@@ -221,7 +225,7 @@ class Rspo(Gmpo):
 
 
 def router_factor(scores: Tensor, old_scores: Tensor, floor: float) -> Tensor:
-    """gamma = max(exp(-mean over layers and active experts of |log r - log r_old|), floor), detached.
+    """Router factor gamma = max(exp(-mean over layers and active experts of |log r - log r_old|), floor), detached.
 
     ``scores``, ``old_scores``: log-scores of the experts active under the old policy, [n, T, layers, K] -> [n, T].
     """
@@ -230,7 +234,10 @@ def router_factor(scores: Tensor, old_scores: Tensor, floor: float) -> Tensor:
 
 
 def dcpo_bounds(old_probs: Tensor, clip_low: float, clip_high: float, cap: float) -> tuple[Tensor, Tensor]:
-    """lo = 1/2 + 1/2 sqrt(max(1 - 4 e_lo / q, 0)), hi = min(1/2 + 1/2 sqrt(1 + 4 e_hi / q), cap), q = pi_old."""
+    """Bounds of the ratio that widen for rare tokens, [n, T] both. DCPO, 2509.02333.
+
+    lo = 1/2 + 1/2 sqrt(max(1 - 4 e_lo / q, 0)), hi = min(1/2 + 1/2 sqrt(1 + 4 e_hi / q), cap), q = pi_old.
+    """
     q = old_probs.clamp_min(1e-30)
     low = 0.5 + 0.5 * (1 - 4 * clip_low / q).clamp_min(0).sqrt()
     high = (0.5 + 0.5 * (1 + 4 * clip_high / q).sqrt()).clamp_max(cap)
@@ -255,7 +262,8 @@ class Dcpo(TrustRegion):
 class KlPenalty(TrustRegion):
     """F = rho A - beta (rho - 1 - log rho), the penalised TRPO: on samples of pi_old the second term estimates
     KL(pi_old || pi) without bias in value and gradient. 1502.05477. With ``trpo_target_kl`` above 0, beta doubles
-    after a rollout with KL > 1.5 target and halves below target / 1.5 (1707.06347 section 4)."""
+    after a rollout with KL > 1.5 target and halves below target / 1.5 (1707.06347 section 4).
+    """
 
     kind: ClassVar[str] = "kl_penalty"
     penalizes: ClassVar[bool] = True

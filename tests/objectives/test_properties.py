@@ -46,7 +46,7 @@ def test_advantages_of_a_group_sum_to_zero(kind: str, first: list[float], second
 @settings(max_examples=20, deadline=None)
 @given(p=st.integers(1, 7))
 def test_mean_size_of_binary_advantages(p: int) -> None:
-    """mean |A| is 2 sqrt(p(1-p)) with the population deviation, 2p(1-p) without, 2 with the variance."""
+    """Mean |A| is 2 sqrt(p(1-p)) with the population deviation, 2p(1-p) without, 2 with the variance."""
     exp = flat([1.0] * p + [0.0] * (8 - p), [0] * 8)
     inputs, share = AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids)), p / 8
     population = replace(ADVANTAGES["group_std"], std_ddof=0, std_eps=0.0)  # type: ignore[type-var]
