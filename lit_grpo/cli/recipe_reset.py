@@ -66,8 +66,8 @@ def _objective_of_environment(command: str) -> Mapping[str, Any]:
 
 def _objective_options(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for word, following in zip(argv, [*argv[1:], None], strict=True):
-        option, equals, value = word.partition("=")
-        value = value if equals else following
+        option, equals, after_equals = word.partition("=")
+        value = after_equals if equals else following
         if option == f"--{KEY}":
             yield from _loaded(value).items()
         elif option.startswith(f"--{KEY}."):

@@ -25,7 +25,7 @@ from lit_grpo.types import Experience
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator sees: all completions of a rollout (whole groups), shaped rewards, history."""
+    """Inputs of an estimator: all completions of a rollout (whole groups), shaped rewards, history."""
 
     experience: Experience
     rewards: Tensor
@@ -55,7 +55,7 @@ class Estimator(Part):
     needs: ClassVar[frozenset[str]] = frozenset()
     """Fields of the experience that must be known before the first update."""
     grouped: ClassVar[bool] = False
-    """True if a group of one says nothing."""
+    """True if it compares the completions of one prompt, so that a group of one says nothing."""
     critic: ClassVar[bool] = False
     """True if a critic must give values."""
     per_token: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Estimator(Part):
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def required(self) -> frozenset[str]:
-        """``needs`` of this instance."""
+        """Fields of the experience that this instance needs: ``needs``, unless a setting decides."""
         return self.needs
 
     def advance(self, inputs: AdvantageInputs) -> tuple[Tensor, ObjectiveState]:
@@ -86,12 +86,12 @@ class Estimator(Part):
         raise UserError(f"the advantage {self.kind!r} uses no critic, so there are no targets for one")
 
     def cautions(self, max_new_tokens: int) -> list[str]:
-        """What is allowed and yet hardly meant, given the run's generation limit: one sentence each."""
+        """Warnings, one sentence each, about settings that are allowed and yet hardly meant under this length limit."""
         return []
 
 
 def _finish(advantage: Tensor, inputs: AdvantageInputs, singleton: str) -> Tensor:
-    """Exact zero for uniform groups, and the choice for groups of one."""
+    """Set the advantages of uniform groups to exact zero, and treat groups of one as ``singleton`` says."""
     groups = inputs.groups
     advantage = masked(advantage, ~groups.spread(groups.uniform(inputs.rewards)))
     if singleton == "raw":

@@ -20,7 +20,7 @@ from lit_grpo.objectives.tensors import Groups, Reduce, over_ranks
 
 @dataclass(frozen=True)
 class Counts:
-    """What the denominators are made of, for the completions of one optimizer step on this rank."""
+    """Counts that denominators are made of, for the completions of one optimizer step on this rank."""
 
     tokens: Tensor
     """n_i, tokens that count, [N] int64."""
@@ -40,12 +40,12 @@ class Counts:
 
     def rows(self, count_empty: bool, among: Tensor | None = None) -> Tensor:
         """[N] bool: completions that count in N."""
-        chosen = self.counted if among is None else among
-        return chosen if count_empty else chosen & (self.tokens > 0)
+        rows = self.counted if among is None else among
+        return rows if count_empty else rows & (self.tokens > 0)
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """1 / value, and 0 where nothing is there to divide by."""
+    """Invert ``value``; 0 where it is 0: a set without members weighs nothing."""
     return torch.where(value > 0, 1 / value.clamp_min(1e-30), torch.zeros_like(value))
 
 
@@ -61,7 +61,7 @@ class Aggregation(Part):
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def for_run(self, max_new_tokens: int) -> Aggregation:
-        """The same with constants that the run's length limit fixes."""
+        """Return the aggregation with the constants that the run's length limit fixes."""
         return self
 
 
@@ -156,7 +156,7 @@ class PerPromptSet(Aggregation):
     count_empty: bool = False
 
     def length(self, counts: Counts) -> Tensor:
-        """What replaces n_i, [N]."""
+        """Divisor in the place of n_i, [N]."""
         return counts.tokens.to(counts.dtype)
 
     def __call__(self, counts: Counts) -> Tensor:
@@ -170,7 +170,7 @@ class PerPromptSet(Aggregation):
 
 @dataclass(frozen=True)
 class PerPromptSetConst(PerPromptSet):
-    """The same with the constant T in place of n_i: TNPL, TNNL, TNCL. Empty completions count in the set."""
+    """``per_prompt_set`` with the constant T in place of n_i: TNPL, TNNL, TNCL. Empty completions count in the set."""
 
     kind: ClassVar[str] = "per_prompt_set_const"
     count_empty: bool = True

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_parts(o: Objective) -> None:
-    """Parts that contradict each other, whatever the run."""
+    """Refuse parts that contradict each other, whatever the run."""
     w, r = o.token_weights, o.regularizers
     if o.ratio == "none" and o.trust_region.needs_ratio:
         refuse("trust_region", f"the trust region {o.trust_region.kind!r} bounds a ratio, but the ratio is 'none'")
@@ -38,7 +38,7 @@ def check_parts(o: Objective) -> None:
 
 
 def _check_demonstrations(o: Objective) -> None:
-    """What has no meaning where completions are the data's solutions: all that is about samples or their rewards."""
+    """Refuse what is about samples or their rewards: completions are the data's solutions."""
     f, r, s = o.filters, o.regularizers, o.shaping
     sampled = "supervised fine-tuning samples nothing"
     rewards = "supervised fine-tuning has no rewards"
@@ -67,7 +67,7 @@ def _check_demonstrations(o: Objective) -> None:
 
 
 def check_run(o: Objective, group_size: int, updates: int, has_critic: bool) -> None:
-    """See :meth:`Objective.check`."""
+    """Refuse contradictions with the run; arguments as of :meth:`Objective.check`."""
     if group_size < 1 or updates < 1:
         raise UserError(f"group_size {group_size} and updates_per_rollout {updates} must be at least 1")
     alone = group_size == 1

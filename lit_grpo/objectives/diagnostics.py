@@ -143,7 +143,7 @@ def value_signs(
 
 
 def derive(means: Mapping[str, float]) -> dict[str, float]:
-    """Numbers that are no means, from reduced means: ESS, chi^2, explained variance."""
+    """Compute from reduced means what is no mean itself: ESS, chi^2, explained variance."""
     out: dict[str, float] = {}
     if "mismatch/weight_sq" in means:
         out["mismatch/chi2_token"] = means["mismatch/weight_sq"] - 1
@@ -170,7 +170,7 @@ def step_metrics(
     entropy: Tensor | None,
     tokens: Tensor,
 ) -> tuple[dict[str, Sum], dict[str, Tensor]]:
-    """What a loss reports of one micro-batch: sums and maxima, by the keys of this module's table."""
+    """Sums and maxima that a loss reports of one micro-batch, by the keys of this module's table."""
     in_loss = tokens & plan.kept[:, None] & plan.pass_mask
     stopped = (surrogate.low | surrogate.high | surrogate.dual) & in_loss
     rows = torch.ones_like(plan.kept)
@@ -183,8 +183,8 @@ def step_metrics(
     if plan.ref_logprobs is not None:
         sums |= reference_kl(current, plan.ref_logprobs.to(current.dtype), tokens)
     if plan.sampler_logprobs is not None and sampler is not None:
-        found, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
-        sums, maxima = sums | found, maxima | peaks
+        mismatch, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
+        sums, maxima = sums | mismatch, maxima | peaks
         sums["mismatch/capped"] = mean_of(sampler.capped.double(), tokens)
         applied = sampler.weights.double()
         sums["mismatch/applied"] = mean_of(applied, tokens)

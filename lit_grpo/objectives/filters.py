@@ -14,7 +14,10 @@ from lit_grpo.objectives.tensors import Groups
 
 @dataclass(frozen=True)
 class Filters(Part):
-    """A dropped completion leaves every term of the loss; its reward stays in the statistics of its group."""
+    """Choice of the completions of a step that are in its loss.
+
+    A dropped completion leaves every term of the loss; its reward stays in the statistics of its group.
+    """
 
     drop_zero_variance: bool = False
     """Drop groups whose rewards (before length penalties) are all equal. DAPO, Olmo 3, Reinforce-Rej."""
@@ -37,17 +40,17 @@ class Filters(Part):
         return self.drop_zero_variance or self.dynamic_sampling
 
     def __call__(self, base: Tensor, shaped: Tensor, truncated: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Completions in the loss, and completions in the denominators, both [N] bool.
+        """Choose the completions in the loss, and those in the denominators, both [N] bool.
 
         Args:
-            base: rewards before length penalties, [N]: uniform groups are told by these.
-            shaped: rewards that the advantages come from, [N]: signs are told by these.
+            base: rewards before length penalties, [N]; a group is uniform if these are equal.
+            shaped: rewards that the advantages come from, [N]; their sign decides what ``keep`` keeps.
             truncated: [N] bool.
         """
-        whole = ~truncated if self.mask_truncated else torch.ones_like(truncated)
-        kept = whole.clone()
+        complete = ~truncated if self.mask_truncated else torch.ones_like(truncated)
+        kept = complete.clone()
         if self.zero_variance:
             kept &= ~groups.spread(groups.uniform(base))
         if self.keep != "all":
             kept &= (shaped > 0) if self.keep == "positives" else ~(shaped > 0)
-        return kept, whole if self.filtered_denominator == "all" else kept
+        return kept, complete if self.filtered_denominator == "all" else kept

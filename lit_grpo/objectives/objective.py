@@ -51,7 +51,7 @@ __all__ = ["Objective", "StepPlan"]
 
 @dataclass(frozen=True)
 class Objective:
-    """A method, as parts that can each be replaced (``dataclasses.replace`` or overrides of :meth:`from_recipe`)."""
+    """A method as parts that can each be replaced (``dataclasses.replace`` or overrides of :meth:`from_recipe`)."""
 
     recipe: str = "custom"
     """The recipe that it started from."""
@@ -106,7 +106,7 @@ class Objective:
                 yield value
 
     def labels(self) -> dict[str, str]:
-        """What makes the method the one named; numbers of a part are not in it."""
+        """Kinds and switches that make the method the one named; numbers of a part are not in it."""
         labels = {
             "advantage": self.advantage.kind,
             "ratio": self.ratio,
@@ -120,7 +120,7 @@ class Objective:
         return labels
 
     def describe(self) -> dict[str, Any]:
-        """Plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
+        """List the plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
         out: dict[str, Any] = {"name": self.name, "recipe": self.recipe, "ratio": self.ratio}
         out |= {k: getattr(self, k).kind for k in ("advantage", "trust_region", "aggregation")}
         out["sampler_correction"] = self.sampler.kind
@@ -134,7 +134,7 @@ class Objective:
         )
 
     def for_run(self, max_new_tokens: int) -> Objective:
-        """The same with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""
+        """Return the objective with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""
         shaping = self.shaping
         if shaping.overlong_penalty and not shaping.overlong_max:
             shaping = replace(shaping, overlong_max=max_new_tokens)
@@ -202,7 +202,7 @@ class Objective:
         return bool(uses) and updates_per_rollout > 1
 
     def loss_requires(self) -> frozenset[str]:
-        """What :meth:`loss` needs of the current forward besides log-probabilities."""
+        """Names of what :meth:`loss` needs of the current forward besides log-probabilities."""
         needed = set()
         if self.regularizers.entropy_coef:
             needed.add("entropy")
@@ -256,7 +256,7 @@ class Objective:
         return base, self.shaping.shape(exp, base)
 
     def advantage_inputs(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None) -> AdvantageInputs:
-        """What the estimator sees: shaped rewards, with the KL term where it belongs."""
+        """Inputs of the estimator: shaped rewards, with the KL term where it belongs."""
         _, shaped = self.rewards(exp, state)
         token_penalty = None
         if self.regularizers.kl_reward:
@@ -322,21 +322,23 @@ class Objective:
         conflicts = None
         factors = torch.ones_like(advantages)
         if self.token_weights.conflict_overlap != "none":
-            _known(exp, "token_ids")
+            _required(exp, "token_ids")
+        # The share of conflict tokens is logged for every method; only GTPO weighs by it.
         if exp.token_ids is not None and not self.advantage.per_token:
             sign = advantages[:, 0] if exp.width else advantages.sum(1)
             masks = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
             conflicts = masks.either
             if self.token_weights.conflict_overlap != "none":
                 factors = masks.weights(sign, self.token_weights.conflict_overlap)
+        # Tokens in the denominators: at first all, whether or not their term is 0.
         counting = exp.mask
         if self.token_weights.top_entropy:
-            top = top_entropy_mask(_known(exp, "entropy"), mask, self.token_weights.top_entropy, reduce)
+            top = top_entropy_mask(_required(exp, "entropy"), mask, self.token_weights.top_entropy, reduce)
             factors = factors * top
             if self.token_weights.top_entropy_denominator == "kept":
                 counting = counting & top
         if self.sampler.sampler_denominator == "kept":
-            corrected = self.sampler(_known(exp, "old_logprobs"), _known(exp, "sampler_logprobs"), exp.mask)
+            corrected = self.sampler(_required(exp, "old_logprobs"), _required(exp, "sampler_logprobs"), exp.mask)
             counting = counting & (corrected.weights > 0)
         counts = Counts(
             tokens=counting.sum(1),
@@ -353,10 +355,11 @@ class Objective:
             weights = weights / exp.lengths.clamp_min(1)
         pass_mask = torch.ones_like(mask)
         if self.token_weights.lopti_eta:
-            old = masked(_known(exp, "old_logprobs"), exp.mask)
+            old = masked(_required(exp, "old_logprobs"), exp.mask)
             pass_mask = lopti_mask(old, self.token_weights.lopti_eta, pass_index)
         signal = masked(self._signal(exp, advantages, state), exp.mask)
 
+        # A completion none of whose tokens gets a gradient is left out of the forward that has one.
         contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(base > 0)[:, None])
         active = contributes.any(1)
         totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
@@ -401,7 +404,7 @@ class Objective:
         """[N, T]: the advantages, with GTPO's entropy terms if they are on."""
         if not self.entropy_signal.on:
             return advantages
-        entropy = mean_entropy(_known(exp, "entropy"), exp.mask).to(advantages.dtype)
+        entropy = mean_entropy(_required(exp, "entropy"), exp.mask).to(advantages.dtype)
         signal = advantages - self.entropy_signal.entropy_gamma * entropy[:, None]
         if self.entropy_signal.entropy_filter:
             if state.initial_entropy is None:
@@ -422,7 +425,7 @@ class Objective:
         values: Tensor | None = None,
         router_logscores: Tensor | None = None,
     ) -> LossOutput:
-        """Share of one micro-batch in the step's loss; shares add up, whatever the split.
+        """Compute the part of the step's loss that one micro-batch adds; the parts sum to the loss, whatever the split.
 
         Args:
             logprobs: log pi of the sampled tokens, [n, T'], T' at least the longest completion of the micro-batch.
@@ -442,7 +445,7 @@ def _dtype(rewards: Tensor) -> torch.dtype:
     return torch.float64 if rewards.dtype == torch.float64 else torch.float32
 
 
-def _known(exp: Experience, name: str) -> Tensor:
+def _required(exp: Experience, name: str) -> Tensor:
     value: Tensor | None = getattr(exp, name)
     if value is None:
         raise UserError(f"the objective needs {name} before the first update, which is not known")

@@ -18,7 +18,7 @@ from lit_grpo.objectives.trust_regions import CustomTrustRegion, TrustRegion
 
 
 def build(name: str, overrides: Mapping[str, Any]) -> Objective:
-    """See :meth:`Objective.from_recipe`."""
+    """Build an objective; arguments as of :meth:`Objective.from_recipe`."""
     overrides = {k: v for k, v in overrides.items() if v is not None}
     if (path := overrides.pop("custom_objective", None)) is not None:
         return _custom_objective(path, overrides)
@@ -30,41 +30,42 @@ def build(name: str, overrides: Mapping[str, Any]) -> Objective:
             remedy=f"did you mean {close!r}?" if close else f"one of {', '.join(RECIPES)}",
         )
     recipe = RECIPES[name]
-    objective, rest = _choose_parts(recipe, overrides)
+    objective, numbers = _choose_parts(recipe, overrides)
     changes: dict[str, dict[str, Any]] = {}
-    for key, value in rest.items():
+    for key, value in numbers.items():
         part = next((p for p in PARTS if has_setting(getattr(objective, p), key)), None)
         if part is None:
             raise _does_not_apply(key, objective)
         changes.setdefault(part, {})[key] = _checked(key, value, getattr(objective, part))
     parts = {part: replace(getattr(objective, part), **values) for part, values in changes.items()}
     objective = replace(objective, **parts)
-    _check_effect(objective, rest)
+    _check_effect(objective, numbers)
     return objective
 
 
 def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objective, dict[str, Any]]:
-    """Structural overrides first: they decide which numbers apply."""
-    objective, rest = recipe.objective, dict(overrides)
+    """Apply the overrides that choose parts, and return the others: parts decide which numbers apply."""
+    objective, remaining = recipe.objective, dict(overrides)
     changed: dict[str, Any] = {}
     for key, (part, known) in CHOICES.items():
-        if key not in rest:
+        if key not in remaining:
             continue
-        kind = rest.pop(key)
+        kind = remaining.pop(key)
         if kind not in known:
             raise _unknown_value(key, kind, known)
-        if kind != getattr(objective, part).kind:  # naming the recipe's own part keeps its numbers
+        # Naming the recipe's own part keeps its numbers; another part comes with its own defaults.
+        if kind != getattr(objective, part).kind:
             changed[part] = known[kind]
-    if "custom_advantage" in rest:
-        path, function = load(rest.pop("custom_advantage"), f"{WHERE}.custom_advantage")
+    if "custom_advantage" in remaining:
+        path, function = load(remaining.pop("custom_advantage"), f"{WHERE}.custom_advantage")
         # A user's class is the part itself; a function becomes one.
         changed["advantage"] = function if isinstance(function, Estimator) else CustomAdvantage(path, function)
-    if "custom_trust_region" in rest:
-        path, function = load(rest.pop("custom_trust_region"), f"{WHERE}.custom_trust_region")
+    if "custom_trust_region" in remaining:
+        path, function = load(remaining.pop("custom_trust_region"), f"{WHERE}.custom_trust_region")
         own = isinstance(function, TrustRegion)
         changed["trust_region"] = function if own else CustomTrustRegion(path, function)
-    if "ratio" in rest:
-        kind = rest.pop("ratio")
+    if "ratio" in remaining:
+        kind = remaining.pop("ratio")
         if kind not in RATIOS:
             raise _unknown_value("ratio", kind, RATIOS)
         changed["ratio"] = kind
@@ -74,11 +75,14 @@ def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objecti
                 changed.setdefault("trust_region", recipe.off_policy)
         elif "ratio" not in recipe.optional and recipe.objective.ratio not in WITHOUT_OLD:
             changed["on_policy_only"] = True
-    return replace(objective, **changed), rest
+    return replace(objective, **changed), remaining
 
 
 def _checked(key: str, value: Any, part: Any) -> Any:
-    """The value, if it is of the field's type."""
+    """Return the value if it is of the field's type.
+
+    The command line has checked types by then, but an objective is also made from Python.
+    """
     kind = get_type_hints(type(part))[key]
     options = get_args(kind)
     if get_origin(kind) is Literal:

@@ -114,9 +114,9 @@ def settings() -> dict[str, dict[str, Setting]]:
     """
     headings: dict[str, list[Part]] = {key: list(known.values()) for key, (_, known) in CHOICES.items()}
     headings |= {key: [part] for key, part in ALWAYS.items()}
-    found: dict[str, dict[str, Setting]] = {}
+    by_heading: dict[str, dict[str, Setting]] = {}
     for heading, parts in headings.items():
-        group = found[heading] = {}
+        group = by_heading[heading] = {}
         for part in parts:
             for name, annotation, text in _fields(type(part)):
                 owner = (str(getattr(part, "kind", "")),) if heading in CHOICES else ()
@@ -124,7 +124,7 @@ def settings() -> dict[str, dict[str, Setting]]:
                 if old.annotation != annotation:
                     raise TypeError(f"{name} is {old.annotation} in one part and {annotation} in {type(part).__name__}")
                 group[name] = Setting(name, annotation, old.help or text, old.owners + owner)
-    return found
+    return by_heading
 
 
 def known_overrides() -> set[str]:

@@ -75,7 +75,7 @@ class BatchWhiten(Estimator):
 
 @dataclass(frozen=True)
 class GroupMeanWhiten(BatchWhiten):
-    """The same with r - mu_g in place of r. REINFORCE++-baseline, 2501.03262."""
+    """``batch_whiten`` with r - mu_g in place of r. REINFORCE++-baseline, 2501.03262."""
 
     kind: ClassVar[str] = "group_mean_then_whiten"
     grouped: ClassVar[bool] = True

@@ -17,7 +17,7 @@ LN2 = 0.6931471805599453
 
 @dataclass(frozen=True)
 class TokenWeights(Part):
-    """Factors on the policy term of single tokens; each is off by default."""
+    """Factors on the policy term of single tokens, each of them off by default."""
 
     top_entropy: float = 0.0
     """Share k of tokens that keep their term: entropy at or above the step's (1 - k) quantile; 0 is off. 2506.01939."""
