@@ -65,7 +65,7 @@ def _objective_of_environment(command: str) -> Mapping[str, Any]:
 
 
 def _objective_options(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
         option, equals, after_equals = word.partition("=")
         value = after_equals if equals else following
         if option == f"--{KEY}":

@@ -63,6 +63,10 @@ def parse(parser: jsonargparse.ArgumentParser, tmp_path: Path) -> Any:
     return run
 
 
+def test_without_layers_nothing_is_reset() -> None:
+    assert reset_options("fit", [], []) == []
+
+
 def test_the_base_sets_everything(parse: Any) -> None:
     assert set(EVERYTHING) == known_overrides() | {"recipe"}
     assert parse(EVERYTHING) == EVERYTHING
