@@ -4,6 +4,7 @@
 
 Per rollout: sample G completions of each of some prompts, score them, compare each with the mean of its own group, and
 push the better ones up and the worse ones down. Nothing else is needed; the library does the same, faster and safer.
+``lit_grpo: ...`` beside a line names what does it there.
 
     A_i = (r_i - mean_g r) / (std_g r + 1e-6)
     L   = -1/N sum_i 1/n_i sum_t min(rho A, clip(rho, 1 - low, 1 + high) A),   rho = pi / pi_old
@@ -66,6 +67,7 @@ def make_model(seed: int = 0) -> LlamaForCausalLM:
 @torch.no_grad()
 def sample(model: LlamaForCausalLM, prompts: list[list[int]], settings: Settings) -> list[Sample]:
     """Draw G completions of each prompt at temperature 1 from the full distribution; prompts are equally long."""
+    # lit_grpo: RolloutEngine.generate of engines.base
     repeated = [prompt for prompt in prompts for _ in range(settings.group_size)]
     ids = torch.tensor(repeated)
     for _ in range(settings.max_new_tokens):
@@ -90,12 +92,14 @@ def token_logprobs(model: LlamaForCausalLM, samples: list[Sample]) -> tuple[Tens
 
     Rows are [prompt, completion, padding]. The logits at position p speak of the token at p + 1.
     """
+    # lit_grpo: policy.forward.batching lays the rows out without padding
     longest = max(len(s.prompt) + len(s.completion) for s in samples)
     ids = torch.full((len(samples), longest), END)
     attention = torch.zeros(len(samples), longest, dtype=torch.long)
     width = max(len(s.completion) for s in samples)
     place = torch.zeros(len(samples), width, dtype=torch.long)  # where each completion token stands in its row
-    mask = torch.zeros(len(samples), width, dtype=torch.bool)  # made from lengths, never from ids
+    # Made from lengths, never from ids: the end id may be the padding id too. lit_grpo: types.Experience.mask
+    mask = torch.zeros(len(samples), width, dtype=torch.bool)
     for i, s in enumerate(samples):
         row = s.prompt + s.completion
         ids[i, : len(row)] = torch.tensor(row)
@@ -103,22 +107,23 @@ def token_logprobs(model: LlamaForCausalLM, samples: list[Sample]) -> tuple[Tens
         place[i, : len(s.completion)] = torch.arange(len(s.prompt), len(row))
         mask[i, : len(s.completion)] = True
     logits = model(ids, attention_mask=attention).logits.float()
+    # lit_grpo: policy.forward.head.head_stats, a chunk of tokens at a time
     every = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]  # [N, S - 1]
     return every.gather(1, (place - 1).clamp_min(0)), mask
 
 
 def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """(r - mean) / (std + 1e-6) inside each group, [N]; exactly 0 where all rewards of a group are equal."""
-    groups = rewards.view(-1, group_size)
+    groups = rewards.view(-1, group_size)  # lit_grpo: objectives.tensors.Groups
     centred = groups - groups.mean(1, keepdim=True)
-    scaled = centred / (groups.std(1, keepdim=True) + 1e-6)
-    uniform = (groups == groups[:, :1]).all(1, keepdim=True)
+    scaled = centred / (groups.std(1, keepdim=True) + 1e-6)  # lit_grpo: objectives.advantages.GroupStd
+    uniform = (groups == groups[:, :1]).all(1, keepdim=True)  # lit_grpo: Groups.uniform
     return torch.where(uniform, torch.zeros_like(scaled), scaled).flatten()
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the completions (empty ones left out) of the mean over their tokens."""
-    lengths = mask.sum(1)
+    lengths = mask.sum(1)  # lit_grpo: objectives.aggregation.SeqMean, as a weight of each token
     means = torch.where(mask, values, 0.0).sum(1) / lengths.clamp_min(1)
     return means.sum() / (lengths > 0).sum().clamp_min(1)
 
@@ -127,12 +132,12 @@ def grpo_loss(
     logprobs: Tensor, old: Tensor, ref: Tensor | None, advantages: Tensor, mask: Tensor, settings: Settings
 ) -> Tensor:
     """The loss of one update, over all completions at once."""
-    ratio = (logprobs - old).exp()
+    ratio = (logprobs - old).exp()  # lit_grpo: objectives.ratios.importance_ratio
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     a = advantages[:, None]
-    loss = -sequence_mean(torch.minimum(ratio * a, clipped * a), mask)
+    loss = -sequence_mean(torch.minimum(ratio * a, clipped * a), mask)  # lit_grpo: objectives.trust_regions.Clip
     if ref is not None:
-        difference = ref - logprobs
+        difference = ref - logprobs  # lit_grpo: objectives.regularizers.kl_to_reference
         loss = loss + settings.kl_coef * sequence_mean(difference.exp() - difference - 1, mask)
     return loss
 
@@ -145,6 +150,7 @@ def train_on(
     reference: LlamaForCausalLM | None = None,
 ) -> list[float]:
     """All updates on one rollout of whole groups, in order; the loss of each."""
+    # lit_grpo: Objective.advantages
     advantages = group_advantages(torch.tensor([s.reward for s in samples]), settings.group_size)
     with torch.no_grad():
         old, _ = token_logprobs(model, samples)  # before the first update
@@ -152,13 +158,14 @@ def train_on(
     losses = []
     for _ in range(settings.updates):
         logprobs, mask = token_logprobs(model, samples)
+        # lit_grpo: Objective.plan and Objective.loss
         loss = grpo_loss(logprobs, old, ref, advantages, mask, settings)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         if advantages.any() or ref is not None:  # a step with zero gradient would still move the weights
             optimizer.step()
-        losses.append(loss.item())
+        losses.append(loss.item())  # the rest of this loop in lit_grpo: learner.optimizer_step
     return losses
 
 

@@ -37,7 +37,6 @@ from lit_grpo.learner.run_checks import (
 from lit_grpo.learner.run_critic import UNKNOWN, Range
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
-from lit_grpo.objectives.trust_regions import Rspo
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
@@ -233,7 +232,7 @@ class LitGRPO(pl.LightningModule):
         )
         check_objective(self.objective, self.updates_per_rollout * self.objective.passes, self._warmup_rollouts)
         run_critic.check(self.critic_config, self.objective, rollouts, max_new_tokens, reward_range)
-        run_critic.set_range(self.objective, self.objective_state, reward_range)
+        self.objective_state = run_critic.with_range(self.objective, self.objective_state, reward_range)
         check_minibatches(prompts_per_rollout, self.minibatch_prompts, self.updates_per_rollout)
 
     def change_objective(self, changes: dict[str, Any]) -> None:
@@ -245,7 +244,7 @@ class LitGRPO(pl.LightningModule):
         Raises:
             UserError: the run does not fit it, or has not the reference model or critic that it needs.
         """
-        before = self.objective_config, self.objective
+        before = self.objective_config, self.objective, self.objective_state
         try:
             old = ObjectiveConfig() if "recipe" in changes else self.objective_config
             self.objective_config = replace(old, **changes)
@@ -255,10 +254,9 @@ class LitGRPO(pl.LightningModule):
             if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
                 raise UserError(f"{self.objective.name} needs a reference model, and this run has made none")
         except Exception:
-            self.objective_config, self.objective = before
+            self.objective_config, self.objective, self.objective_state = before
             raise
-        fresh = self.objective.new_state()
-        self.objective_state = {key: self.objective_state.get(key, value) for key, value in fresh.items()}
+        self.objective_state = self.objective.adopt_state(self.objective_state)
 
     def configure_model(self) -> None:
         if self.policy is not None:
@@ -309,7 +307,7 @@ class LitGRPO(pl.LightningModule):
             self.reshard()
             for optimizer in self.trainer.strategy.optimizers:
                 initialize_optimizer_state(optimizer)
-        if isinstance(self.objective.trust_region, Rspo) and not self._policy.routes:
+        if self.objective.trust_region.needs_router_scores and not self._policy.routes:
             rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
 
     @property
@@ -369,7 +367,7 @@ class LitGRPO(pl.LightningModule):
         objective = monte_carlo(self.objective) if warmup else self.objective
         if early := self.objective.requires(1):  # already advantages and plans are made from what a pass finds
             passes.fill(batch, experience, needed)
-        advantages = objective.advantages(experience, self.objective_state, self.reduce_or_none)
+        advantages, self.objective_state = objective.advantages(experience, self.objective_state, self.reduce_or_none)
         self._merge_states()
         self.last_experience, self.last_advantages = experience, advantages
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
@@ -396,7 +394,8 @@ class LitGRPO(pl.LightningModule):
 
     def _merge_states(self) -> None:
         """Ranks see different prompts; all keep the history of all."""
-        if self.trainer.world_size > 1 and self.objective_state:
+        # A property of the objective and not of the state: every rank must take part in the gather, or none.
+        if self.trainer.world_size > 1 and self.objective.advantage.state_fields:
             states: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(states, self.objective_state)
             self.objective_state = self.objective.merge_states(states)
@@ -469,16 +468,16 @@ class LitGRPO(pl.LightningModule):
             values[f"{model.prefix}lr"] = float(model.optimizer.param_groups[0]["lr"])
         if self.critic_config is not None:
             values["critic/steps"] = float(self.critic_steps)
-        if self.objective_state.get("initial_entropy") is not None:
-            values["entropy/initial"] = self.objective_state["initial_entropy"]
-        if "beta" in self.objective_state:
-            values["kl/beta"] = self.objective_state["beta"]
+        if self.objective_state.initial_entropy is not None:
+            values["entropy/initial"] = self.objective_state.initial_entropy
+        if self.objective_state.beta is not None:
+            values["kl/beta"] = self.objective_state.beta
         # Beside the learner's work, sampling costs only what the learner waits for it.
         parts = ("wait", "sync") if "time/wait" in batch.metrics else ("generate", "reward", "sync")
         busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in parts)
         values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
         self.step_metrics = dict(values)
-        self.objective.end_of_rollout(self.objective_state, values)
+        self.objective_state = self.objective.end_of_rollout(self.objective_state, approx_kl=values.get("kl/old_k3"))
         # Lightning would log the last known value of a key again where this rollout has none.
         values |= dict.fromkeys(self._logged_keys - values.keys(), float("nan"))
         self._logged_keys |= values.keys()

@@ -17,8 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lit_grpo.objectives import RECIPES, Objective, diagnostics, overrides  # noqa: E402
-from lit_grpo.objectives.checks import labels  # noqa: E402
+from lit_grpo.objectives import RECIPES, Objective, diagnostics, registry  # noqa: E402
 
 TARGET = ROOT / "docs" / "objectives.md"
 
@@ -42,6 +41,11 @@ from lit_grpo.objectives import Objective
 
 objective = Objective.from_recipe("dapo", clip_high=0.3)
 ```
+
+A `recipe` starts afresh: named in a later layer (another `--config`, an option, the environment), it drops all other
+keys of `objective` that earlier layers set. What stands beside it or in a later layer holds, so
+`--config base.yaml --config configs/recipes/dapo.yaml` is DAPO and nothing else, whatever the base says. The layers
+are, from the lowest: the environment, the files in their order, all options of the command line together.
 
 Every method is the same sum over the tokens $t$ of the completions $i$ of one optimizer step,
 
@@ -68,14 +72,14 @@ model:
   objective:
     recipe: grpo
     custom_advantage: my_package.my_module.advantage        # AdvantageInputs -> [N] or [N, T]
-    custom_trust_region: my_package.my_module.trust_region  # Terms -> F [n, T], or a Surrogate
+    custom_trust_region: my_package.my_module.trust_region  # SurrogateInputs -> F [n, T], or a SurrogateOutput
 ```
 
 ```python
 from torch import Tensor
 
 from lit_grpo.objectives.advantages import AdvantageInputs
-from lit_grpo.objectives.trust_regions import Terms
+from lit_grpo.objectives.trust_regions import SurrogateInputs
 
 
 def advantage(inputs: AdvantageInputs) -> Tensor:
@@ -83,8 +87,8 @@ def advantage(inputs: AdvantageInputs) -> Tensor:
     return inputs.rewards - groups.spread(groups.mean(inputs.rewards))
 
 
-def trust_region(terms: Terms) -> Tensor:
-    return terms.ratio.clamp(max=1.5) * terms.advantages
+def trust_region(inputs: SurrogateInputs) -> Tensor:
+    return inputs.ratio.clamp(max=1.5) * inputs.advantages
 ```
 
 `custom_objective` takes an `Objective`, or a function that makes one; nothing else can be set beside it.
@@ -128,7 +132,7 @@ def parts(objective: Objective) -> str:
         for f in fields(value):
             if getattr(value, f.name) != getattr(default, f.name) and f.name not in ("kl_in", "kl_estimator"):
                 out.append(f"{f.name} {number(getattr(value, f.name))}")
-    kl = labels(objective)["kl"]
+    kl = objective.labels()["kl"]
     if kl != "off":
         out.append(f"KL {kl.replace('_', ' ')}")
     if objective.on_policy_only:
@@ -188,14 +192,14 @@ def metrics() -> str:
 
 def render() -> str:
     """The whole page."""
-    ratios = "\n".join(f"- `{kind}`" for kind in overrides.RATIOS)
+    ratios = "\n".join(f"- `{kind}`" for kind in registry.RATIOS)
     ratio_doc = inspect.getdoc(sys.modules["lit_grpo.objectives.ratios"]) or ""
     body = INTRO + recipes_table() + "## Parts\n\n"
-    body += choices_table("Advantage", "advantage", overrides.ADVANTAGES)
+    body += choices_table("Advantage", "advantage", registry.ADVANTAGES)
     body += f"### Ratio\n\n`ratio:`\n\n```text\n{ratio_doc}\n```\n\n" if ratio_doc else ratios
-    body += choices_table("Trust region", "trust_region", overrides.TRUST_REGIONS)
-    body += choices_table("Sampler correction", "sampler_correction", overrides.SAMPLER_CORRECTIONS)
-    body += choices_table("Aggregation", "aggregation", overrides.AGGREGATIONS)
+    body += choices_table("Trust region", "trust_region", registry.TRUST_REGIONS)
+    body += choices_table("Sampler correction", "sampler_correction", registry.SAMPLER_CORRECTIONS)
+    body += choices_table("Aggregation", "aggregation", registry.AGGREGATIONS)
     return body + always_there() + OWN_PARTS + metrics()
 
 

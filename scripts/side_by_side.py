@@ -131,7 +131,11 @@ def load(*files: Path) -> Record:
 
     config: Record = {}
     for file in files:
-        config = merge(config, yaml.safe_load(file.read_text(encoding="utf-8")))
+        layer = yaml.safe_load(file.read_text(encoding="utf-8"))
+        # As on the command line, a recipe starts afresh.
+        if "recipe" in layer.get("model", {}).get("objective", {}):
+            config.get("model", {}).pop("objective", None)
+        config = merge(config, layer)
     return config
 
 

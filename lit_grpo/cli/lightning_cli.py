@@ -19,6 +19,7 @@ from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
+from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
@@ -96,7 +97,7 @@ class TrainingCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={"default_env": True, "env_prefix": "LIT_GRPO"},
                 auto_configure_optimizers=False,
-                args=[command, *argv],
+                args=[command, *argv, *reset_options(command, argv, layers)],
             )
         except UserError as error:
             raise self._explainer().locate(error) from error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.distributed.optimizer_state import to_plain, to_quantized
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.utils import random as rng
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def get_state(module: LitGRPO) -> dict[str, Any]:
         states = [None] * module.trainer.world_size
         torch.distributed.all_gather_object(states, rng.get_state())
     counters = {name: getattr(module, name) for name in _COUNTERS}
-    return counters | {"objective": module.objective_state, "rng": states}
+    return counters | {"objective": module.objective_state.to_dict(), "rng": states}
 
 
 def set_state(module: LitGRPO, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -50,7 +51,7 @@ def set_state(module: LitGRPO, state: dict[str, Any]) -> dict[str, Any] | None:
     """
     for name in _COUNTERS:
         setattr(module, name, state.get(name, 0))
-    module.objective_state = state["objective"]
+    module.objective_state = ObjectiveState.from_dict(state["objective"])
     saved: Any = state["rng"]
     states = saved if isinstance(saved, list) else [saved]  # one state: written before each rank had its own
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

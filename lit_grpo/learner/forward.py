@@ -16,7 +16,6 @@ from lit_grpo.learner.batch import gather_rows
 from lit_grpo.learner.metric_sums import StepMetrics
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.tensors import token_mean
-from lit_grpo.objectives.trust_regions import Rspo, router_factor
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.forward.batching import PolicyInput, pad_rows
 from lit_grpo.policy.forward.policy import EntropyMode, Policy, TokenStats, ValueMode
@@ -212,10 +211,7 @@ class Passes:
         )
         values = stats.values if values is None else values
         if stats.router_logscores is not None and plan.router_logscores_old is not None:
-            assert isinstance(objective.trust_region, Rspo)
-            factor = router_factor(
-                stats.router_logscores, plan.router_logscores_old, objective.trust_region.router_floor
-            )
+            factor = objective.trust_region.router_factor(stats.router_logscores, plan.router_logscores_old)
             weights = plan.tokens if shares is None else plan.tokens * shares.to(factor)[:, None]
             metrics.add("router/factor", (factor * weights).sum(), weights.sum())
 

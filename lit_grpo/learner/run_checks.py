@@ -48,7 +48,7 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
     Raises:
         UserError: with the reason and the key.
     """
-    if "beta" in objective.new_state() and passes == 1:
+    if "beta" in objective.state_fields and passes == 1:
         raise UserError(
             "trpo_target_kl adapts to how far updates leave the old policy, which a single update never measures",
             where="model.objective.trpo_target_kl",
@@ -94,7 +94,7 @@ def measure_initial_entropy(module: LitGRPO) -> None:
         UserError: there is no data module to sample the completions from.
     """
     count = module.objective.initial_entropy_prompts
-    if not count or module.objective_state.get("initial_entropy") is not None:
+    if not count or module.objective_state.initial_entropy is not None:
         return
     source = getattr(getattr(module.trainer, "datamodule", None), "initial_completions", None)
     if source is None:
@@ -106,5 +106,5 @@ def measure_initial_entropy(module: LitGRPO) -> None:
         )
     entropy = module._passes.sequence_entropy(source(count)).double()
     total, number = module.reduce_sum(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
-    module.objective.set_initial_entropy(module.objective_state, total / number)
+    module.objective_state = module.objective_state.with_initial_entropy(total / number)
     rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -12,12 +12,12 @@ from lit_grpo.errors import UserError
 from lit_grpo.learner.metric_sums import StepMetrics
 from lit_grpo.objectives.diagnostics import mean_of
 from lit_grpo.objectives.tensors import masked
-from lit_grpo.objectives.token_advantages import GaeLength
 
 if TYPE_CHECKING:
     from lit_grpo.learner.forward import Passes
     from lit_grpo.module import LitGRPO
     from lit_grpo.objectives.objective import Objective
+    from lit_grpo.objectives.state import ObjectiveState
     from lit_grpo.policy.config import CriticConfig
     from lit_grpo.types import Experience, Rollout
 
@@ -62,25 +62,20 @@ def check(
             remedy=f"set value_low: {low:g} and value_high: {high:g}, or bounded: false",
         )
     advantage = objective.advantage
-    if isinstance(advantage, GaeLength):
-        if advantage.length_alpha * max_new_tokens <= 1:
-            rank_zero_warn(
-                f"With length_alpha {advantage.length_alpha:g} lambda is 0 for every completion of at most "
-                f"{1 / advantage.length_alpha:.0f} tokens, and max_new_tokens is {max_new_tokens}: advantages are then "
-                "differences of neighbouring values alone. Raise model.objective.length_alpha (1 gives lambda 1 - 1/n)."
-            )
-        if not config.warmup_rollouts:
-            rank_zero_warn(
-                f"{objective.name} was published with a critic trained before the policy, and "
-                f"{KEY}.warmup_rollouts is 0."
-            )
+    for caution in advantage.cautions(max_new_tokens):
+        rank_zero_warn(caution)
+    if advantage.pretrained_critic and not config.warmup_rollouts:
+        rank_zero_warn(
+            f"{objective.name} was published with a critic trained before the policy, and {KEY}.warmup_rollouts is 0."
+        )
 
 
-def set_range(objective: Objective, state: dict[str, Any], reward_range: Range) -> None:
-    """Write down the range of the shaped reward where it is known; otherwise it is what the run has seen."""
+def with_range(objective: Objective, state: ObjectiveState, reward_range: Range) -> ObjectiveState:
+    """Return the state with the range of the shaped reward where it is known; otherwise it is what the run has seen."""
     low, high = objective.shaping.bounds(*reward_range)
-    if "reward_range" in state and math.isfinite(low) and math.isfinite(high):
-        state["reward_range"] = [low, high]
+    if "reward_range" in objective.state_fields and math.isfinite(low) and math.isfinite(high):
+        return state.with_reward_range(low, high)
+    return state
 
 
 @torch.no_grad()

@@ -9,20 +9,23 @@ Conventions: a group whose rewards are all equal gets exactly 0, never 0/0; so d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
+from lit_grpo.objectives.part import Part
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks
 from lit_grpo.types import Experience
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator sees: all completions of a rollout (whole groups), shaped rewards, history."""
+    """Inputs of an estimator: all completions of a rollout (whole groups), shaped rewards, history."""
 
     experience: Experience
     rewards: Tensor
@@ -31,8 +34,8 @@ class AdvantageInputs:
     token_rewards: Tensor | None = None
     """[N, T] KL penalty of each token, 0 outside the mask; None if there is none. Only for ``per_token`` estimators:
     the others find its sum over the sequence in ``rewards``."""
-    state: dict[str, Any] | None = None
-    """The objective's state; an estimator with history writes to it."""
+    state: ObjectiveState = field(default_factory=ObjectiveState)
+    """The objective's state before this rollout."""
     reduce: Reduce | None = None
     """Sum over ranks, for statistics of the whole batch."""
 
@@ -42,34 +45,53 @@ class AdvantageInputs:
         return self.experience.mask
 
 
-class Estimator:
-    """Base of all advantage estimators; a user's own needs ``kind`` and ``__call__`` only."""
+class Estimator(Part):
+    """Base of all advantage estimators; a user's own needs ``kind`` and ``__call__`` only.
+
+    One with a history names its state in ``state_fields`` and overrides :meth:`advance` in place of ``__call__``.
+    """
 
     kind: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     """Fields of the experience that must be known before the first update."""
     grouped: ClassVar[bool] = False
-    """True if a group of one says nothing."""
+    """True if it compares the completions of one prompt, so that a group of one says nothing."""
     critic: ClassVar[bool] = False
     """True if a critic must give values."""
     per_token: ClassVar[bool] = False
     """True if the result is [N, T] and a KL penalty enters token by token."""
+    pretrained_critic: ClassVar[bool] = False
+    """True if the method was published with a critic trained before the policy."""
+    singleton: Literal["zero", "raw"] = "zero"
+    """Advantage of a group of one, of estimators that compare with the group: 0, or its reward."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """Advantages, [N] or [N, T]."""
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def required(self) -> frozenset[str]:
-        """``needs`` of this instance."""
+        """Fields of the experience that this instance needs: ``needs``, unless a setting decides."""
         return self.needs
 
-    def new_state(self) -> dict[str, Any]:
-        """History at the start of a run: plain types only."""
-        return {}
+    def advance(self, inputs: AdvantageInputs) -> tuple[Tensor, ObjectiveState]:
+        """Advantages, and the state after this rollout."""
+        return self(inputs), inputs.state
+
+    def merge_states(self, states: Sequence[ObjectiveState]) -> ObjectiveState:
+        """Join the states of all ranks after :meth:`advance`: each rank has seen other prompts."""
+        return states[0]
+
+    def returns(self, inputs: AdvantageInputs) -> Tensor:
+        """The critic's targets, [N, T], of estimators with a critic."""
+        raise UserError(f"the advantage {self.kind!r} uses no critic, so there are no targets for one")
+
+    def cautions(self, max_new_tokens: int) -> list[str]:
+        """Warnings, one sentence each, about settings that are allowed and yet hardly meant under this length limit."""
+        return []
 
 
 def _finish(advantage: Tensor, inputs: AdvantageInputs, singleton: str) -> Tensor:
-    """Exact zero for uniform groups, and the choice for groups of one."""
+    """Set the advantages of uniform groups to exact zero, and treat groups of one as ``singleton`` says."""
     groups = inputs.groups
     advantage = masked(advantage, ~groups.spread(groups.uniform(inputs.rewards)))
     if singleton == "raw":
@@ -83,6 +105,7 @@ class Raw(Estimator):
 
     kind: ClassVar[str] = "raw"
     baseline: float = 0.0
+    """Constant b of r - b."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         return inputs.rewards - self.baseline
@@ -95,8 +118,11 @@ class GroupStd(Estimator):
     kind: ClassVar[str] = "group_std"
     grouped: ClassVar[bool] = True
     std_ddof: int = 1
+    """Divisor of the variance is the number of rewards minus std_ddof."""
     std_eps: float = 1e-6
+    """Added to the standard deviation."""
     singleton: Literal["zero", "raw"] = "zero"
+    """Advantage of a group of one: 0, or its reward."""
 
     def scale(self, inputs: AdvantageInputs) -> Tensor:
         """The divisor without eps, [N]."""
@@ -112,7 +138,8 @@ class GroupStd(Estimator):
 @dataclass(frozen=True)
 class GroupVariance(GroupStd):
     """A = (r - mu_g) / (sigma_g^2 + eps): a printed formula read literally; mean |A| is 2 for every share of correct
-    answers, so the gradient does not shrink near a solved prompt. For ablations only."""
+    answers, so the gradient does not shrink near a solved prompt. For ablations only.
+    """
 
     kind: ClassVar[str] = "group_var"
 
@@ -167,7 +194,9 @@ class Sign(Estimator):
 
     kind: ClassVar[str] = "sign"
     positive_weight: float = 1.0
+    """Advantage of rewards above 0."""
     negative_weight: float = -1.0
+    """Advantage of the other rewards."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         r = inputs.rewards
@@ -186,6 +215,7 @@ class BStar(Estimator):
     kind: ClassVar[str] = "bstar"
     grouped: ClassVar[bool] = True
     bstar_weights: Literal["given", "length", "logit", "token_level"] = "length"
+    """Weights W of the variance-minimising baseline."""
 
     def required(self) -> frozenset[str]:
         return {
@@ -225,3 +255,16 @@ class BStar(Estimator):
         # All norms zero: no token can move, any baseline would do.
         advantage = masked(r - groups.spread(groups.sum(w * r)) / norm.clamp_min(1e-30), norm > 0)
         return _finish(advantage, inputs, "zero")
+
+
+@dataclass(frozen=True)
+class CustomAdvantage(Estimator):
+    """A user's function of :class:`AdvantageInputs`; it returns [N] or [N, T]."""
+
+    kind: ClassVar[str] = "custom"
+    path: str = ""
+    function: Any = field(default=None, compare=False, repr=False)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        value: Tensor = self.function(inputs)
+        return value

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
+from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.tensors import Groups, Reduce, over_ranks
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What the denominators are made of, for the completions of one optimizer step on this rank."""
+    """Counts that denominators are made of, for the completions of one optimizer step on this rank."""
 
     tokens: Tensor
     """n_i, tokens that count, [N] int64."""
@@ -39,26 +40,28 @@ class Counts:
 
     def rows(self, count_empty: bool, among: Tensor | None = None) -> Tensor:
         """[N] bool: completions that count in N."""
-        chosen = self.counted if among is None else among
-        return chosen if count_empty else chosen & (self.tokens > 0)
+        rows = self.counted if among is None else among
+        return rows if count_empty else rows & (self.tokens > 0)
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """1 / value, and 0 where nothing is there to divide by."""
+    """Invert ``value``; 0 where it is 0: a set without members weighs nothing."""
     return torch.where(value > 0, 1 / value.clamp_min(1e-30), torch.zeros_like(value))
 
 
-class Aggregation:
+class Aggregation(Part):
     """Base of all aggregations."""
 
     kind: ClassVar[str]
+    sums_trajectory: ClassVar[bool] = False
+    """True if the weight belongs to a sum over the completion, which a ratio of whole sequences has only one of."""
 
     def __call__(self, counts: Counts) -> Tensor:
         """Weight of each token of completion i, [N]."""
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def for_run(self, max_new_tokens: int) -> Aggregation:
-        """The same with constants that the run's length limit fixes."""
+        """Return the aggregation with the constants that the run's length limit fixes."""
         return self
 
 
@@ -68,6 +71,7 @@ class SeqMean(Aggregation):
 
     kind: ClassVar[str] = "seq_mean"
     count_empty: bool = False
+    """Whether completions without a token count in the number of completions."""
 
     def __call__(self, counts: Counts) -> Tensor:
         n = counts.total(counts.rows(self.count_empty))
@@ -100,10 +104,12 @@ class TokenMeanGroup(Aggregation):
 @dataclass(frozen=True)
 class SumConst(Aggregation):
     """1 / (N M) with a constant M, the generation limit: no length preference. Dr. GRPO, 2503.20783.
-    ``max_tokens`` 0 takes the limit of the run."""
+    ``max_tokens`` 0 takes the limit of the run.
+    """
 
     kind: ClassVar[str] = "sum_const"
     max_tokens: int = 0
+    """Constant divisor; the run's generation limit if left out."""
     count_empty: bool = True
 
     def __call__(self, counts: Counts) -> Tensor:
@@ -127,9 +133,11 @@ def _constant(max_tokens: int, kind: str) -> int:
 @dataclass(frozen=True)
 class SeqSum(Aggregation):
     """1 / N: the sum over the trajectory, mean over completions. The unbiased policy gradient. With a ratio of whole
-    sequences there is one term per completion, and its weight is 1 / N."""
+    sequences there is one term per completion, and its weight is 1 / N.
+    """
 
     kind: ClassVar[str] = "seq_sum"
+    sums_trajectory: ClassVar[bool] = True
     count_empty: bool = False
 
     def __call__(self, counts: Counts) -> Tensor:
@@ -139,14 +147,16 @@ class SeqSum(Aggregation):
 @dataclass(frozen=True)
 class PerPromptSet(Aggregation):
     """1 / (prompts with a non-empty set x |set of the prompt| x n_i): the likelihood losses. ``pool`` ``batch`` makes
-    one set of the whole batch."""
+    one set of the whole batch.
+    """
 
     kind: ClassVar[str] = "per_prompt_set"
     pool: Literal["prompt", "batch"] = "prompt"
+    """Sets per prompt, or one of the whole batch."""
     count_empty: bool = False
 
     def length(self, counts: Counts) -> Tensor:
-        """What replaces n_i, [N]."""
+        """Divisor in the place of n_i, [N]."""
         return counts.tokens.to(counts.dtype)
 
     def __call__(self, counts: Counts) -> Tensor:
@@ -160,7 +170,7 @@ class PerPromptSet(Aggregation):
 
 @dataclass(frozen=True)
 class PerPromptSetConst(PerPromptSet):
-    """The same with the constant T in place of n_i: TNPL, TNNL, TNCL. Empty completions count in the set."""
+    """``per_prompt_set`` with the constant T in place of n_i: TNPL, TNNL, TNCL. Empty completions count in the set."""
 
     kind: ClassVar[str] = "per_prompt_set_const"
     count_empty: bool = True

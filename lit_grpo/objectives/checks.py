@@ -2,109 +2,72 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from lit_grpo.errors import UserError
+from lit_grpo.objectives.part import refuse
 from lit_grpo.objectives.ratios import WITHOUT_OLD
 
 if TYPE_CHECKING:
     from lit_grpo.objectives.objective import Objective
 
-WHERE = "model.objective"
-
-
-def labels(o: Objective) -> dict[str, str]:
-    """What makes the method the one named; numbers of a part are not in it."""
-    f, w, r, s = o.filters, o.token_weights, o.regularizers, o.shaping
-    sampling = "dynamic" if f.dynamic_sampling else "drop" if f.drop_zero_variance else "keep"
-    return {
-        "advantage": o.advantage.kind,
-        "ratio": o.ratio,
-        "trust_region": o.trust_region.kind,
-        "sampler_correction": o.sampler.kind,
-        "aggregation": o.aggregation.kind,
-        "uniform_groups": sampling,
-        "mask_truncated": _on(f.mask_truncated),
-        "keep": f.keep,
-        "top_entropy": _on(w.top_entropy),
-        "lopti": _on(w.lopti_eta),
-        "reweighting": _on(w.reweight_alpha),
-        "conflicts": w.conflict_overlap,
-        "entropy_signal": _on(o.entropy_signal.on),
-        "kl": f"{r.kl_estimator}_in_loss" if r.kl_loss else "in_reward" if r.kl_reward else "off",
-        "entropy_bonus": _on(r.entropy_coef),
-        "nll": _on(r.nll_coef),
-        "entropy_reward": _on(s.entropy_reward),
-        "overlong_penalty": _on(s.overlong_penalty),
-        "truncated_reward": s.truncated_reward,
-        "label_noise": _on(s.label_noise),
-    }
-
-
-def _on(value: object) -> str:
-    return "on" if value else "off"
-
 
 def check_parts(o: Objective) -> None:
-    """Parts that contradict each other, whatever the run."""
+    """Refuse parts that contradict each other, whatever the run."""
     w, r = o.token_weights, o.regularizers
     if o.ratio == "none" and o.trust_region.needs_ratio:
-        _refuse("trust_region", f"the trust region {o.trust_region.kind!r} bounds a ratio, but the ratio is 'none'")
+        refuse("trust_region", f"the trust region {o.trust_region.kind!r} bounds a ratio, but the ratio is 'none'")
     if (o.ratio == "geometric") != o.trust_region.per_sequence and o.trust_region.kind != "custom":
-        _refuse("ratio", f"the ratio {o.ratio!r} does not fit the trust region {o.trust_region.kind!r}: "
+        refuse("ratio", f"the ratio {o.ratio!r} does not fit the trust region {o.trust_region.kind!r}: "
                 "'geometric' goes with gmpo and rspo, and they with it")  # fmt: skip
     if o.trust_region.per_sequence and o.varies_by_token:
-        _refuse(
+        refuse(
             "trust_region",
             f"{o.trust_region.kind!r} has one term per completion; weights or advantages of tokens have no place",
         )
     if w.conflict_overlap != "none" and o.advantage.per_token:
-        _refuse("conflict_overlap", "conflict masks need one advantage per completion, not one per token")
+        refuse("conflict_overlap", "conflict masks need one advantage per completion, not one per token")
     if o.aggregation.kind == "conflict_tokens" and w.conflict_overlap == "none":
-        _refuse("aggregation", "'conflict_tokens' divides by conflict tokens, but conflict_overlap is 'none'")
+        refuse("aggregation", "'conflict_tokens' divides by conflict tokens, but conflict_overlap is 'none'")
     if r.value_coef and not o.advantage.critic:
-        _refuse("value_coef", f"the advantage {o.advantage.kind!r} uses no critic, so there is no critic to train")
-    if not 0 <= o.shaping.label_noise <= 1:
-        _refuse("label_noise", f"a share of flipped labels lies in [0, 1], not {o.shaping.label_noise}")
-    if not 0 <= w.top_entropy <= 1:
-        _refuse("top_entropy", f"a share of tokens lies in [0, 1], not {w.top_entropy}")
-    if not 0 <= w.lopti_eta <= 1:
-        _refuse("lopti_eta", f"a probability lies in [0, 1], not {w.lopti_eta}")
+        refuse("value_coef", f"the advantage {o.advantage.kind!r} uses no critic, so there is no critic to train")
+    for part in o.parts():
+        part.check()
     if o.demonstrations:
         _check_demonstrations(o)
 
 
 def _check_demonstrations(o: Objective) -> None:
-    """What has no meaning where completions are the data's solutions: all that is about samples or their rewards."""
+    """Refuse what is about samples or their rewards: completions are the data's solutions."""
     f, r, s = o.filters, o.regularizers, o.shaping
     sampled = "supervised fine-tuning samples nothing"
     rewards = "supervised fine-tuning has no rewards"
     if o.sampler.kind != "none":
-        _refuse("sampler_correction", f"{sampled}, so there is no mismatch with a sampler to correct")
+        refuse("sampler_correction", f"{sampled}, so there is no mismatch with a sampler to correct")
     if o.ratio not in WITHOUT_OLD:
-        _refuse("ratio", f"{sampled}, so there is no old policy for a ratio: its loss is the plain likelihood")
+        refuse("ratio", f"{sampled}, so there is no old policy for a ratio: its loss is the plain likelihood")
     if f.zero_variance:
         key = "dynamic_sampling" if f.dynamic_sampling else "drop_zero_variance"
-        _refuse(key, f"{sampled}, so there are no groups of samples to drop or to sample again")
+        refuse(key, f"{sampled}, so there are no groups of samples to drop or to sample again")
     if o.advantage.kind != "sign":
-        _refuse("advantage", f"{rewards}, so there are no advantages: every solution counts 1")
+        refuse("advantage", f"{rewards}, so there are no advantages: every solution counts 1")
     if f.keep != "all":
-        _refuse("keep", f"{rewards} to choose completions by")
+        refuse("keep", f"{rewards} to choose completions by")
     if r.kl_reward:
-        _refuse("kl_in", f"{rewards} for a KL term to go into", "set kl_in: loss")
+        refuse("kl_in", f"{rewards} for a KL term to go into", "set kl_in: loss")
     if r.nll_coef:
-        _refuse("nll_coef", "the loss is that already")
+        refuse("nll_coef", "the loss is that already")
     shaped = {
         "label_noise": bool(s.label_noise), "entropy_reward": s.entropy_reward, "overlong_penalty": s.overlong_penalty,
         "truncated_reward": s.truncated_reward != "keep", "reward_map": s.reward_map != "raw",
     }  # fmt: skip
     for key, given in shaped.items():
         if given:
-            _refuse(key, f"{rewards} to shape")
+            refuse(key, f"{rewards} to shape")
 
 
-def check_run(o: Objective, group_size: int, updates: int, has_critic: bool, old_from_sampler: bool) -> None:
-    """See :meth:`Objective.check`."""
+def check_run(o: Objective, group_size: int, updates: int, has_critic: bool) -> None:
+    """Refuse contradictions with the run; arguments as of :meth:`Objective.check`."""
     if group_size < 1 or updates < 1:
         raise UserError(f"group_size {group_size} and updates_per_rollout {updates} must be at least 1")
     alone = group_size == 1
@@ -114,41 +77,28 @@ def check_run(o: Objective, group_size: int, updates: int, has_critic: bool, old
             where="data.group_size",
             remedy="set data.group_size: 1 (configs/recipes/sft.yaml does)",
         )
-    if alone and o.advantage.grouped and getattr(o.advantage, "singleton", "zero") == "zero":
-        _refuse(
+    if alone and o.advantage.grouped and o.advantage.singleton == "zero":
+        refuse(
             "advantage",
             f"{o.name}: the advantage {o.advantage.kind!r} compares the completions of one prompt, and group_size is 1,"
             " so every advantage would be 0",
             "use a group_size of at least 2",
         )
     if alone and o.filters.zero_variance:
-        _refuse("drop_zero_variance", f"{o.name}: a group of one is always uniform, so everything would be dropped")
+        refuse("drop_zero_variance", f"{o.name}: a group of one is always uniform, so everything would be dropped")
     if alone and o.token_weights.conflict_overlap != "none":
-        _refuse("conflict_overlap", f"{o.name}: a group of one has no conflicts")
+        refuse("conflict_overlap", f"{o.name}: a group of one has no conflicts")
     if o.advantage.critic and not has_critic:
-        _refuse(
+        refuse(
             "advantage",
             f"{o.name}: the advantage {o.advantage.kind!r} needs the values of a critic, and the run has none",
             "configure a critic, or use a group advantage such as group_std",
         )
     if has_critic and not o.advantage.critic:
-        _refuse("advantage", f"{o.name} uses no critic, but the run has one", "remove the critic")
+        refuse("advantage", f"{o.name} uses no critic, but the run has one", "remove the critic")
     if updates > 1 and o.on_policy_only:
-        _refuse(
+        refuse(
             "recipe",
             f"{o.name} is on-policy only (no importance ratio), but updates_per_rollout is {updates}",
             "use one update per rollout, or a method with a ratio and a trust region",
         )
-    if old_from_sampler and o.sampler.kind != "none":
-        _refuse(
-            "sampler_correction",
-            "the old policy is taken from the sampler, so the ratio already holds the mismatch and "
-            f"{o.sampler.kind!r} would count it twice",
-            "set sampler_correction: none",
-        )
-    if old_from_sampler and o.ratio in WITHOUT_OLD:
-        _refuse("ratio", f"{o.name} has no ratio to the old policy, so taking it from the sampler does nothing")
-
-
-def _refuse(key: str, reason: str, remedy: str | None = None) -> NoReturn:
-    raise UserError(reason, where=f"{WHERE}.{key}", remedy=remedy)

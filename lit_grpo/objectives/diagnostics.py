@@ -46,9 +46,9 @@ from torch import Tensor
 from lit_grpo.objectives.plan import StepPlan
 from lit_grpo.objectives.regularizers import kl_to_reference
 from lit_grpo.objectives.sampler_correction import SamplerWeights, sampler_log_ratio
-from lit_grpo.objectives.tensors import Groups, exp_clamped, masked, token_mean
+from lit_grpo.objectives.tensors import exp_clamped, masked, token_mean
 from lit_grpo.objectives.token_weights import LN2
-from lit_grpo.objectives.trust_regions import Surrogate
+from lit_grpo.objectives.trust_regions import SurrogateOutput
 from lit_grpo.types import Sum
 
 
@@ -57,7 +57,7 @@ def mean_of(value: Tensor, mask: Tensor) -> Sum:
     return Sum(masked(value, mask).double().sum(), mask.sum().double())
 
 
-def clip_fractions(surrogate: Surrogate, mask: Tensor) -> dict[str, Sum]:
+def clip_fractions(surrogate: SurrogateOutput, mask: Tensor) -> dict[str, Sum]:
     """``clip/low``, ``clip/high``, ``clip/dual`` over the tokens of ``mask`` [n, T]."""
     sides = {"low": surrogate.low, "high": surrogate.high, "dual": surrogate.dual}
     return {f"clip/{k}": mean_of((v & mask).double(), mask) for k, v in sides.items()}
@@ -143,7 +143,7 @@ def value_signs(
 
 
 def derive(means: Mapping[str, float]) -> dict[str, float]:
-    """Numbers that are no means, from reduced means: ESS, chi^2, explained variance."""
+    """Compute from reduced means what is no mean itself: ESS, chi^2, explained variance."""
     out: dict[str, float] = {}
     if "mismatch/weight_sq" in means:
         out["mismatch/chi2_token"] = means["mismatch/weight_sq"] - 1
@@ -160,58 +160,17 @@ def derive(means: Mapping[str, float]) -> dict[str, float]:
     return out
 
 
-def group_shares(rewards: Tensor, groups: Groups) -> dict[str, Sum]:
-    """Shares of groups without gradient: all rewards equal, split by their sign. ``rewards`` [N]."""
-    uniform, positive = groups.uniform(rewards), groups.mean(rewards) > 0
-    every = torch.ones_like(uniform)
-    return {
-        "groups/zero_gradient": mean_of(uniform.double(), every),
-        "groups/all_correct": mean_of((uniform & positive).double(), every),
-        "groups/all_wrong": mean_of((uniform & ~positive).double(), every),
-    }
-
-
-def length_sums(lengths: Tensor, rewards: Tensor) -> dict[str, Sum]:
-    """Mean length of correct and incorrect completions, empty ones left out; their gap is incorrect minus correct.
-    [N] each."""
-    n, some = lengths.double(), lengths > 0
-    return {"length/correct": mean_of(n, some & (rewards > 0)), "length/incorrect": mean_of(n, some & ~(rewards > 0))}
-
-
-def prefix_penalty(token_ids: Tensor, mask: Tensor, lengths: Tensor, advantages: Tensor, groups: Groups) -> Tensor:
-    """Sum of A_j / n_j over the completions j of the group that share the prefix up to and including each token,
-    [N, T], 0 outside the mask: negative means that the shared prefix is pushed down. GTPO, 2508.03772 Eq. 6."""
-    share = advantages.double() / lengths.clamp_min(1)
-    code = groups.index
-    columns = []
-    for t in range(mask.shape[1]):
-        alive = mask[:, t]
-        pair = torch.stack(
-            [code, torch.where(alive, token_ids[:, t], -1 - torch.arange(len(code), device=code.device))]
-        )
-        _, code = torch.unique(pair, dim=1, return_inverse=True)
-        total = share.new_zeros(int(code.max()) + 1).index_add_(0, code, share)[code]
-        columns.append(masked(total, alive))
-    return torch.stack(columns, 1) if columns else share.new_zeros(mask.shape)
-
-
-def entropy_of_logits(logits: Tensor) -> Tensor:
-    """H = -sum_v pi_v log pi_v in nats over the last axis; dH/dz_v = -pi_v (log pi_v + H)."""
-    log_pi = logits.log_softmax(-1)
-    return -(log_pi.exp() * log_pi).sum(-1)
-
-
 def step_metrics(
     plan: StepPlan,
     current: Tensor,
     old: Tensor,
-    surrogate: Surrogate,
+    surrogate: SurrogateOutput,
     sampler: SamplerWeights | None,
     *,
     entropy: Tensor | None,
     tokens: Tensor,
 ) -> tuple[dict[str, Sum], dict[str, Tensor]]:
-    """What a loss reports of one micro-batch: sums and maxima, by the keys of this module's table."""
+    """Sums and maxima that a loss reports of one micro-batch, by the keys of this module's table."""
     in_loss = tokens & plan.kept[:, None] & plan.pass_mask
     stopped = (surrogate.low | surrogate.high | surrogate.dual) & in_loss
     rows = torch.ones_like(plan.kept)
@@ -224,8 +183,8 @@ def step_metrics(
     if plan.ref_logprobs is not None:
         sums |= reference_kl(current, plan.ref_logprobs.to(current.dtype), tokens)
     if plan.sampler_logprobs is not None and sampler is not None:
-        found, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
-        sums, maxima = sums | found, maxima | peaks
+        mismatch, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
+        sums, maxima = sums | mismatch, maxima | peaks
         sums["mismatch/capped"] = mean_of(sampler.capped.double(), tokens)
         applied = sampler.weights.double()
         sums["mismatch/applied"] = mean_of(applied, tokens)

@@ -8,23 +8,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_grpo.objectives.part import Part, on_off
 from lit_grpo.objectives.tensors import Groups
 
 
 @dataclass(frozen=True)
-class Filters:
-    """A dropped completion leaves every term of the loss; its reward stays in the statistics of its group."""
+class Filters(Part):
+    """Choice of the completions of a step that are in its loss.
+
+    A dropped completion leaves every term of the loss; its reward stays in the statistics of its group.
+    """
 
     drop_zero_variance: bool = False
     """Drop groups whose rewards (before length penalties) are all equal. DAPO, Olmo 3, Reinforce-Rej."""
     dynamic_sampling: bool = False
-    """The same, and the trainer samples until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
+    """Drop them, and sample more prompts until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
     mask_truncated: bool = False
     """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
     keep: Literal["all", "positives", "negatives"] = "all"
-    """Only completions with a reward above 0, or only the others."""
+    """Keep only completions with a reward above 0, or only the others."""
     filtered_denominator: Literal["kept", "all"] = "kept"
-    """``all`` leaves dropped groups and completions in the denominators (released code of Reinforce-Rej, RAFT++)."""
+    """Whether dropped groups and completions stay in the denominators (released code of Reinforce-Rej, RAFT++)."""
+
+    def labels(self) -> dict[str, str]:
+        uniform = "dynamic" if self.dynamic_sampling else "drop" if self.drop_zero_variance else "keep"
+        return {"uniform_groups": uniform, "mask_truncated": on_off(self.mask_truncated), "keep": self.keep}
 
     @property
     def zero_variance(self) -> bool:
@@ -32,17 +40,17 @@ class Filters:
         return self.drop_zero_variance or self.dynamic_sampling
 
     def __call__(self, base: Tensor, shaped: Tensor, truncated: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Completions in the loss, and completions in the denominators, both [N] bool.
+        """Choose the completions in the loss, and those in the denominators, both [N] bool.
 
         Args:
-            base: rewards before length penalties, [N]: uniform groups are told by these.
-            shaped: rewards that the advantages come from, [N]: signs are told by these.
+            base: rewards before length penalties, [N]; a group is uniform if these are equal.
+            shaped: rewards that the advantages come from, [N]; their sign decides what ``keep`` keeps.
             truncated: [N] bool.
         """
-        whole = ~truncated if self.mask_truncated else torch.ones_like(truncated)
-        kept = whole.clone()
+        complete = ~truncated if self.mask_truncated else torch.ones_like(truncated)
+        kept = complete.clone()
         if self.zero_variance:
             kept &= ~groups.spread(groups.uniform(base))
         if self.keep != "all":
             kept &= (shaped > 0) if self.keep == "positives" else ~(shaped > 0)
-        return kept, whole if self.filtered_denominator == "all" else kept
+        return kept, complete if self.filtered_denominator == "all" else kept

@@ -5,17 +5,17 @@
 w aggregation weight, f filter, c sampler weight, lambda token weight, F trust region; all but the ratio inside F (and
 log pi where there is no ratio) are detached. The order of one rollout:
 
-    state = objective.new_state()                          # once per run; goes into checkpoints
-    advantages = objective.advantages(exp, state, reduce)  # once per rollout, whole groups
+    state = objective.new_state()                                 # once per run; goes into checkpoints
+    advantages, state = objective.advantages(exp, state, reduce)  # once per rollout, whole groups
     for each optimizer step, for each pass:
         plan = objective.plan(exp.select(rows), advantages[rows], state, reduce=reduce, pass_index=p)
         for each micro-batch: objective.loss(logprobs, plan.select(...), ...).loss.backward()
-    objective.end_of_rollout(state, step_metrics)          # methods that adapt
+    state = objective.end_of_rollout(state, approx_kl=kl)         # methods that adapt
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -25,15 +25,16 @@ from torch import Tensor
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import checks, surrogate
 from lit_grpo.objectives.advantages import AdvantageInputs, Estimator, GroupStd
-from lit_grpo.objectives.aggregation import Aggregation, Counts, SeqMean, SeqSum
+from lit_grpo.objectives.aggregation import Aggregation, Counts, SeqMean
 from lit_grpo.objectives.filters import Filters
+from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.plan import StepPlan
 from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, WITHOUT_OLD, RatioKind
 from lit_grpo.objectives.regularizers import Regularizers
 from lit_grpo.objectives.sampler_correction import NoCorrection, SamplerCorrection
 from lit_grpo.objectives.shaping import Shaping
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks
-from lit_grpo.objectives.token_advantages import Gae, SmoothAdvantage
 from lit_grpo.objectives.token_weights import (
     EntropySignal,
     TokenWeights,
@@ -42,7 +43,7 @@ from lit_grpo.objectives.token_weights import (
     mean_entropy,
     top_entropy_mask,
 )
-from lit_grpo.objectives.trust_regions import Clip, KlPenalty, Rspo, TrustRegion
+from lit_grpo.objectives.trust_regions import Clip, TrustRegion
 from lit_grpo.types import Experience, LossOutput
 
 __all__ = ["Objective", "StepPlan"]
@@ -50,7 +51,7 @@ __all__ = ["Objective", "StepPlan"]
 
 @dataclass(frozen=True)
 class Objective:
-    """A method, as parts that can each be replaced (``dataclasses.replace`` or overrides of :meth:`from_recipe`)."""
+    """A method as parts that can each be replaced (``dataclasses.replace`` or overrides of :meth:`from_recipe`)."""
 
     recipe: str = "custom"
     """The recipe that it started from."""
@@ -93,19 +94,39 @@ class Objective:
         if self.recipe not in RECIPES:
             return self.recipe
         recipe = RECIPES[self.recipe]
-        own, original = checks.labels(self), checks.labels(recipe.objective)
+        own, original = self.labels(), recipe.objective.labels()
         changed = [f"+{k}={v}" for k, v in own.items() if v != original[k] and k not in recipe.optional]
         return self.recipe + "".join(changed)
 
+    def parts(self) -> Iterator[Part]:
+        """Every part with settings, in the order of the fields."""
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if isinstance(value, Part):
+                yield value
+
+    def labels(self) -> dict[str, str]:
+        """Kinds and switches that make the method the one named; numbers of a part are not in it."""
+        labels = {
+            "advantage": self.advantage.kind,
+            "ratio": self.ratio,
+            "trust_region": self.trust_region.kind,
+            "sampler_correction": self.sampler.kind,
+            "aggregation": self.aggregation.kind,
+        }
+        switches = (self.filters, self.token_weights, self.entropy_signal, self.regularizers, self.shaping)
+        for part in switches:
+            labels |= part.labels()
+        return labels
+
     def describe(self) -> dict[str, Any]:
-        """Plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
+        """List the plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
         out: dict[str, Any] = {"name": self.name, "recipe": self.recipe, "ratio": self.ratio}
         out |= {k: getattr(self, k).kind for k in ("advantage", "trust_region", "aggregation")}
         out["sampler_correction"] = self.sampler.kind
-        for part in fields(self):
-            value = getattr(self, part.name)
-            if is_dataclass(value):
-                out |= {f.name: getattr(value, f.name) for f in fields(value) if f.name != "function"}
+        for part in self.parts():
+            if is_dataclass(part):  # a user's own part may be a plain object
+                out |= {f.name: getattr(part, f.name) for f in fields(part) if f.name != "function"}
         return (
             out
             | {"passes": self.passes, "on_policy_only": self.on_policy_only}
@@ -113,27 +134,24 @@ class Objective:
         )
 
     def for_run(self, max_new_tokens: int) -> Objective:
-        """The same with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""
+        """Return the objective with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""
         shaping = self.shaping
         if shaping.overlong_penalty and not shaping.overlong_max:
             shaping = replace(shaping, overlong_max=max_new_tokens)
         return replace(self, shaping=shaping, aggregation=self.aggregation.for_run(max_new_tokens))
 
-    def check(
-        self, *, group_size: int, updates_per_rollout: int, has_critic: bool, old_from_sampler: bool = False
-    ) -> None:
+    def check(self, *, group_size: int, updates_per_rollout: int, has_critic: bool) -> None:
         """Refuse contradictions with the run.
 
         Args:
             group_size: completions per prompt.
             updates_per_rollout: optimizer steps per rollout, passes of one step not counted.
             has_critic: whether the run has a value function.
-            old_from_sampler: whether the old policy is taken from the engine's log-probabilities.
 
         Raises:
             UserError: with the reason and the key.
         """
-        checks.check_run(self, group_size, updates_per_rollout, has_critic, old_from_sampler)
+        checks.check_run(self, group_size, updates_per_rollout, has_critic)
 
     # ------------------------------------------------------------------------------------------------ what it needs
 
@@ -151,16 +169,15 @@ class Objective:
     def initial_entropy_prompts(self) -> int:
         """Training prompts whose completions by the untouched model must be measured first, 0 if none.
 
-        The trainer measures the mean of <H>_i over them and calls :meth:`set_initial_entropy` before the first rollout.
+        The trainer measures the mean of <H>_i over them and puts it into the state
+        (:meth:`ObjectiveState.with_initial_entropy`) before the first rollout.
         """
         return 100 if self.entropy_signal.entropy_filter and self.entropy_signal.initial_entropy is None else 0
 
     @property
     def varies_by_token(self) -> bool:
         """Whether tokens of one completion can have different advantages or weights."""
-        w = self.token_weights
-        special = w.top_entropy or w.lopti_eta or w.reweight_alpha or w.conflict_overlap != "none"
-        return bool(special) or self.advantage.per_token
+        return self.token_weights.vary_by_token or self.advantage.per_token
 
     def requires(self, updates_per_rollout: int) -> frozenset[str]:
         """Fields of the experience that a pass without gradient must fill before the first update."""
@@ -173,102 +190,108 @@ class Objective:
             needed.add("values")
         if self.shaping.entropy_reward or self.entropy_signal.on or self.token_weights.top_entropy:
             needed.add("entropy")
-        if isinstance(self.trust_region, Rspo) and updates_per_rollout * self.passes > 1:
+        if self.trust_region.needs_router_scores and updates_per_rollout * self.passes > 1:
             needed.add("router_logscores_old")
         return frozenset(needed)
 
     def uses_old(self, updates_per_rollout: int) -> bool:
         """Whether pi_old must be known before the first update: with one update it is the policy of the forward."""
-        early = self.regularizers.kl_reward or getattr(self.sampler, "sampler_denominator", "all") == "kept"
-        if early or self.token_weights.lopti_eta:
+        if self.regularizers.kl_reward or self.sampler.needs_old_early or self.token_weights.lopti_eta:
             return True
-        looks = self.ratio not in WITHOUT_OLD or self.sampler.kind != "none" or self.token_weights.reweight_alpha
-        return bool(looks) and updates_per_rollout > 1
+        uses = self.ratio not in WITHOUT_OLD or self.sampler.kind != "none" or self.token_weights.reweight_alpha
+        return bool(uses) and updates_per_rollout > 1
 
     def loss_requires(self) -> frozenset[str]:
-        """What :meth:`loss` needs of the current forward besides log-probabilities."""
+        """Names of what :meth:`loss` needs of the current forward besides log-probabilities."""
         needed = set()
         if self.regularizers.entropy_coef:
             needed.add("entropy")
         if self.regularizers.value_coef:
             needed.add("values")
-        if isinstance(self.trust_region, Rspo):
+        if self.trust_region.needs_router_scores:
             needed.add("router_logscores")
         return frozenset(needed)
 
     # ------------------------------------------------------------------------------------------------ state
 
-    def new_state(self) -> dict[str, Any]:
-        """State at the start of a run: plain types only, so that it can go into a checkpoint."""
-        state = self.advantage.new_state() | self.trust_region.new_state() | self.entropy_signal.new_state()
-        return state | ({"rollouts": 0} if self.shaping.label_noise else {})
+    @property
+    def state_fields(self) -> frozenset[str]:
+        """Fields of :class:`ObjectiveState` that the parts use; the others keep their defaults."""
+        return frozenset().union(*(part.state_fields for part in self.parts()))
 
-    def set_initial_entropy(self, state: dict[str, Any], value: float) -> None:
-        """Mean of <H>_i of the untouched model over the first training prompts, in nats."""
-        state["initial_entropy"] = float(value)
+    def new_state(self) -> ObjectiveState:
+        """State at the start of a run."""
+        used = self.state_fields
+        return ObjectiveState(
+            beta=self.trust_region.penalty_coefficient(ObjectiveState()) if "beta" in used else None,
+            initial_entropy=self.entropy_signal.initial_entropy if "initial_entropy" in used else None,
+        )
 
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """One state from those of all ranks after :meth:`advantages`: each prompt's longest history."""
-        merged = dict(states[0])
-        if isinstance(self.advantage, SmoothAdvantage):
-            prompts: dict[str, list[float]] = {}
-            for state in states:
-                for key, value in state["prompts"].items():
-                    if key not in prompts or value[2] > prompts[key][2]:
-                        prompts[key] = value
-            merged["prompts"] = prompts
-        ends = [end for state in states for end in state.get("reward_range", ())]
-        if ends:
-            merged["reward_range"] = [min(ends), max(ends)]
-        return merged
+    def adopt_state(self, state: ObjectiveState) -> ObjectiveState:
+        """State with which a run goes on under this objective: what both objectives use is kept, the rest is new."""
+        kept = {name: value for name in self.state_fields if (value := getattr(state, name)) is not None}
+        return replace(self.new_state(), **kept)
 
-    def end_of_rollout(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
-        """Adapt to the step metrics of the rollout, reduced over ranks: TRPO's beta to ``kl/old_k3``."""
-        if "beta" in state and isinstance(self.trust_region, KlPenalty) and "kl/old_k3" in metrics:
-            state["beta"] = self.trust_region.adapted(state["beta"], metrics["kl/old_k3"])
+    def merge_states(self, states: Sequence[ObjectiveState]) -> ObjectiveState:
+        """Join the states of all ranks after :meth:`advantages`: each prompt's longest history, the widest range."""
+        return self.advantage.merge_states(states)
+
+    def end_of_rollout(self, state: ObjectiveState, *, approx_kl: float | None) -> ObjectiveState:
+        """Adapt to the rollout: the coefficient of an adaptive penalty to the measured KL.
+
+        Args:
+            state: after :meth:`advantages`.
+            approx_kl: mean of k3 = rho - 1 - log rho against the old policy, over the tokens of all ranks; None if no
+                step was taken.
+        """
+        if state.beta is None or approx_kl is None:
+            return state
+        return replace(state, beta=self.trust_region.adapted(state.beta, approx_kl))
 
     # ------------------------------------------------------------------------------------------------ rollout
 
-    def rewards(self, exp: Experience, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def rewards(self, exp: Experience, state: ObjectiveState) -> tuple[Tensor, Tensor]:
         """Rewards before and after length penalties, map and entropy, both [N] float64; a KL term is not in them."""
-        base = self.shaping.base(exp, exp.rewards.double(), max(state.get("rollouts", 0) - 1, 0))
+        base = self.shaping.base(exp, exp.rewards.double(), max(state.rollouts - 1, 0))
         return base, self.shaping.shape(exp, base)
 
-    def advantage_inputs(self, exp: Experience, state: dict[str, Any], reduce: Reduce | None) -> AdvantageInputs:
-        """What the estimator sees: shaped rewards, with the KL term where it belongs."""
+    def advantage_inputs(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None) -> AdvantageInputs:
+        """Inputs of the estimator: shaped rewards, with the KL term where it belongs."""
         _, shaped = self.rewards(exp, state)
-        penalty = None
+        token_penalty = None
         if self.regularizers.kl_reward:
             if exp.old_logprobs is None or exp.ref_logprobs is None:
                 raise UserError("a KL term in the reward needs old_logprobs and ref_logprobs before the first update")
             difference = masked((exp.old_logprobs - exp.ref_logprobs).double(), exp.mask)
-            penalty = -self.regularizers.kl_coef * difference
+            token_penalty = -self.regularizers.kl_coef * difference
             if not self.advantage.per_token:
-                shaped, penalty = shaped + penalty.sum(1), None
-        return AdvantageInputs(exp, shaped, Groups.of(exp.group_ids), penalty, state, reduce)
+                shaped, token_penalty = shaped + token_penalty.sum(1), None
+        return AdvantageInputs(exp, shaped, Groups.of(exp.group_ids), token_penalty, state, reduce)
 
     @torch.no_grad()
-    def advantages(self, exp: Experience, state: dict[str, Any], reduce: Reduce | None = None) -> Tensor:
-        """Advantages of all completions of a rollout, [N, T], detached; once per rollout, groups whole.
+    def advantages(
+        self, exp: Experience, state: ObjectiveState, reduce: Reduce | None = None
+    ) -> tuple[Tensor, ObjectiveState]:
+        """Compute the advantages of all completions of a rollout; once per rollout, groups whole.
 
-        An advantage of a whole completion stands in all of its columns, padding included. Methods with a history
-        (DCPO, label noise) update ``state``.
+        Returns:
+            The advantages, [N, T], detached; that of a whole completion stands in all of its columns, padding included.
+            The state to plan and to end this rollout with: a new one for methods with a history (DCPO, label noise).
         """
-        if "rollouts" in state:
-            state["rollouts"] += 1
-        inputs = self.advantage_inputs(exp, state, reduce)
-        if "reward_range" in state and len(inputs.rewards):
-            seen = [*state["reward_range"], float(inputs.rewards.min()), float(inputs.rewards.max())]
-            state["reward_range"] = [min(seen), max(seen)]
-        value = self.advantage(inputs)
+        if "rollouts" in self.shaping.state_fields:
+            state = replace(state, rollouts=state.rollouts + 1)
+        value, state = self.advantage.advance(self.advantage_inputs(exp, state, reduce))
         if value.ndim == 1:
             value = value[:, None].expand(len(value), exp.width)
-        return value.to(_dtype(exp.rewards))
+        return value.to(_dtype(exp.rewards)), state
 
     @torch.no_grad()
-    def returns(self, exp: Experience, state: dict[str, Any], reduce: Reduce | None = None) -> Tensor:
-        """The critic's targets, [N, T]; of objectives with a critic."""
-        assert isinstance(self.advantage, Gae)
+    def returns(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None = None) -> Tensor:
+        """The critic's targets, [N, T].
+
+        Raises:
+            UserError: the objective uses no critic.
+        """
         return self.advantage.returns(self.advantage_inputs(exp, state, reduce)).to(_dtype(exp.rewards))
 
     # ------------------------------------------------------------------------------------------------ step
@@ -278,7 +301,7 @@ class Objective:
         self,
         exp: Experience,
         advantages: Tensor,
-        state: dict[str, Any],
+        state: ObjectiveState,
         *,
         reduce: Reduce | None = None,
         pass_index: int = 0,
@@ -299,22 +322,24 @@ class Objective:
         conflicts = None
         factors = torch.ones_like(advantages)
         if self.token_weights.conflict_overlap != "none":
-            _known(exp, "token_ids")
+            _required(exp, "token_ids")
+        # The share of conflict tokens is logged for every method; only GTPO weighs by it.
         if exp.token_ids is not None and not self.advantage.per_token:
             sign = advantages[:, 0] if exp.width else advantages.sum(1)
-            found = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
-            conflicts = found.either
+            masks = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
+            conflicts = masks.either
             if self.token_weights.conflict_overlap != "none":
-                factors = found.weights(sign, self.token_weights.conflict_overlap)
+                factors = masks.weights(sign, self.token_weights.conflict_overlap)
+        # Tokens in the denominators: at first all, whether or not their term is 0.
         counting = exp.mask
         if self.token_weights.top_entropy:
-            chosen = top_entropy_mask(_known(exp, "entropy"), mask, self.token_weights.top_entropy, reduce)
-            factors = factors * chosen
+            top = top_entropy_mask(_required(exp, "entropy"), mask, self.token_weights.top_entropy, reduce)
+            factors = factors * top
             if self.token_weights.top_entropy_denominator == "kept":
-                counting = counting & chosen
-        if getattr(self.sampler, "sampler_denominator", "all") == "kept":
-            drawn = self.sampler(_known(exp, "old_logprobs"), _known(exp, "sampler_logprobs"), exp.mask)
-            counting = counting & (drawn.weights > 0)
+                counting = counting & top
+        if self.sampler.sampler_denominator == "kept":
+            corrected = self.sampler(_required(exp, "old_logprobs"), _required(exp, "sampler_logprobs"), exp.mask)
+            counting = counting & (corrected.weights > 0)
         counts = Counts(
             tokens=counting.sum(1),
             counted=counted,
@@ -325,21 +350,25 @@ class Objective:
             conflicts=None if conflicts is None else conflicts.sum(1),
         )
         weights = self.aggregation(counts)
-        if isinstance(self.aggregation, SeqSum) and self.ratio in ONE_PER_SEQUENCE:
-            weights = weights / exp.lengths.clamp_min(1)  # one term per completion: 1/N of it, not of each token
+        if self.aggregation.sums_trajectory and self.ratio in ONE_PER_SEQUENCE:
+            # The ratio gives one term per completion: that term weighs 1/N, not each of its n_i copies.
+            weights = weights / exp.lengths.clamp_min(1)
         pass_mask = torch.ones_like(mask)
         if self.token_weights.lopti_eta:
-            old = masked(_known(exp, "old_logprobs"), exp.mask)
+            old = masked(_required(exp, "old_logprobs"), exp.mask)
             pass_mask = lopti_mask(old, self.token_weights.lopti_eta, pass_index)
         signal = masked(self._signal(exp, advantages, state), exp.mask)
 
+        # A completion none of whose tokens gets a gradient is left out of the forward that has one.
         contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(base > 0)[:, None])
         active = contributes.any(1)
         totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
         active_total, positive_tokens, tokens = over_ranks(totals, reduce).tolist()
-        regular = self.regularizers
-        returns = self.returns(exp, state, reduce).to(advantages.dtype) if regular.value_coef else None
-        seen = state.get("reward_range") or ([float(shaped.min()), float(shaped.max())] if len(shaped) else [0.0, 1.0])
+        regularizers = self.regularizers
+        returns = self.returns(exp, state, reduce).to(advantages.dtype) if regularizers.value_coef else None
+        value_range = state.reward_range
+        if value_range is None:
+            value_range = (float(shaped.min()), float(shaped.max())) if len(shaped) else (0.0, 1.0)
         return StepPlan(
             lengths=exp.lengths,
             kept=kept,
@@ -358,34 +387,33 @@ class Objective:
             router_logscores_old=exp.router_logscores_old,
             empty=active_total == 0,
             active_total=active_total,
-            nll_weight=regular.nll_coef / positive_tokens if positive_tokens else 0.0,
-            value_weight=regular.value_coef / tokens if tokens else 0.0,
-            beta=state.get("beta", getattr(self.trust_region, "trpo_beta", 0.0)),
-            value_range=(seen[0], seen[1]),
+            nll_weight=regularizers.nll_coef / positive_tokens if positive_tokens else 0.0,
+            value_weight=regularizers.value_coef / tokens if tokens else 0.0,
+            beta=self.trust_region.penalty_coefficient(state),
+            value_range=value_range,
         )
 
     def _regularised(self, positive: Tensor) -> Tensor:
         """[N] bool: completions with a term besides the policy term."""
         r = self.regularizers
-        if r.kl_loss or r.entropy_coef or r.value_coef or isinstance(self.trust_region, KlPenalty):
+        if r.kl_loss or r.entropy_coef or r.value_coef or self.trust_region.penalizes:
             return torch.ones_like(positive)
         return positive if r.nll_coef else torch.zeros_like(positive)
 
-    def _signal(self, exp: Experience, advantages: Tensor, state: dict[str, Any]) -> Tensor:
+    def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> Tensor:
         """[N, T]: the advantages, with GTPO's entropy terms if they are on."""
         if not self.entropy_signal.on:
             return advantages
-        entropy = mean_entropy(_known(exp, "entropy"), exp.mask).to(advantages.dtype)
+        entropy = mean_entropy(_required(exp, "entropy"), exp.mask).to(advantages.dtype)
         signal = advantages - self.entropy_signal.entropy_gamma * entropy[:, None]
         if self.entropy_signal.entropy_filter:
-            initial = state.get("initial_entropy")
-            if initial is None:
+            if state.initial_entropy is None:
                 raise UserError(
                     "the entropy filter needs the entropy of the untouched model, which was not measured",
                     where="model.objective.initial_entropy",
-                    remedy="give initial_entropy, or call set_initial_entropy before the first rollout",
+                    remedy="give initial_entropy, or call state.with_initial_entropy before the first rollout",
                 )
-            signal = signal * self.entropy_signal.delta(entropy, initial)[:, None]
+            signal = signal * self.entropy_signal.delta(entropy, state.initial_entropy)[:, None]
         return signal
 
     def loss(
@@ -397,7 +425,7 @@ class Objective:
         values: Tensor | None = None,
         router_logscores: Tensor | None = None,
     ) -> LossOutput:
-        """Share of one micro-batch in the step's loss; shares add up, whatever the split.
+        """Compute the part of the step's loss that one micro-batch adds; the parts sum to the loss, whatever the split.
 
         Args:
             logprobs: log pi of the sampled tokens, [n, T'], T' at least the longest completion of the micro-batch.
@@ -417,7 +445,7 @@ def _dtype(rewards: Tensor) -> torch.dtype:
     return torch.float64 if rewards.dtype == torch.float64 else torch.float32
 
 
-def _known(exp: Experience, name: str) -> Tensor:
+def _required(exp: Experience, name: str) -> Tensor:
     value: Tensor | None = getattr(exp, name)
     if value is None:
         raise UserError(f"the objective needs {name} before the first update, which is not known")

@@ -4,80 +4,21 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
-
-from torch import Tensor
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lit_grpo.errors import UserError, nearest
-from lit_grpo.objectives import advantages as adv
-from lit_grpo.objectives import aggregation as agg
-from lit_grpo.objectives import sampler_correction as sc
-from lit_grpo.objectives import token_advantages as tok
-from lit_grpo.objectives import trust_regions as tr
+from lit_grpo.objectives.advantages import CustomAdvantage, Estimator
 from lit_grpo.objectives.objective import Objective
+from lit_grpo.objectives.part import WHERE
 from lit_grpo.objectives.ratios import WITHOUT_OLD
 from lit_grpo.objectives.recipes import RECIPES, Recipe
-
-WHERE = "model.objective"
-
-ADVANTAGES: dict[str, adv.Estimator] = {
-    part.kind: part
-    for part in (
-        adv.Raw(), adv.GroupStd(), adv.GroupMean(), adv.GroupVariance(), adv.LeaveOneOut(), adv.BatchStd(), adv.Sign(),
-        adv.BStar(), tok.BatchWhiten(), tok.GroupMeanWhiten(), tok.Gae(), tok.GaeLength(), tok.SmoothAdvantage(),
-    )
-}  # fmt: skip
-TRUST_REGIONS: dict[str, tr.TrustRegion] = {
-    part.kind: part
-    for part in (
-        tr.NoTrustRegion(), tr.Clip(), tr.Cispo(), tr.Sapo(), tr.Gmpo(), tr.Rspo(), tr.Dcpo(), tr.KlPenalty(),
-    )
-}  # fmt: skip
-SAMPLER_CORRECTIONS: dict[str, sc.SamplerCorrection] = {
-    part.kind: part
-    for part in (
-        sc.NoCorrection(), sc.TisToken(), sc.TisSequence(), sc.MisToken(), sc.MisSequence(), sc.GeoMask(),
-        sc.GeoMaskTisToken(),
-    )
-}  # fmt: skip
-AGGREGATIONS: dict[str, agg.Aggregation] = {
-    part.kind: part
-    for part in (
-        agg.SeqMean(), agg.TokenMean(), agg.TokenMeanGroup(), agg.SumConst(), agg.SeqSum(), agg.PerPromptSet(),
-        agg.PerPromptSetConst(), agg.OnlyTokenMean(), agg.ConflictTokens(),
-    )
-}  # fmt: skip
-RATIOS = ("none", "self", "token", "sequence", "sequence_token", "sequence_product", "geometric")
-
-PARTS = (
-    "shaping", "advantage", "trust_region", "sampler", "aggregation", "filters", "token_weights", "entropy_signal",
-    "regularizers",
-)  # fmt: skip
-CHOICES: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "advantage": ("advantage", ADVANTAGES),
-    "trust_region": ("trust_region", TRUST_REGIONS),
-    "sampler_correction": ("sampler", SAMPLER_CORRECTIONS),
-    "aggregation": ("aggregation", AGGREGATIONS),
-}
-CUSTOM = ("custom_advantage", "custom_trust_region", "custom_objective")
-
-
-@dataclass(frozen=True)
-class CustomAdvantage(adv.Estimator):
-    """A user's function of :class:`AdvantageInputs`, or an object called so; it returns [N] or [N, T]."""
-
-    kind: ClassVar[str] = "custom"
-    path: str = ""
-    function: Any = field(default=None, compare=False, repr=False)
-
-    def __call__(self, inputs: adv.AdvantageInputs) -> Tensor:
-        value: Tensor = self.function(inputs)
-        return value
+from lit_grpo.objectives.registry import CHOICES, PARTS, RATIOS, has_setting, known_overrides, owners
+from lit_grpo.objectives.trust_regions import CustomTrustRegion, TrustRegion
 
 
 def build(name: str, overrides: Mapping[str, Any]) -> Objective:
-    """See :meth:`Objective.from_recipe`."""
+    """Build an objective; arguments as of :meth:`Objective.from_recipe`."""
     overrides = {k: v for k, v in overrides.items() if v is not None}
     if (path := overrides.pop("custom_objective", None)) is not None:
         return _custom_objective(path, overrides)
@@ -89,41 +30,42 @@ def build(name: str, overrides: Mapping[str, Any]) -> Objective:
             remedy=f"did you mean {close!r}?" if close else f"one of {', '.join(RECIPES)}",
         )
     recipe = RECIPES[name]
-    objective, rest = _choose_parts(recipe, overrides)
+    objective, numbers = _choose_parts(recipe, overrides)
     changes: dict[str, dict[str, Any]] = {}
-    for key, value in rest.items():
-        part = next((p for p in PARTS if _has(getattr(objective, p), key)), None)
+    for key, value in numbers.items():
+        part = next((p for p in PARTS if has_setting(getattr(objective, p), key)), None)
         if part is None:
             raise _does_not_apply(key, objective)
         changes.setdefault(part, {})[key] = _checked(key, value, getattr(objective, part))
     parts = {part: replace(getattr(objective, part), **values) for part, values in changes.items()}
     objective = replace(objective, **parts)
-    _check_effect(objective, rest)
+    _check_effect(objective, numbers)
     return objective
 
 
 def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objective, dict[str, Any]]:
-    """Structural overrides first: they decide which numbers apply."""
-    objective, rest = recipe.objective, dict(overrides)
+    """Apply the overrides that choose parts, and return the others: parts decide which numbers apply."""
+    objective, remaining = recipe.objective, dict(overrides)
     changed: dict[str, Any] = {}
     for key, (part, known) in CHOICES.items():
-        if key not in rest:
+        if key not in remaining:
             continue
-        kind = rest.pop(key)
+        kind = remaining.pop(key)
         if kind not in known:
             raise _unknown_value(key, kind, known)
-        if kind != getattr(objective, part).kind:  # naming the recipe's own part keeps its numbers
+        # Naming the recipe's own part keeps its numbers; another part comes with its own defaults.
+        if kind != getattr(objective, part).kind:
             changed[part] = known[kind]
-    if "custom_advantage" in rest:
-        path, function = load(rest.pop("custom_advantage"), f"{WHERE}.custom_advantage")
-        own = function if isinstance(function, adv.Estimator) else CustomAdvantage(path, function)
-        changed["advantage"] = own
-    if "custom_trust_region" in rest:
-        path, function = load(rest.pop("custom_trust_region"), f"{WHERE}.custom_trust_region")
-        own_region = function if isinstance(function, tr.TrustRegion) else tr.CustomTrustRegion(path, function)
-        changed["trust_region"] = own_region
-    if "ratio" in rest:
-        kind = rest.pop("ratio")
+    if "custom_advantage" in remaining:
+        path, function = load(remaining.pop("custom_advantage"), f"{WHERE}.custom_advantage")
+        # A user's class is the part itself; a function becomes one.
+        changed["advantage"] = function if isinstance(function, Estimator) else CustomAdvantage(path, function)
+    if "custom_trust_region" in remaining:
+        path, function = load(remaining.pop("custom_trust_region"), f"{WHERE}.custom_trust_region")
+        own = isinstance(function, TrustRegion)
+        changed["trust_region"] = function if own else CustomTrustRegion(path, function)
+    if "ratio" in remaining:
+        kind = remaining.pop("ratio")
         if kind not in RATIOS:
             raise _unknown_value("ratio", kind, RATIOS)
         changed["ratio"] = kind
@@ -133,15 +75,14 @@ def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objecti
                 changed.setdefault("trust_region", recipe.off_policy)
         elif "ratio" not in recipe.optional and recipe.objective.ratio not in WITHOUT_OLD:
             changed["on_policy_only"] = True
-    return replace(objective, **changed), rest
-
-
-def _has(part: Any, key: str) -> bool:
-    return key not in ("function", "path") and is_dataclass(part) and any(f.name == key for f in fields(part))
+    return replace(objective, **changed), remaining
 
 
 def _checked(key: str, value: Any, part: Any) -> Any:
-    """The value, if it is of the field's type."""
+    """Return the value if it is of the field's type.
+
+    The command line has checked types by then, but an objective is also made from Python.
+    """
     kind = get_type_hints(type(part))[key]
     options = get_args(kind)
     if get_origin(kind) is Literal:
@@ -166,28 +107,16 @@ def _unknown_value(key: str, value: object, known: Any) -> UserError:
     )
 
 
-def _owners(key: str) -> list[str]:
-    """``clip_high`` -> ``trust_region: clip``, ``trust_region: dcpo``: what a number belongs to."""
-    return [f"{k}: {kind}" for k, (_, known) in CHOICES.items() for kind, part in known.items() if _has(part, key)]
-
-
-def known_overrides() -> set[str]:
-    """Every name that :meth:`Objective.from_recipe` takes for some recipe."""
-    parts = [part for _, known in CHOICES.values() for part in known.values()]
-    parts += [getattr(RECIPES["grpo"].objective, p) for p in PARTS]
-    return {f.name for part in parts for f in fields(part)} | set(CHOICES) | {"ratio"} | set(CUSTOM)
-
-
 def _does_not_apply(key: str, objective: Objective) -> UserError:
-    owners = _owners(key)
-    if owners:
+    belonging = owners(key)
+    if belonging:
         parts = {k: getattr(objective, part).kind for k, (part, _) in CHOICES.items()}
-        belongs = owners[0].split(":")[0]
+        choice = belonging[0].split(":")[0]
         return UserError(
-            f"{key} does not apply to {objective.name}: it belongs to {' or '.join(owners)}, "
-            f"and this objective has {belongs}: {parts[belongs]}",
+            f"{key} does not apply to {objective.name}: it belongs to {' or '.join(belonging)}, "
+            f"and this objective has {choice}: {parts[choice]}",
             where=f"{WHERE}.{key}",
-            remedy=f"leave {key} out, or also set {owners[0]}",
+            remedy=f"leave {key} out, or also set {belonging[0]}",
         )
     close = nearest(key, known_overrides())
     return UserError(
@@ -198,27 +127,15 @@ def _does_not_apply(key: str, objective: Objective) -> UserError:
 
 
 def _check_effect(objective: Objective, given: Mapping[str, Any]) -> None:
-    """Numbers that are accepted but could not do anything are half-set methods: refused."""
-    r, s, w = objective.regularizers, objective.shaping, objective.token_weights
-    idle = {
-        "kl_estimator": (not r.kl_loss, "no KL term is in the loss (kl_coef is 0 or kl_in is reward)"),
-        "kl_in": (not r.kl_coef, "kl_coef is 0"),
-        "value_clip": (not objective.advantage.critic, "the objective has no critic"),
-        "label_noise_seed": (not s.label_noise, "label_noise is 0"),
-        "invalid_entropy": (not s.entropy_reward, "the reward is not the entropy"),
-        "overlong_max": (not s.overlong_penalty, "overlong_penalty is off"),
-        "overlong_cache": (not s.overlong_penalty, "overlong_penalty is off"),
-        "top_entropy_denominator": (not w.top_entropy, "top_entropy is 0"),
-        "entropy_threshold": (not objective.entropy_signal.entropy_filter, "entropy_filter is off"),
-        "initial_entropy": (not objective.entropy_signal.entropy_filter, "entropy_filter is off"),
-    }
-    for key, (without_effect, reason) in idle.items():
-        if key in given and without_effect and given[key] != getattr(_default_part(objective, key), key):
-            raise UserError(f"{key} has no effect on {objective.name}: {reason}", where=f"{WHERE}.{key}")
+    """Refuse settings that are accepted but could not do anything: they are half-set methods."""
+    for part in objective.parts():
+        for key, reason in part.idle(critic=objective.advantage.critic).items():
+            if key in given and given[key] != getattr(_recipe_part(objective, key), key):
+                raise UserError(f"{key} has no effect on {objective.name}: {reason}", where=f"{WHERE}.{key}")
 
 
-def _default_part(objective: Objective, key: str) -> Any:
-    part = next(p for p in PARTS if _has(getattr(objective, p), key))
+def _recipe_part(objective: Objective, key: str) -> Any:
+    part = next(p for p in PARTS if has_setting(getattr(objective, p), key))
     return getattr(RECIPES[objective.recipe].objective, part)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Filters, weights and denominators of one optimizer step; N completions on this rank, T tokens wide.
+    """Filters, weights and denominators of one optimizer step, for N completions on this rank, T tokens wide.
 
     Denominators are already inside ``weights``, so the losses of any split of the rows add up to the step's loss.
     """

@@ -8,29 +8,45 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_grpo.objectives.part import Part, on_off
 from lit_grpo.objectives.tensors import LOG_LIMIT, masked
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
-class Regularizers:
+class Regularizers(Part):
     """Terms beside the policy term, each with its own coefficient; never multiplied by sampler weights."""
 
     kl_coef: float = 0.0
-    """beta of KL(pi || pi_ref); 0 is off and needs no reference."""
+    """Coefficient beta of KL(pi || pi_ref); 0 is off and needs no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """In the loss (aggregated as the policy term), or -beta (lp_old - lp_ref) in the reward."""
+    """Where the KL term goes: the loss (aggregated as the policy term), or -beta (lp_old - lp_ref) in the reward."""
     kl_estimator: KlEstimator = "k3"
-    """Estimator in the loss. k1 has a gradient of mean zero; k2 has that of KL(pi || ref), k3 that of KL(ref || pi)."""
+    """Estimator of a KL term in the loss. k1 has a gradient of mean zero, k2 that of KL(pi || ref), k3 that of
+    KL(ref || pi)."""
     entropy_coef: float = 0.0
-    """-coef times the entropy, aggregated as the policy term."""
+    """Coefficient of the entropy bonus, aggregated as the policy term; 0 is off."""
     nll_coef: float = 0.0
-    """mu of the mean negative log-likelihood of the tokens of correct completions. VAPO, 2504.05118."""
+    """Coefficient mu of the mean negative log-likelihood of the tokens of correct completions. VAPO, 2504.05118."""
     value_coef: float = 0.0
     """Coefficient of the critic's loss; 0 for methods without a critic."""
     value_clip: float = 0.0
     """Range that the critic's new value may leave its old one by; 0 is off."""
+
+    def labels(self) -> dict[str, str]:
+        kl = f"{self.kl_estimator}_in_loss" if self.kl_loss else "in_reward" if self.kl_reward else "off"
+        return {"kl": kl, "entropy_bonus": on_off(self.entropy_coef), "nll": on_off(self.nll_coef)}
+
+    def idle(self, *, critic: bool) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        if not self.kl_loss:
+            reasons["kl_estimator"] = "no KL term is in the loss (kl_coef is 0 or kl_in is reward)"
+        if not self.kl_coef:
+            reasons["kl_in"] = "kl_coef is 0"
+        if not critic:
+            reasons["value_clip"] = "the objective has no critic"
+        return reasons
 
     @property
     def kl_loss(self) -> bool:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.tensors import LOG_LIMIT, exp_clamped, masked
 
 
@@ -31,22 +32,29 @@ class SamplerWeights(NamedTuple):
 
 
 def sampler_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """log c clamped to [-20, 20], 0 where masked or unknown; and which tokens are unknown. All [n, T]."""
+    """Compute log c clamped to [-20, 20], 0 where masked or unknown, and which tokens are unknown; [n, T] both."""
     known = torch.isfinite(sampler_logprobs) & mask
     log_c = masked(masked(old_logprobs, known) - masked(sampler_logprobs, known), known)
     return log_c.clamp(-LOG_LIMIT, LOG_LIMIT), mask & ~known
 
 
-class SamplerCorrection:
-    """Base: no correction, all weights 1."""
+class SamplerCorrection(Part):
+    """Base of all sampler corrections."""
 
-    kind: ClassVar[str] = "none"
+    kind: ClassVar[str]
     token_level: ClassVar[bool] = False
     """True if tokens of one completion get different weights."""
+    sampler_denominator: Literal["all", "kept"] = "all"
+    """Whether tokens of weight 0 stay in the denominators, of corrections that mask."""
+
+    @property
+    def needs_old_early(self) -> bool:
+        """Whether pi_old must be known before the first update: a denominator of kept tokens is fixed by then."""
+        return self.sampler_denominator == "kept"
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
         """[n, T] from token ratios [n, T] and the sequence's product and geometric mean, both [n, 1]."""
-        return torch.ones_like(c)
+        raise NotImplementedError(f"{type(self).__name__} must implement weights")
 
     def __call__(self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> SamplerWeights:
         """All [n, T], detached."""
@@ -62,7 +70,12 @@ class SamplerCorrection:
 
 @dataclass(frozen=True)
 class NoCorrection(SamplerCorrection):
-    """c = 1."""
+    """No correction: c = 1."""
+
+    kind: ClassVar[str] = "none"
+
+    def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
+        return torch.ones_like(c)
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,9 @@ class TisToken(SamplerCorrection):
     kind: ClassVar[str] = "tis_token"
     token_level: ClassVar[bool] = True
     sampler_cap: float = 2.0
+    """Upper bound of a sampler weight."""
     sampler_floor: float = 0.0
+    """Lower bound of a sampler weight."""
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
         return c.clamp(self.sampler_floor, self.sampler_cap)
@@ -103,6 +118,7 @@ class MisToken(SamplerCorrection):
     sampler_cap: float = 2.0
     sampler_floor: float = 0.5
     sampler_denominator: Literal["all", "kept"] = "all"
+    """Whether masked tokens stay in the denominators."""
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
         return _inside(c, self.sampler_floor, self.sampler_cap)
@@ -127,7 +143,9 @@ class GeoMask(SamplerCorrection):
 
     kind: ClassVar[str] = "geo_mask"
     geo_low: float = 0.999
+    """Smallest geometric mean of a completion that is kept."""
     geo_high: float = 1.001
+    """Largest geometric mean of a completion that is kept."""
     sampler_denominator: Literal["all", "kept"] = "all"
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:

@@ -11,31 +11,58 @@ import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
+from lit_grpo.objectives.part import Part, check_fraction, on_off
 from lit_grpo.objectives.tensors import masked, token_mean
 from lit_grpo.types import Experience
 
 
 @dataclass(frozen=True)
-class Shaping:
+class Shaping(Part):
     """Changes to the reward, in this order: label noise, truncated completions, map, entropy reward, overlong."""
 
     label_noise: float = 0.0
     """Share of completions whose 0/1 reward is flipped."""
     label_noise_seed: int = 0
+    """Seed of the flips."""
     truncated_reward: Literal["keep", "zero"] = "keep"
-    """``zero``: a completion cut by the length limit has reward 0 (Dr. GRPO)."""
+    """Reward of completions cut by the length limit: ``zero`` sets it to 0 (Dr. GRPO)."""
     reward_map: Literal["raw", "signed"] = "raw"
-    """``signed``: 2 r - 1, so 0/1 becomes -1/+1 (DAPO)."""
+    """Map of the reward: ``signed`` is 2 r - 1, so that 0/1 becomes -1/+1 (DAPO)."""
     entropy_reward: bool = False
-    """r = -<H>_i of the old policy; the given rewards are not used. RENT, 2505.22660."""
+    """Reward -<H>_i of the old policy instead of the given rewards. RENT, 2505.22660."""
     invalid_entropy: float | None = None
     """<H>_i of completions without a parsable answer (RENT's format variant: 7)."""
     overlong_penalty: bool = False
-    """Soft overlong punishment, DAPO 2503.14476 Eq. 13."""
+    """Soft penalty on the length of completions. DAPO, 2503.14476 Eq. 13."""
     overlong_max: int = 0
-    """L_max, the length at which the penalty reaches -1; 0 takes the length limit of the run."""
+    """L_max, the length at which the overlong penalty reaches -1; 0 takes the length limit of the run."""
     overlong_cache: int = 0
-    """L_cache, the length over which it grows; 0 takes a fifth of L_max (4096 of 20480 in the release)."""
+    """L_cache, the length over which the overlong penalty grows; 0 takes a fifth of L_max (released: 4096 of 20480)."""
+
+    def labels(self) -> dict[str, str]:
+        return {
+            "entropy_reward": on_off(self.entropy_reward),
+            "overlong_penalty": on_off(self.overlong_penalty),
+            "truncated_reward": self.truncated_reward,
+            "label_noise": on_off(self.label_noise),
+        }
+
+    def check(self) -> None:
+        check_fraction("label_noise", self.label_noise, "a share of flipped labels")
+
+    def idle(self, *, critic: bool) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        if not self.label_noise:
+            reasons["label_noise_seed"] = "label_noise is 0"
+        if not self.entropy_reward:
+            reasons["invalid_entropy"] = "the reward is not the entropy"
+        if not self.overlong_penalty:
+            reasons |= dict.fromkeys(("overlong_max", "overlong_cache"), "overlong_penalty is off")
+        return reasons
+
+    @property
+    def state_fields(self) -> frozenset[str]:
+        return frozenset({"rollouts"} if self.label_noise else ())
 
     def base(self, exp: Experience, rewards: Tensor, rollout: int) -> Tensor:
         """Correctness: rewards with label noise, 0 where truncated if so chosen, [N]."""
@@ -104,12 +131,3 @@ def flip_labels(rewards: Tensor, flip: Tensor) -> Tensor:
 def soft_overlong(lengths: Tensor, max_tokens: int, cache: int) -> Tensor:
     """0 up to L_max - L_cache, then linear, -1 from L_max on: DAPO 2503.14476 Eq. 13. [N] -> [N] float64."""
     return ((max_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
-
-
-def format_reward(all_tags: bool, some_tags: bool, correct: bool, *, accuracy_needs_format: bool = False) -> float:
-    """Format 10 with all tags, 1 with some, plus accuracy 10: the reward of the GTPO paper (2508.03772).
-
-    ``accuracy_needs_format``: its released code counts accuracy only where the format is complete.
-    """
-    form = 10.0 if all_tags else 1.0 if some_tags else 0.0
-    return form + (10.0 if correct and (all_tags or not accuracy_needs_format) else 0.0)

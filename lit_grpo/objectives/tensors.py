@@ -16,17 +16,18 @@ LOG_LIMIT = 20.0
 
 
 def over_ranks(value: Tensor, reduce: Reduce | None) -> Tensor:
-    """``value`` summed over ranks; one process if ``reduce`` is None."""
+    """Sum ``value`` over ranks; without ``reduce`` there is one process."""
     return value if reduce is None else reduce(value)
 
 
 def masked(value: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``value`` where ``mask``, ``fill`` elsewhere. Junk (NaN too) spreads neither forward nor backward."""
+    """Keep ``value`` where ``mask``, put ``fill`` elsewhere."""
+    # where, and no product with the mask: 0 * NaN is NaN, forward and backward, and padding may hold NaN.
     return torch.where(mask, value, fill)
 
 
 def exp_clamped(log_value: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to [-20, 20]."""
+    """Take exp of a log-ratio clamped to [-20, 20]."""
     return log_value.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
 
 

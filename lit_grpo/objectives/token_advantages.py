@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
 from lit_grpo.objectives.advantages import AdvantageInputs, Estimator
+from lit_grpo.objectives.state import ObjectiveState, PromptHistory
 from lit_grpo.objectives.tensors import Reduce, masked, over_ranks
 
 
@@ -60,6 +62,7 @@ class BatchWhiten(Estimator):
     kind: ClassVar[str] = "batch_whiten"
     per_token: ClassVar[bool] = True
     whiten_ddof: int = 0
+    """Divisor of the whitening's variance is tokens - whiten_ddof."""
 
     def rewards(self, inputs: AdvantageInputs) -> Tensor:
         """[N, T] token rewards."""
@@ -72,7 +75,7 @@ class BatchWhiten(Estimator):
 
 @dataclass(frozen=True)
 class GroupMeanWhiten(BatchWhiten):
-    """The same with r - mu_g in place of r. REINFORCE++-baseline, 2501.03262."""
+    """``batch_whiten`` with r - mu_g in place of r. REINFORCE++-baseline, 2501.03262."""
 
     kind: ClassVar[str] = "group_mean_then_whiten"
     grouped: ClassVar[bool] = True
@@ -80,9 +83,7 @@ class GroupMeanWhiten(BatchWhiten):
     def rewards(self, inputs: AdvantageInputs) -> Tensor:
         r, groups = inputs.rewards, inputs.groups
         centred = masked(r - groups.spread(groups.mean(r)), ~groups.spread(groups.uniform(r)))
-        return token_rewards(
-            AdvantageInputs(inputs.experience, centred, groups, inputs.token_rewards, inputs.state, inputs.reduce)
-        )
+        return token_rewards(replace(inputs, rewards=centred))
 
 
 @dataclass(frozen=True)
@@ -97,21 +98,40 @@ class Gae(Estimator):
     critic: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
     gae_gamma: float = 1.0
+    """Discount."""
     gae_lambda: float = 1.0
+    """Lambda of GAE."""
     whiten: bool = False
+    """Whiten GAE advantages over the tokens of the batch."""
     whiten_ddof: int = 0
     value_low: float = float("-inf")
+    """Clamp the critic's values from below before GAE."""
     value_high: float = float("inf")
+    """Clamp the critic's values from above before GAE."""
 
-    def new_state(self) -> dict[str, Any]:
-        return {"reward_range": []}  # least and greatest reward so far, or that can be
+    @property
+    def state_fields(self) -> frozenset[str]:
+        return frozenset({"reward_range"})
+
+    def advance(self, inputs: AdvantageInputs) -> tuple[Tensor, ObjectiveState]:
+        state, rewards = inputs.state, inputs.rewards
+        if len(rewards):
+            state = state.including_rewards(float(rewards.min()), float(rewards.max()))
+        return self(inputs), state
+
+    def merge_states(self, states: Sequence[ObjectiveState]) -> ObjectiveState:
+        merged = states[0]
+        for state in states[1:]:
+            if state.reward_range is not None:
+                merged = merged.including_rewards(*state.reward_range)
+        return merged
 
     def policy_lambda(self, inputs: AdvantageInputs) -> float | Tensor:
-        """lambda of the policy's advantages: a number or [N]."""
+        """Lambda of the policy's advantages: a number or [N]."""
         return self.gae_lambda
 
     def target_lambda(self) -> float:
-        """lambda of the critic's targets."""
+        """Lambda of the critic's targets."""
         return self.gae_lambda
 
     def values(self, inputs: AdvantageInputs) -> Tensor:
@@ -139,10 +159,22 @@ class Gae(Estimator):
 @dataclass(frozen=True)
 class GaeLength(Gae):
     """GAE(1, lambda_i) with lambda_i = clamp(1 - 1/(alpha n_i), 0, 1); the critic learns Monte Carlo returns
-    (lambda 1). VAPO, 2504.05118."""
+    (lambda 1). VAPO, 2504.05118.
+    """
 
     kind: ClassVar[str] = "gae_length"
+    pretrained_critic: ClassVar[bool] = True
     length_alpha: float = 0.05
+    """alpha of lambda_i = 1 - 1/(alpha n_i)."""
+
+    def cautions(self, max_new_tokens: int) -> list[str]:
+        if self.length_alpha * max_new_tokens > 1:
+            return []
+        return [
+            f"With length_alpha {self.length_alpha:g} lambda is 0 for every completion of at most "
+            f"{1 / self.length_alpha:.0f} tokens, and max_new_tokens is {max_new_tokens}: advantages are then "
+            "differences of neighbouring values alone. Raise model.objective.length_alpha (1 gives lambda 1 - 1/n)."
+        ]
 
     def policy_lambda(self, inputs: AdvantageInputs) -> Tensor:
         return length_adaptive_lambda(inputs.experience.lengths, self.length_alpha).to(inputs.rewards.dtype)
@@ -164,32 +196,47 @@ class SmoothAdvantage(Estimator):
     kind: ClassVar[str] = "sas"
     grouped: ClassVar[bool] = True
 
-    def new_state(self) -> dict[str, Any]:
-        return {"prompts": {}}
+    @property
+    def state_fields(self) -> frozenset[str]:
+        return frozenset({"prompts"})
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        return self.advance(inputs)[0]
+
+    def advance(self, inputs: AdvantageInputs) -> tuple[Tensor, ObjectiveState]:
         exp, r, groups = inputs.experience, inputs.rewards, inputs.groups
-        if exp.prompt_ids is None or inputs.state is None:
-            raise UserError("the advantage 'sas' keeps a history per prompt and needs prompt_ids and a state")
-        names: dict[int, str] = {}
-        for group, name in zip(groups.index.tolist(), exp.prompt_ids, strict=True):
-            names[group] = name
-        history: dict[str, list[float]] = inputs.state["prompts"]
+        if exp.prompt_ids is None:
+            raise UserError("the advantage 'sas' keeps a history per prompt and needs prompt_ids")
+        prompt_of_group: dict[int, str] = {}
+        for group, prompt in zip(groups.index.tolist(), exp.prompt_ids, strict=True):
+            prompt_of_group[group] = prompt
+        histories = dict(inputs.state.prompts)
         means, variances = groups.mean(r).double().tolist(), groups.variance(r).double().tolist()
         uniform = groups.uniform(r).tolist()
         rows: list[tuple[float, float, float, float, float]] = []
-        for group, (m, variance) in enumerate(zip(means, variances, strict=True)):
+        for group, (mean, variance) in enumerate(zip(means, variances, strict=True)):
+            # Rounding gives equal rewards a variance just above 0, and the quotient would not be 0.
             variance = 0.0 if uniform[group] else variance
-            old_mean, old_std, visits = history.get(names[group], (0.0, 0.0, 0.0))
-            i = visits + 1
-            total_mean = ((i - 1) * old_mean + m) / i
-            total_variance = ((i - 1) * old_std**2 + variance + (i - 1) / i * (m - old_mean) ** 2) / i
-            history[names[group]] = [total_mean, total_variance**0.5, i]
-            rows.append((m, variance**0.5, total_mean, total_variance**0.5, i))
+            old = histories.get(prompt_of_group[group], PromptHistory(0.0, 0.0, 0.0))
+            i = old.visits + 1
+            total_mean = ((i - 1) * old.mean + mean) / i
+            total_variance = ((i - 1) * old.std**2 + variance + (i - 1) / i * (mean - old.mean) ** 2) / i
+            histories[prompt_of_group[group]] = PromptHistory(total_mean, total_variance**0.5, i)
+            rows.append((mean, variance**0.5, total_mean, total_variance**0.5, i))
         table = r.new_tensor(rows).reshape(-1, 5)[groups.index]
-        m_, s_, total_m, total_s, visit = table.unbind(1)
-        a_new = masked((r - m_) / s_.clamp_min(1e-30), s_ > 0)
-        a_total = masked((r - total_m) / total_s.clamp_min(1e-30), total_s > 0)
+        step_mean, step_std, total_means, total_stds, visit = table.unbind(1)
+        a_new = masked((r - step_mean) / step_std.clamp_min(1e-30), step_std > 0)
+        a_total = masked((r - total_means) / total_stds.clamp_min(1e-30), total_stds > 0)
         first = ((visit - 1) * a_new + a_total) / visit
         second = (a_new + (visit - 1) * a_total) / visit
-        return torch.where(first.abs() <= second.abs(), first, second)
+        advantage = torch.where(first.abs() <= second.abs(), first, second)
+        return advantage, replace(inputs.state, prompts=histories)
+
+    def merge_states(self, states: Sequence[ObjectiveState]) -> ObjectiveState:
+        # A prompt is on one rank at a time: of the histories that the ranks hold, the longest is the newest.
+        histories: dict[str, PromptHistory] = {}
+        for state in states:
+            for prompt, history in state.prompts.items():
+                if prompt not in histories or history.visits > histories[prompt].visits:
+                    histories[prompt] = history
+        return replace(states[0], prompts=histories)

@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lit_grpo.objectives.part import Part, check_fraction, on_off
 from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks, token_mean
 
 LN2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)
-class TokenWeights:
-    """Factors on the policy term of single tokens; each is off by default."""
+class TokenWeights(Part):
+    """Factors on the policy term of single tokens, each of them off by default."""
 
     top_entropy: float = 0.0
-    """Only tokens with entropy at or above the (1 - k) quantile of the step keep their term; 0 is off. 2506.01939."""
+    """Share k of tokens that keep their term: entropy at or above the step's (1 - k) quantile; 0 is off. 2506.01939."""
     top_entropy_denominator: Literal["all", "kept"] = "all"
-    """Whether the dropped tokens still count in the denominator."""
+    """Whether the tokens that ``top_entropy`` drops stay in the denominators."""
     lopti_eta: float = 0.0
-    """Two optimizer passes: first tokens with pi_old below eta, then the others; 0 is off. Lopti, 2505.12929."""
+    """Probability that splits two optimizer passes: tokens with pi_old below it, then the others; 0 is off. Lopti,
+    2505.12929."""
     reweight_alpha: float = 0.0
-    """A_t = A (alpha pi_old + 1 - alpha); 0 is off. Advantage reweighting, 2505.12929."""
+    """alpha of A_t = A (alpha pi_old + 1 - alpha); 0 is off. Advantage reweighting, 2505.12929."""
     conflict_overlap: Literal["none", "or", "product"] = "none"
     """GTPO's conflict weights; ``product`` multiplies where forward and backward masks overlap (released code)."""
 
+    def labels(self) -> dict[str, str]:
+        return {
+            "top_entropy": on_off(self.top_entropy),
+            "lopti": on_off(self.lopti_eta),
+            "reweighting": on_off(self.reweight_alpha),
+            "conflicts": self.conflict_overlap,
+        }
+
+    def check(self) -> None:
+        check_fraction("top_entropy", self.top_entropy, "a share of tokens")
+        check_fraction("lopti_eta", self.lopti_eta, "a probability")
+
+    def idle(self, *, critic: bool) -> dict[str, str]:
+        return {} if self.top_entropy else {"top_entropy_denominator": "top_entropy is 0"}
+
+    @property
+    def vary_by_token(self) -> bool:
+        """Whether tokens of one completion can have different weights."""
+        return bool(self.top_entropy or self.lopti_eta or self.reweight_alpha or self.conflict_overlap != "none")
+
 
 @dataclass(frozen=True)
-class EntropySignal:
+class EntropySignal(Part):
     """GTPO's entropy terms: A_i becomes delta_i (A_i - gamma <H>_i), detached. 2508.03772 Eq. 10, 11.
 
     delta_i = 0 if H_init < threshold and <H>_i > threshold, else 1. H_init is the mean entropy of the untouched model
@@ -39,18 +61,29 @@ class EntropySignal:
     """
 
     entropy_gamma: float = 0.0
-    """0 with no filter is off."""
+    """gamma of GTPO's A - gamma <H>; 0 is off."""
     entropy_filter: bool = False
+    """GTPO's filter of completions with high entropy."""
     entropy_threshold: float = LN2
+    """Threshold of that filter, in nats."""
     initial_entropy: float | None = None
+    """Mean entropy of the untouched model; measured over the first 100 prompts if left out."""
+
+    def labels(self) -> dict[str, str]:
+        return {"entropy_signal": on_off(self.on)}
+
+    def idle(self, *, critic: bool) -> dict[str, str]:
+        off = "entropy_filter is off"
+        return {} if self.entropy_filter else {"entropy_threshold": off, "initial_entropy": off}
+
+    @property
+    def state_fields(self) -> frozenset[str]:
+        return frozenset({"initial_entropy"} if self.entropy_filter else ())
 
     @property
     def on(self) -> bool:
         """Whether anything is changed."""
         return self.entropy_gamma != 0 or self.entropy_filter
-
-    def new_state(self) -> dict[str, Any]:
-        return {"initial_entropy": self.initial_entropy} if self.entropy_filter else {}
 
     def delta(self, mean_entropy: Tensor, initial_entropy: float) -> Tensor:
         """The filter, [N] float 0 or 1."""
@@ -177,7 +210,7 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float, reduce: Reduce
 
 
 def reweighting(old_logprobs: Tensor, alpha: float) -> Tensor:
-    """alpha pi_old + 1 - alpha, [n, T]."""
+    """Factor alpha pi_old + 1 - alpha of each token, [n, T]."""
     return alpha * old_logprobs.exp() + (1 - alpha)
 
 

@@ -120,8 +120,8 @@ def test_the_loss_looks_at_the_experts_of_the_old_policy():
         for layer in module.policy.model.base_model.layers:
             layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
     objective, rows, metrics = module.objective, torch.arange(8), StepMetrics()
-    advantages = objective.advantages(experience, {})
-    plan = objective.plan(experience, advantages, {})
+    advantages, state = objective.advantages(experience, objective.new_state())
+    plan = objective.plan(experience, advantages, state)
     step = OptimizerStep(objective, experience, advantages, rows, 0, warmup=False)
     module._passes.loss(batch, step, rows, plan, metrics)
     inputs = module._inputs(batch, rows)

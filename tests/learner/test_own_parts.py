@@ -7,7 +7,7 @@ import torch
 
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.advantages import AdvantageInputs
-from lit_grpo.objectives.trust_regions import Terms
+from lit_grpo.objectives.trust_regions import SurrogateInputs
 from tests import tiny
 from tests.learner.helpers import fit
 
@@ -19,8 +19,8 @@ def twice_centred(inputs: AdvantageInputs) -> torch.Tensor:
     return 2 * (inputs.rewards - groups.spread(groups.mean(inputs.rewards)))
 
 
-def unbounded(terms: Terms) -> torch.Tensor:
-    return terms.ratio * terms.advantages
+def unbounded(inputs: SurrogateInputs) -> torch.Tensor:
+    return inputs.ratio * inputs.advantages
 
 
 def own_objective():

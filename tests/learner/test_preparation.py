@@ -115,7 +115,7 @@ def test_lopti_takes_its_second_pass_with_the_weights_of_the_first():
 
 def test_dcpo_keeps_the_history_of_each_prompt():
     module, _ = fit(batches=[rollout(seed=0), rollout(seed=0)], objective=ObjectiveConfig(recipe="dcpo"))
-    assert {name: history[2] for name, history in module.objective_state["prompts"].items()} == {"p0": 2, "p1": 2}
+    assert {name: history.visits for name, history in module.objective_state.prompts.items()} == {"p0": 2, "p1": 2}
 
 
 def test_trpo_adapts_its_penalty_to_the_measured_kl():
@@ -123,7 +123,7 @@ def test_trpo_adapts_its_penalty_to_the_measured_kl():
         objective = ObjectiveConfig(recipe="trpo_penalty", trpo_target_kl=target)
         module, watch = fit(1, objective=objective, updates_per_rollout=2)
         assert watch.metrics[0]["kl/beta"] == 1.0
-        return float(module.objective_state["beta"])
+        return float(module.objective_state.beta)
 
     assert beta(1e-9) == 2.0
     assert beta(1e3) == 0.5
@@ -195,7 +195,7 @@ class TestInitialEntropy:
                 means.append(float(-(logp.exp() * logp).sum(1).mean()))
             else:
                 means.append(0.0)
-        assert module.objective_state["initial_entropy"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+        assert module.objective_state.initial_entropy == pytest.approx(sum(means) / len(means), rel=1e-4)
         resumed, calls = self.run(tmp_path, 2, resume=True)
         assert calls == []
         assert resumed.objective_state == module.objective_state
@@ -204,4 +204,4 @@ class TestInitialEntropy:
         with pytest.raises(UserError, match="initial_entropy"):
             fit(1, objective=ObjectiveConfig(recipe="gtpo"))
         module, _ = fit(1, objective=ObjectiveConfig(recipe="gtpo", initial_entropy=0.5))
-        assert module.objective_state["initial_entropy"] == 0.5
+        assert module.objective_state.initial_entropy == 0.5

@@ -41,9 +41,9 @@ def prepared(module: Any) -> tuple[Any, Any, Any, Any]:
     experience = make_experience(batch, "cpu")
     passes = module._passes
     passes.fill(batch, experience, frozenset({"old_logprobs"}))
-    advantages = module.objective.advantages(experience, {})
+    advantages, state = module.objective.advantages(experience, module.objective.new_state())
     step = OptimizerStep(module.objective, experience, advantages, torch.arange(8), 0, warmup=False)
-    return batch, passes, step, module.objective.plan(experience, advantages, {})
+    return batch, passes, step, module.objective.plan(experience, advantages, state)
 
 
 LAYOUTS = [

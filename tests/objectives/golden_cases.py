@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_grpo.objectives import Objective
+from lit_grpo.objectives.state import ObjectiveState, PromptHistory
 from lit_grpo.types import Experience
 from tests.paths import SHARED
 
@@ -109,13 +110,12 @@ class Case:
         """Log-scores of the current routers, [N, T, layers, K]."""
         return _padded(self.inputs.get("router_logscore_new"), self.inputs["T"], dtype)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ObjectiveState:
         """The run's state before the case: DCPO's history."""
-        state = self.objective.new_state()
-        visit = self.config.get("visit", 1)
-        for group, (mean, std) in self.config.get("history", {}).items():
-            state["prompts"][group] = [mean, std, float(visit - 1)]
-        return state
+        visits = float(self.config.get("visit", 1) - 1)
+        history = self.config.get("history", {})
+        prompts = {group: PromptHistory(mean, std, visits) for group, (mean, std) in history.items()}
+        return replace(self.objective.new_state(), prompts=prompts)
 
 
 def _unknown_as_nan(value: Any) -> Any:

@@ -114,7 +114,7 @@ def step(
 ) -> tuple[Tensor, StepPlan, LossOutput, Tensor]:
     """One whole optimizer step: advantages, plan, loss, gradient."""
     state = made.new_state()
-    advantages = made.advantages(exp, state, reduce)
+    advantages, state = made.advantages(exp, state, reduce)
     plan = made.plan(exp, advantages, state, reduce=reduce, pass_index=pass_index)
     out, grad = forward_loss(made, plan, now)
     return advantages, plan, out, grad

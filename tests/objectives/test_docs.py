@@ -62,7 +62,7 @@ def test_reference_loss_is_the_objectives(beta: float) -> None:
         lengths, torch.arange(8) // 4, rewards, torch.zeros(8).bool(), old_logprobs=old, ref_logprobs=ref
     )  # fmt: skip
     state = made.new_state()
-    own = made.advantages(exp, state)
+    own, state = made.advantages(exp, state)
     torch.testing.assert_close(own[:, 0], advantages)
     out = made.loss(new, made.plan(exp, own, state))
     torch.testing.assert_close(out.loss, loss)

@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 
 from lit_grpo.evaluation.estimators import maj_at_k
+from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import diagnostics
 from lit_grpo.objectives.advantages import AdvantageInputs, GroupMean, GroupStd, LeaveOneOut
 from lit_grpo.objectives.pass_at_k import pass_at_k
 from lit_grpo.objectives.ratios import importance_ratio
 from lit_grpo.objectives.sampler_correction import geometric_mean
-from lit_grpo.objectives.shaping import flip_labels, format_reward, soft_overlong
+from lit_grpo.objectives.shaping import flip_labels, soft_overlong
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import Groups, masked
 from lit_grpo.objectives.token_advantages import GaeLength, gae, length_adaptive_lambda
 from lit_grpo.objectives.token_weights import conflict_masks, entropy_filter, mean_entropy
-from lit_grpo.objectives.trust_regions import Clip, Dcpo, Gmpo, Rspo, Terms, dcpo_bounds, router_factor
-from lit_grpo.types import Experience, LossOutput
+from lit_grpo.objectives.trust_regions import Clip, Dcpo, Gmpo, Rspo, SurrogateInputs, dcpo_bounds, router_factor
+from lit_grpo.policy.forward.head import head_stats
+from lit_grpo.types import Completion, Experience, LossOutput, Prompt, Rollout
 from tests.objectives import golden_cases as golden
 
 pytestmark = pytest.mark.skipif(not golden.PATH.exists(), reason=f"golden numbers are not at {golden.PATH}")
@@ -54,7 +57,7 @@ def run(case: golden.Case, dtype: torch.dtype, *, junk: float | None = None) -> 
         logprobs = masked(logprobs, exp.mask, junk)
         values = None if values is None else masked(values, exp.mask, junk)
     logprobs.requires_grad_()
-    advantages = case.objective.advantages(exp, state)
+    advantages, state = case.objective.advantages(exp, state)
     plan = case.objective.plan(exp, advantages, state, pass_index=case.pass_index)
     out = case.objective.loss(logprobs, plan, entropy=exp.entropy, values=values, router_logscores=case.router(dtype))
     out.loss.backward()
@@ -89,7 +92,7 @@ def check_advantages(case: golden.Case, exp: Experience, advantages: Tensor, kep
 
 
 def check_rest(
-    case: golden.Case, exp: Experience, state: dict[str, Any], plan: Any, out: LossOutput, dtype: torch.dtype
+    case: golden.Case, exp: Experience, state: ObjectiveState, plan: Any, out: LossOutput, dtype: torch.dtype
 ) -> None:
     """The other numbers that a case knows; a key without a check here fails."""
     o, expected, mask = case.objective, dict(case.expected), exp.mask
@@ -101,7 +104,7 @@ def check_rest(
         if key == "value_loss":
             close(out.metrics["loss/value"].total, want, dtype, key)
         elif key in ("returns", "value_targets"):
-            returns = GaeLength.returns if key == "value_targets" else type(o.advantage).returns  # type: ignore[attr-defined]
+            returns = GaeLength.returns if key == "value_targets" else type(o.advantage).returns
             got = returns(o.advantage, o.advantage_inputs(exp, case.state(), None))  # type: ignore[arg-type]
             for row, values in enumerate(want):
                 close(got[row, : len(values)], values, dtype, key)
@@ -111,7 +114,7 @@ def check_rest(
         elif key == "rewards_shaped":
             close(o.advantage_inputs(exp, case.state(), None).rewards, want, dtype, key)
         elif key == "baseline":
-            advantages = o.advantages(exp, case.state())
+            advantages, _ = o.advantages(exp, case.state())
             for group, value in want.items():
                 rows = exp.group_ids == int(group)
                 got = (exp.rewards[rows] - advantages[rows, 0]).double()
@@ -126,7 +129,7 @@ def check_rest(
             check_geometric(case, exp, plan, logprobs, old, key, want, dtype)
         elif key == "cumulative":
             for group, (mean, std) in want.items():
-                close(state["prompts"][group][:2], [mean, std], dtype, key)
+                close(state.prompts[group][:2], [mean, std], dtype, key)
         elif key == "bounds":
             assert isinstance(o.trust_region, Dcpo)
             low, high = dcpo_bounds(
@@ -138,8 +141,9 @@ def check_rest(
         elif key == "mean_entropy":
             close(mean_entropy(exp.entropy, mask), want, dtype, key)  # type: ignore[arg-type]
         elif key == "delta":
+            assert state.initial_entropy is not None
             mean = mean_entropy(exp.entropy, mask)  # type: ignore[arg-type]
-            close(o.entropy_signal.delta(mean, state["initial_entropy"]), want, dtype, key)
+            close(o.entropy_signal.delta(mean, state.initial_entropy), want, dtype, key)
         elif key == "signal":
             close(plan.advantages[:, 0], want, dtype, key)
         elif key == "lambda":
@@ -168,8 +172,8 @@ def check_geometric(
         return
     log_router = None if gamma is None else masked(gamma, exp.mask, 1.0).log()
     ratio = importance_ratio("geometric", logprobs, old, exp.mask)
-    terms = Terms(ratio, plan.advantages, logprobs, old, exp.mask, log_router)
-    y, _, _ = region.log_terms(terms)
+    inputs = SurrogateInputs(ratio, plan.advantages, logprobs, old, exp.mask, log_router)
+    y, _, _ = region.log_terms(inputs)
     geometric = masked(y, exp.mask).sum(1) / exp.lengths.clamp_min(1)
     if case.objective.sampler.kind != "none":  # the case's number holds the sampler weights
         weights = case.objective.sampler(old, exp.sampler_logprobs, exp.mask).weights  # type: ignore[arg-type]
@@ -206,6 +210,18 @@ def batch_inputs(batch: str) -> golden.Case:
     return golden.Case(raw["name"], golden.make(raw).objective, {}, dict(raw["inputs"]), {}, 0)
 
 
+def length_gap(exp: Experience) -> float:
+    """Mean length of incorrect minus correct completions, as the run logs them; those without a token left out."""
+    rows = [i for i, length in enumerate(exp.lengths.tolist()) if length]
+    completions = [Completion(i, 0, (0,) * int(exp.lengths[i]), (), "stop", 0) for i in rows]
+    prompts = [Prompt(str(i), "", (0,)) for i in rows]
+    reward = exp.rewards[rows]
+    metrics = StepMetrics()
+    add_rollout_metrics(metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1))
+    values = metrics.compute()
+    return values.get("length/incorrect", math.nan) - values.get("length/correct", math.nan)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_diagnostics(batch: str) -> None:
     want = dict(golden.load()["diagnostics"][batch])
@@ -226,14 +242,13 @@ def test_diagnostics(batch: str) -> None:
     spread = masked(advantages[:, None].expand(mask.shape), mask)
     lp, old = masked(lp, mask), masked(old, mask)
     region = Clip(config["eps_low"], config["eps_high"], config["dual"])
-    terms = Terms(importance_ratio("token", lp, old, mask), spread, lp, old, mask)
-    clips = diagnostics.clip_fractions(region(terms), mask)
+    inputs = SurrogateInputs(importance_ratio("token", lp, old, mask), spread, lp, old, mask)
+    clips = diagnostics.clip_fractions(region(inputs), mask)
     change = diagnostics.policy_change(lp, old, mask)
     mismatch, peaks = diagnostics.sampler_mismatch(old, sampled, mask)
     derived = diagnostics.derive({k: mean(v) for k, v in mismatch.items()})
     shares = diagnostics.entropy_shares(exp.entropy, mask)
     conflicts = conflict_masks(exp.token_ids, exp.lengths, mask, advantages, groups)
-    lengths = {k: mean(v) for k, v in diagnostics.length_sums(exp.lengths, exp.rewards).items()}
     c = masked(old - sampled, mask).exp()
     got = {
         "clip_frac_low": mean(clips["clip/low"]),
@@ -259,9 +274,9 @@ def test_diagnostics(batch: str) -> None:
         "entropy_token_mean": mean(diagnostics.mean_of(exp.entropy, mask)),
         "entropy_seq_mean": mean(shares["entropy/sequence"]),
         "high_entropy_seq_frac": mean(shares["entropy/high"]),
-        "zero_gradient_group_frac": mean(diagnostics.group_shares(exp.rewards, groups)["groups/zero_gradient"]),
+        "zero_gradient_group_frac": float(groups.uniform(exp.rewards).double().mean()),
         "conflict_token_rate": mean(diagnostics.mean_of(conflicts.either.double(), mask)),
-        "length_gap_incorrect_minus_correct": lengths["length/incorrect"] - lengths["length/correct"],
+        "length_gap_incorrect_minus_correct": length_gap(exp),
         "truncation_rate": mean(diagnostics.mean_of(exp.truncated.double(), torch.ones_like(exp.truncated))),
     }
     assert set(got) == set(want)
@@ -310,15 +325,18 @@ def test_maj_at_k(functions: dict[str, Any]) -> None:
         assert maj_at_k(f["answers"], f["correct"], f["k"]) == pytest.approx(f["value"], abs=1e-12)
 
 
-def test_entropy_of_logits(functions: dict[str, Any]) -> None:
+def test_entropy_of_the_head(functions: dict[str, Any]) -> None:
     f = functions["entropy_of_logits"]
     logits = torch.tensor(f["logits"], dtype=torch.float64, requires_grad=True)
-    entropy = diagnostics.entropy_of_logits(logits)
-    close(entropy, f["entropy"], torch.float64, "entropy")
-    close(torch.autograd.grad(entropy, logits)[0], f["d_entropy_d_logits"], torch.float64, "gradient")
-    close(logits.softmax(-1), f["probs"], torch.float64, "probs")
-    score = torch.autograd.grad(logits.log_softmax(-1)[0], logits)[0]
-    close(score, f["d_logp0_d_logits"], torch.float64, "score")
+    first = torch.zeros(1, dtype=torch.long)
+    logprobs, entropy, _ = head_stats(
+        torch.nn.Identity(), logits[None], first, 1.0, entropy=True, entropy_gradient=True, squares=False, chunk=1
+    )
+    close(entropy[0], f["entropy"], torch.float32, "entropy")
+    close(logprobs[0].exp(), f["probs"][0], torch.float32, "probability")
+    gradient, score = (torch.autograd.grad(value[0], logits, retain_graph=True)[0] for value in (entropy, logprobs))
+    close(gradient, f["d_entropy_d_logits"], torch.float32, "gradient")
+    close(score, f["d_logp0_d_logits"], torch.float32, "score")
 
 
 def test_group_advantages(functions: dict[str, Any]) -> None:
@@ -351,8 +369,3 @@ def test_label_flip(functions: dict[str, Any]) -> None:
     f = functions["label_flip"]
     got = flip_labels(torch.tensor(f["rewards"]), torch.tensor(f["flip"]))
     assert got.tolist() == f["noisy"]
-
-
-def test_format_reward(functions: dict[str, Any]) -> None:
-    for f in functions["format_reward"]:
-        assert format_reward(f["has_all_tags"], f["has_some_tags"], f["correct"]) == f["reward"]

@@ -5,29 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import typing
-from collections.abc import Iterable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
-from lit_grpo.objectives import RECIPES, Objective, ObjectiveConfig, config
+from lit_grpo.objectives import RECIPES, Objective, ObjectiveConfig, aggregation
 from lit_grpo.objectives.advantages import AdvantageInputs, Estimator
-from lit_grpo.objectives.aggregation import SeqMean
-from lit_grpo.objectives.overrides import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CUSTOM,
-    RATIOS,
-    SAMPLER_CORRECTIONS,
-    TRUST_REGIONS,
+from lit_grpo.objectives.aggregation import Aggregation, SeqMean
+from lit_grpo.objectives.registry import (
+    find_parts,
     known_overrides,
+    settings,
 )
-from lit_grpo.objectives.trust_regions import Surrogate, Terms
+from lit_grpo.objectives.trust_regions import SurrogateInputs, SurrogateOutput
+from scripts import objectives_config
 from tests.objectives.random_batches import batch, step
 from tests.paths import ROOT
 
@@ -140,7 +135,6 @@ def test_refusals_name_the_reason(given: dict[str, Any], words: list[str]) -> No
         ("gtpo", {"updates_per_rollout": 4}, "on-policy only"),
         ("rloo", {"updates_per_rollout": 2}, "on-policy only"),
         ("imle", {"updates_per_rollout": 2}, "on-policy only"),
-        ("olmo3", {"old_from_sampler": True}, "count it twice"),
         ("grpo", {"updates_per_rollout": 0}, "at least 1"),
     ],
 )
@@ -198,7 +192,7 @@ def test_loss_requires() -> None:
     exp, now = batch(0, groups=2, size=2, width=3)
     made = Objective.from_recipe("psr")
     state = made.new_state()
-    plan = made.plan(exp, made.advantages(exp, state), state)
+    plan = made.plan(exp, *made.advantages(exp, state))
     with pytest.raises(UserError, match="needs entropy of the current forward"):
         made.loss(now.logprobs, plan)
 
@@ -208,7 +202,7 @@ def test_run_constants() -> None:
     exp, _ = batch(0, groups=2, size=2, width=3)
     state = made.new_state()
     with pytest.raises(UserError, match="generation limit"):
-        made.plan(exp, made.advantages(exp, state), state)
+        made.plan(exp, *made.advantages(exp, state))
     assert made.for_run(256).describe()["max_tokens"] == 256
     assert made.for_run(256).name == "dr_grpo"
     assert Objective.from_recipe("dr_grpo", max_tokens=3000).for_run(256).describe()["max_tokens"] == 3000
@@ -221,18 +215,27 @@ def test_run_constants() -> None:
 # ------------------------------------------------------------------------------------------------ configuration
 
 
-def test_config_lists_every_choice_and_every_number() -> None:
-    """The YAML face and the parts cannot drift apart."""
+def test_config_is_what_the_parts_say() -> None:
+    """The file is written by a script from the parts: one that is out of date would hide a part or a setting."""
+    assert objectives_config.TARGET.read_text(encoding="utf-8") == objectives_config.render()
     names = {f.name for f in fields(ObjectiveConfig)} - {"recipe"}
-    assert names == known_overrides() | set(CUSTOM)
-    choices: dict[Any, Iterable[str]] = {
-        config.RecipeName: RECIPES, config.AdvantageName: ADVANTAGES, config.RatioName: RATIOS,
-        config.TrustRegionName: TRUST_REGIONS, config.SamplerName: SAMPLER_CORRECTIONS,
-        config.AggregationName: AGGREGATIONS,
-    }  # fmt: skip
-    for literal, known in choices.items():
-        assert set(typing.get_args(literal)) == set(known)
+    assert names == known_overrides()
     assert all(getattr(ObjectiveConfig(), name) is None for name in names)
+
+
+def test_every_setting_has_a_help() -> None:
+    assert [s.name for group in settings().values() for s in group.values() if not s.help] == []
+
+
+def test_a_class_in_the_file_of_its_kind_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Halved(SeqMean):
+        kind: ClassVar[str] = "halved"
+
+    monkeypatch.setattr(aggregation, "Halved", Halved, raising=False)
+    assert "halved" not in find_parts(Aggregation, aggregation), "somebody else's class is no name"
+    monkeypatch.setattr(Halved, "__module__", aggregation.__name__)
+    assert find_parts(Aggregation, aggregation)["halved"] == Halved()
 
 
 def test_config_resolves() -> None:
@@ -285,16 +288,16 @@ class Scaled(Estimator):
         return double_mean(inputs) * self.factor / 2
 
 
-def no_bound(terms: Terms) -> Tensor:
+def no_bound(inputs: SurrogateInputs) -> Tensor:
     """F = rho A."""
-    return terms.ratio * terms.advantages
+    return inputs.ratio * inputs.advantages
 
 
-def one_sided(terms: Terms) -> Surrogate:
+def one_sided(inputs: SurrogateInputs) -> SurrogateOutput:
     """Only the upper clip."""
-    high = (terms.advantages > 0) & (terms.ratio > 1.1)
-    value = torch.where(high, 1.1 * terms.advantages, terms.ratio * terms.advantages)
-    return Surrogate(value, torch.zeros_like(high), high, torch.zeros_like(high))
+    high = (inputs.advantages > 0) & (inputs.ratio > 1.1)
+    value = torch.where(high, 1.1 * inputs.advantages, inputs.ratio * inputs.advantages)
+    return SurrogateOutput(value, torch.zeros_like(high), high, torch.zeros_like(high))
 
 
 def own_objective(clip: float = 0.2) -> Objective:

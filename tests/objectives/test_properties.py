@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from lit_grpo.objectives import RECIPES, Objective
 from lit_grpo.objectives.advantages import AdvantageInputs, GroupStd
-from lit_grpo.objectives.overrides import ADVANTAGES, AGGREGATIONS, SAMPLER_CORRECTIONS, TRUST_REGIONS
 from lit_grpo.objectives.ratios import importance_ratio
+from lit_grpo.objectives.registry import ADVANTAGES, AGGREGATIONS, SAMPLER_CORRECTIONS, TRUST_REGIONS
 from lit_grpo.objectives.regularizers import kl_to_reference
 from lit_grpo.objectives.tensors import Groups, masked
 from lit_grpo.objectives.token_weights import quantile
-from lit_grpo.objectives.trust_regions import Terms
+from lit_grpo.objectives.trust_regions import SurrogateInputs
 from lit_grpo.types import Experience
 from tests.objectives.random_batches import NAMES, Ranks, batch, objective, step
 
@@ -46,7 +46,7 @@ def test_advantages_of_a_group_sum_to_zero(kind: str, first: list[float], second
 @settings(max_examples=20, deadline=None)
 @given(p=st.integers(1, 7))
 def test_mean_size_of_binary_advantages(p: int) -> None:
-    """mean |A| is 2 sqrt(p(1-p)) with the population deviation, 2p(1-p) without, 2 with the variance."""
+    """Mean |A| is 2 sqrt(p(1-p)) with the population deviation, 2p(1-p) without, 2 with the variance."""
     exp = flat([1.0] * p + [0.0] * (8 - p), [0] * 8)
     inputs, share = AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids)), p / 8
     population = replace(ADVANTAGES["group_std"], std_ddof=0, std_eps=0.0)  # type: ignore[type-var]
@@ -69,7 +69,7 @@ def test_uniform_group_and_group_of_one_are_exactly_zero(kind: str, value: float
     )
     exp.old_logprobs, exp.sum_squared_probs = torch.rand(2, 4, 3, dtype=torch.float64).neg().unbind()
     estimator = ADVANTAGES[kind]
-    inputs = AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids), state=estimator.new_state())
+    inputs = AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids))
     result = estimator(inputs)
     if kind == "group_mean_then_whiten":  # whitened over the batch: all returns are equal, so 0 too
         assert not masked(result, exp.mask).any()
@@ -96,9 +96,9 @@ def test_at_ratio_one_all_trust_regions_give_one_gradient(kind: str, seed: int) 
     for ratio in ("token", "sequence", "sequence_token"):
         region = TRUST_REGIONS[kind]
         name = "geometric" if region.per_sequence else ratio
-        terms = Terms(importance_ratio(name, lp, old, exp.mask), advantages, lp, old, exp.mask, beta=1.0)  # type: ignore[arg-type]
-        value = region(terms).value
-        if (penalty := region(terms).penalty) is not None:
+        inputs = SurrogateInputs(importance_ratio(name, lp, old, exp.mask), advantages, lp, old, exp.mask, beta=1.0)  # type: ignore[arg-type]
+        value = region(inputs).value
+        if (penalty := region(inputs).penalty) is not None:
             value = value - penalty
         (grad,) = torch.autograd.grad((masked(value, exp.mask) / n).sum(), lp)
         torch.testing.assert_close(grad, masked(advantages / n, exp.mask), rtol=1e-9, atol=1e-12)
@@ -108,8 +108,8 @@ def test_cispo_at_ratio_one() -> None:
     exp, now = batch(1, groups=2, size=2, width=3)
     lp = masked(now.logprobs, exp.mask).requires_grad_()
     a = torch.ones(4, 3, dtype=torch.float64)
-    terms = Terms(importance_ratio("token", lp, lp.detach(), exp.mask), a, lp, lp.detach(), exp.mask)
-    (grad,) = torch.autograd.grad(masked(TRUST_REGIONS["cispo"](terms).value, exp.mask).sum(), lp)
+    inputs = SurrogateInputs(importance_ratio("token", lp, lp.detach(), exp.mask), a, lp, lp.detach(), exp.mask)
+    (grad,) = torch.autograd.grad(masked(TRUST_REGIONS["cispo"](inputs).value, exp.mask).sum(), lp)
     torch.testing.assert_close(grad, masked(a, exp.mask))
 
 
@@ -129,7 +129,7 @@ def test_first_update_is_the_same_for_all_trust_regions(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["tis_token", "mis_token"])
 @pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("gmpo", "rspo", "sft")])
 def test_token_sampler_weights_multiply_the_policy_gradient(name: str, kind: str) -> None:
-    """P1: with the other terms off, grad becomes c * grad."""
+    """P1: with the other inputs off, grad becomes c * grad."""
     made = objective(name)
     plain = replace(
         made, sampler=SAMPLER_CORRECTIONS["none"],
@@ -285,5 +285,5 @@ def test_weights_of_token_means_add_up_to_one(kind: str) -> None:
     made = replace(objective("grpo"), aggregation=AGGREGATIONS[kind])
     exp, _ = batch(8, groups=3, size=3, width=4)
     state = made.new_state()
-    plan = made.plan(exp, made.advantages(exp, state), state)
+    plan = made.plan(exp, *made.advantages(exp, state))
     assert float((plan.weights * exp.lengths).sum()) == pytest.approx(1.0)

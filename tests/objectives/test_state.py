@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import RECIPES, Objective
-from lit_grpo.objectives.diagnostics import prefix_penalty
 from lit_grpo.objectives.pass_at_k import pass_at_k
-from lit_grpo.objectives.tensors import Groups
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.types import Experience
 from tests.objectives.random_batches import NAMES, batch, objective, step
 
@@ -25,29 +23,30 @@ def test_state_survives_a_checkpoint(name: str) -> None:
     state = made.new_state()
     first, _ = batch(1, groups=2, size=3, width=3)
     second, _ = batch(2, groups=2, size=3, width=3)
-    made.advantages(first, state)
+    _, state = made.advantages(first, state)
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(state.to_dict(), file)
     file.seek(0)
-    restored = torch.load(file, weights_only=True)
-    torch.testing.assert_close(
-        made.advantages(second, restored), made.advantages(second, state), rtol=0, atol=0, equal_nan=True
-    )
+    restored = ObjectiveState.from_dict(torch.load(file, weights_only=True))
     assert restored == state
+    (again, after_restored), (same, after) = made.advantages(second, restored), made.advantages(second, state)
+    torch.testing.assert_close(again, same, rtol=0, atol=0, equal_nan=True)
+    assert after_restored == after
 
 
 def test_history_of_ranks_is_merged() -> None:
     made = objective("dcpo")
     exp, _ = batch(3, groups=4, size=3, width=3)
     whole = made.new_state()
-    parts = [made.new_state(), made.new_state()]
+    ranks = [made.new_state(), made.new_state()]
     for _ in range(2):
-        made.advantages(exp, whole)
+        _, whole = made.advantages(exp, whole)
         for rank, rows in enumerate((torch.arange(6), torch.arange(6, 12))):
-            made.advantages(exp.select(rows), parts[rank])
-        merged = made.merge_states(parts)
+            _, ranks[rank] = made.advantages(exp.select(rows), ranks[rank])
+        merged = made.merge_states(ranks)
         assert merged == whole
-        parts = [made.merge_states(parts), made.merge_states(parts)]
+        ranks = [merged, merged]
+    assert {history.visits for history in whole.prompts.values()} == {2}
 
 
 def test_dcpo_uniform_group_teaches_on_a_later_visit() -> None:
@@ -60,9 +59,9 @@ def test_dcpo_uniform_group_teaches_on_a_later_visit() -> None:
     state = made.new_state()
     mixed = replace(exp, rewards=torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
     uniform = replace(exp, rewards=torch.ones(4, dtype=torch.float64))
-    assert not made.advantages(uniform, made.new_state()).any()
-    made.advantages(mixed, state)
-    assert (made.advantages(uniform, state) > 0).all()
+    assert not made.advantages(uniform, state)[0].any()
+    _, state = made.advantages(mixed, state)
+    assert (made.advantages(uniform, state)[0] > 0).all()
 
 
 def test_adaptive_beta() -> None:
@@ -70,14 +69,15 @@ def test_adaptive_beta() -> None:
     state = made.new_state()
     exp, now = batch(3, groups=2, size=3, width=3)
     for kl, beta in ((0.016, 2.0), (0.01, 2.0), (0.006, 1.0)):
-        made.end_of_rollout(state, {"kl/old_k3": kl})
-        assert state["beta"] == beta
-    state["beta"] = 7.0
-    advantages = made.advantages(exp, state)
+        state = made.end_of_rollout(state, approx_kl=kl)
+        assert state.beta == beta
+    assert made.end_of_rollout(state, approx_kl=None) == state, "no step was taken, so nothing was measured"
+    advantages, state = made.advantages(exp, replace(state, beta=7.0))
     assert made.plan(exp, advantages, state).beta == 7.0
     fixed = Objective.from_recipe("trpo_penalty")
-    assert "beta" not in fixed.new_state()
-    assert fixed.plan(exp, fixed.advantages(exp, {}), {}).beta == 1.0
+    assert fixed.new_state().beta is None
+    assert fixed.end_of_rollout(fixed.new_state(), approx_kl=1.0) == fixed.new_state()
+    assert fixed.plan(exp, *fixed.advantages(exp, fixed.new_state())).beta == 1.0
     assert step(fixed, exp, now)[2].metrics["loss/kl_old"].total > 0
 
 
@@ -86,11 +86,10 @@ def test_initial_entropy_is_measured_first() -> None:
     assert made.initial_entropy_prompts == 100
     state = made.new_state()
     exp, _ = batch(3, groups=2, size=3, width=3)
-    advantages = made.advantages(exp, state)
+    advantages, state = made.advantages(exp, state)
     with pytest.raises(UserError, match="untouched model"):
         made.plan(exp, advantages, state)
-    made.set_initial_entropy(state, 0.3)
-    plan = made.plan(exp, advantages, state)
+    plan = made.plan(exp, advantages, state.with_initial_entropy(0.3))
     assert plan.active.any()
     assert objective("gtpo").initial_entropy_prompts == 0
     assert Objective.from_recipe("grpo").initial_entropy_prompts == 0
@@ -107,12 +106,12 @@ def test_label_noise_flips_its_share_and_is_seeded() -> None:
     assert not torch.equal(flips, other.shaping.flips(exp, 0))
     # A step of some prompts sees the flips that the rollout's advantages were made with.
     state = made.new_state()
-    made.advantages(exp, state)
+    _, state = made.advantages(exp, state)
     base, _ = made.rewards(exp, state)
     assert torch.equal(base, torch.where(flips, 1 - exp.rewards, exp.rewards))
     rows = torch.arange(40, 80)
     assert torch.equal(made.rewards(exp.select(rows), state)[0], base[rows])
-    made.advantages(exp, state)
+    _, state = made.advantages(exp, state)
     assert not torch.equal(made.rewards(exp, state)[0], base)
 
 
@@ -170,22 +169,38 @@ def test_soft_overlong_does_not_rescue_a_uniform_group() -> None:
     made = Objective.from_recipe("dapo", overlong_max=4, overlong_cache=3)
     exp, _ = batch(5, groups=1, size=3, width=4)
     exp = replace(exp, rewards=torch.zeros(3, dtype=torch.float64), lengths=torch.tensor([1, 3, 4]))
-    state: dict[str, Any] = made.new_state()
-    advantages = made.advantages(exp, state)
+    advantages, state = made.advantages(exp, made.new_state())
     assert advantages.any()
     assert made.plan(exp, advantages, state).empty
 
 
-def test_prefix_penalty() -> None:
-    ids = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 0]])
-    lengths = torch.tensor([3, 3, 2])
-    mask = torch.arange(3)[None] < lengths[:, None]
-    a = torch.tensor([1.0, -0.5, -0.5])
-    got = prefix_penalty(ids, mask, lengths, a, Groups.of(torch.zeros(3, dtype=torch.long)))
-    first = 1 / 3 - 0.5 / 3 - 0.5 / 2
-    shared = 1 / 3 - 0.5 / 3
-    want = torch.tensor([[first, shared, 1 / 3], [first, shared, -0.5 / 3], [first, -0.25, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(got, want)
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_never_changed_in_place(name: str) -> None:
+    made = objective(name)
+    exp, _ = batch(1, groups=2, size=3, width=3)
+    _, state = made.advantages(exp, made.new_state())
+    before = state.to_dict()
+    _, after = made.advantages(exp, state)
+    made.end_of_rollout(after, approx_kl=0.5)
+    made.merge_states([state, after])
+    assert state.to_dict() == before
+
+
+def test_a_reward_range_of_all_ranks_is_the_widest() -> None:
+    made = Objective.from_recipe("ppo")
+    unknown, low, high = made.new_state(), ObjectiveState(reward_range=(-1, 0.5)), ObjectiveState(reward_range=(0, 2))
+    assert made.merge_states([unknown, low, high]).reward_range == (-1, 2)
+    assert made.merge_states([low, unknown]).reward_range == (-1, 0.5)
+    assert made.merge_states([unknown, unknown]) == unknown
+
+
+def test_another_objective_keeps_the_memory_that_both_use() -> None:
+    state = ObjectiveState(beta=3.0, reward_range=(0.0, 1.0), initial_entropy=0.2)
+    adaptive = Objective.from_recipe("trpo_penalty", trpo_target_kl=0.1)
+    assert adaptive.adopt_state(state) == ObjectiveState(beta=3.0, reward_range=(0.0, 1.0))
+    assert adaptive.adopt_state(ObjectiveState()).beta == 1.0
+    assert Objective.from_recipe("grpo").adopt_state(state) == ObjectiveState()
+    assert Objective.from_recipe("gtpo").adopt_state(state).initial_entropy == 0.2
 
 
 def test_pass_at_k_edges() -> None:

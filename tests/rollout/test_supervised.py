@@ -30,8 +30,7 @@ def test_the_loss_by_hand() -> None:
         experience = Experience(
             torch.tensor([2, 3]), torch.arange(2), torch.tensor(rewards), torch.zeros(2, dtype=torch.bool), width=3
         )
-        advantages = made.advantages(experience, made.new_state())
-        out = made.loss(logprobs, made.plan(experience, advantages, made.new_state()))
+        out = made.loss(logprobs, made.plan(experience, *made.advantages(experience, made.new_state())))
         (gradient,) = torch.autograd.grad(out.loss, logprobs)
         assert float(out.loss) == pytest.approx(2.1 / 5)
         torch.testing.assert_close(gradient, -torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.float64) / 5)
