@@ -37,7 +37,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     module, recorder = tiny.module(objective=ObjectiveConfig(recipe="dcpo")), tiny.Recorder()
     trainer = tiny.trainer(devices=2, strategy="ddp", callbacks=[recorder])
     trainer.fit(module, datamodule=tiny.data(rollouts=2))
-    seen = {"state": module.objective_state, "prompts": recorder.prompts, "weights": tiny.weights(module)}
+    seen = {"state": module.objective_state.to_dict(), "prompts": recorder.prompts, "weights": tiny.weights(module)}
     torch.save(seen, f"{folder}/{rank}.pt")
 
 
