@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.files import move_into_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -217,7 +218,6 @@ def _write(model: PreTrainedModel, policy: PolicyConfig, target: Path) -> None:
     tokenizer = load_tokenizer(policy)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    aside = target.with_name(f".{target.name}.old-{os.getpid()}")
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -225,13 +225,6 @@ def _write(model: PreTrainedModel, policy: PolicyConfig, target: Path) -> None:
         if base is not None and base.is_file():
             # As it is: transformers refuses to write some of the files that it reads.
             shutil.copy(base, temporary / base.name)
-        if target.exists():
-            target.rename(aside)
-        temporary.rename(target)
+        move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if aside.exists():
-            if target.exists():
-                shutil.rmtree(aside)
-            else:
-                aside.rename(target)

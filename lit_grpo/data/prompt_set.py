@@ -15,6 +15,7 @@ from lit_grpo.data.cleaning import CONTAMINATED, TOO_LONG, letters
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import Prompt
+from lit_grpo.utils.files import write_atomically
 
 _CHECKED_WITHIN = 100_000
 """Held-out questions that training questions are compared with unasked."""
@@ -127,20 +128,19 @@ def write_dropped(sets: Sequence[PromptSet], path: str) -> None:
     """A JSON object a line for every row that was left out."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        for one in sets:
-            for item in one.dropped:
-                record = {
-                    "id": item.row.id,
-                    "set": one.name,
-                    "source": item.row.source,
-                    "reason": item.reason,
-                    "other": item.other,
-                    "where": item.row.where,
-                }
-                out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    temporary.replace(file)
+    records = [
+        {
+            "id": item.row.id,
+            "set": one.name,
+            "source": item.row.source,
+            "reason": item.reason,
+            "other": item.other,
+            "where": item.row.where,
+        }
+        for one in sets
+        for item in one.dropped
+    ]
+    write_atomically(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

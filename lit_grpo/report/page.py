@@ -13,6 +13,7 @@ from lit_grpo.report.charts import Mark, Picture, draw_histograms, draw_panels, 
 from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
 from lit_grpo.report.samples import BOUNDS, choose_steps, moment, read_records
 from lit_grpo.run.folder import REPORT_FILE
+from lit_grpo.utils.files import write_atomically
 
 PHASES = (
     ("time/sync", "weights to the engine"),
@@ -41,9 +42,7 @@ def write_report(run: Run, folder: Path, how: str | None = None) -> Path:
     for picture in pictures:
         (images / f"{picture.name}.png").write_bytes(picture.png)
     path = folder / REPORT_FILE
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(html, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, html)
     return path
 
 

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.utils.files import write_atomically
+
 FOLDER = "flight"
 """In the folder of the run."""
 TOKENS_FILE = "tokens.jsonl"
@@ -89,10 +91,8 @@ def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any
     """
     from safetensors.torch import save
 
-    temporary = path.with_name(f".{path.name}.tmp")
     data = save(dict(tensors), metadata={"rollout": json.dumps(rollout)})
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    write_atomically(path, data)
     return len(data)
 
 

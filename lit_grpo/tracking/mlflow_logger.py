@@ -23,6 +23,7 @@ from lit_grpo.run.folder import RunRecord, shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
+from lit_grpo.utils.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -228,9 +229,7 @@ class RunLogger(Logger, RunRecord):
     def _write(self, text: str, name: str) -> Path:
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
+        write_atomically(path, text)
         return path
 
     @rank_zero_only

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from lit_grpo.cli.training import _quiet
 from lit_grpo.commands.filter.journal import Journal, Rate, all_rates_paths, rates_path
 from lit_grpo.commands.filter.options import Options
 from lit_grpo.errors import UserError
+from lit_grpo.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from lit_grpo.types import Prompt
@@ -107,9 +107,4 @@ def write(output: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """All of it or nothing."""
     output.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in records).encode()
-    temporary = output.with_name(f".{output.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(output)
+    write_atomically(output, gzip.compress(content, mtime=0) if output.name.endswith(".gz") else content)

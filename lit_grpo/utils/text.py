@@ -1,0 +1,26 @@
+"""Text for messages, tables and parameters that have limited room."""
+
+from __future__ import annotations
+
+
+def shorten(text: str, limit: int, mark: str = "...", *, keep_end: bool = False) -> str:
+    """Cut a text to at most ``limit`` characters, with ``mark`` where something was left out.
+
+    Args:
+        text: returned as it is where it fits.
+        limit: characters of the result, the mark included.
+        mark: stands for what was left out; ``{omitted}`` in it becomes the number of characters that are missing.
+        keep_end: cut in the middle and keep both ends, as for completions, whose answer is usually at the end.
+
+    >>> shorten("a long sentence", 10)
+    'a long ...'
+    >>> shorten("2 + 2 is, after much thought, 4", 15, keep_end=True)
+    '2 + 2 ...ght, 4'
+    """
+    if len(text) <= limit:
+        return text
+    # With the number of the whole text the room for the mark is never too small.
+    kept = max(0, limit - len(mark.replace("{omitted}", str(len(text)))))
+    mark = mark.replace("{omitted}", str(len(text) - kept))
+    tail = kept // 2 if keep_end else 0
+    return text[: kept - tail] + mark + text[len(text) - tail :]
