@@ -16,6 +16,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import Prompt
 from lit_grpo.utils.files import write_atomically
+from lit_grpo.utils.text import shorten
 
 _CHECKED_WITHIN = 100_000
 """Held-out questions that training questions are compared with unasked."""
@@ -152,8 +153,9 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     form, before = now["format"], saved["format"]
     for key, value in form.items():
         if before.get(key) != value:
+            was, is_now = shorten(repr(before.get(key)), 60), shorten(repr(value), 60)
             raise UserError(
-                f"the checkpoint was trained with another {key}: {_short(before.get(key))}, not {_short(value)}",
+                f"the checkpoint was trained with another {key}: {was}, not {is_now}",
                 where=f"data.format.{key}",
                 remedy="set it as it was, or start a new run: lit-grpo export, then model.policy.path",
             )
@@ -201,8 +203,3 @@ def _cleaned(
 
 def _named(row: Row, source: PromptSource) -> Row:
     return row if row.id.rpartition("/")[0] else replace(row, id=f"{source.name}/{row.id}")
-
-
-def _short(text: Any) -> str:
-    text = repr(text)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,6 +10,7 @@ from typing import Literal
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.text import shorten
 
 OnError = Literal["raise", "zero"]
 
@@ -141,7 +142,7 @@ def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: 
     try:
         checked = Score(float(score[0]), *score[1:]) if isinstance(score, tuple) else Score(float(score))
     except Exception:  # None, text, a tensor of several values, ...
-        problem = f"gave {_shorten(repr(score), 80)}, which is not a number"
+        problem = f"gave {_both_ends(repr(score), 80)}, which is not a number"
     else:
         if math.isfinite(checked.value):
             return checked
@@ -152,16 +153,12 @@ def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: 
 
 
 def _error_of(reward: Reward, item: RewardInput, problem: str) -> RewardError:
-    return RewardError(reward.name, problem, item.prompt.id, _shorten(item.text, _SAMPLE_LENGTH))
+    return RewardError(reward.name, problem, item.prompt.id, _both_ends(item.text, _SAMPLE_LENGTH))
 
 
 def _describe(error: Exception) -> str:
-    return _shorten(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
+    return _both_ends(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
 
 
-def _shorten(text: str, length: int) -> str:
-    """Both ends of a long text: the answer is usually at its end."""
-    if len(text) <= length:
-        return text
-    half = length // 2
-    return f"{text[:half]} […{len(text) - 2 * half} characters…] {text[-half:]}"
+def _both_ends(text: str, limit: int) -> str:
+    return shorten(text, limit, " […{omitted} characters…] ", keep_end=True)

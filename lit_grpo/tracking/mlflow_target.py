@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.tracking.sender import Refused
+from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -140,7 +141,7 @@ class MlflowTarget:
 
         # MLflow refuses to change a parameter. After a resume with other settings the first value stays, and the tag
         # names what changed.
-        shown = {_clean(key): _cut(value) for key, value in params.items()}
+        shown = {_clean(key): shorten(value, PARAM_LENGTH, CUT_MARK) for key, value in params.items()}
         new = {key: value for key, value in shown.items() if key not in self._params}
         changed = sorted(key for key, value in shown.items() if self._params.get(key, value) != value)
         items = [Param(key, value) for key, value in new.items()]
@@ -196,7 +197,3 @@ def _final_errors() -> Iterator[None]:
 def _clean(key: str) -> str:
     """What MLflow takes as a name: ``pass@8`` is ``pass_at_8`` there."""
     return re.sub(r"[^a-zA-Z0-9_/. -]+", "_", key.replace("@", "_at_"))[:250]
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= PARAM_LENGTH else value[: PARAM_LENGTH - len(CUT_MARK)] + CUT_MARK

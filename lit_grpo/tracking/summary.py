@@ -19,6 +19,7 @@ from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
 from lit_grpo.run.stop import KEYBOARD, stop_reason
 from lit_grpo.tracking.curves import PANELS, draw_curves
+from lit_grpo.utils.text import shorten
 
 log = logging.getLogger(__name__)
 
@@ -234,10 +235,6 @@ def show(title: str, facts: list[tuple[str, str]], samples: list[Sample]) -> Non
 
 
 def _one_line(text: str, limit: int) -> str:
-    """The text with line breaks and control characters visible, cut in the middle if it is long."""
-
+    """Make line breaks and control characters visible, and cut a long text in the middle."""
     flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    if not flat:
-        return "(empty)"
-    half = limit // 2 - 3
-    return flat if len(flat) <= limit else f"{flat[:half]} [...] {flat[-half:]}"
+    return shorten(flat, limit, " [...] ", keep_end=True) or "(empty)"

@@ -10,6 +10,7 @@ from lit_grpo.data import PromptFormat
 from lit_grpo.rewards import Reward
 from lit_grpo.rewards.combine import score_all
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout
+from lit_grpo.utils.text import shorten
 
 GOLD_FORMATS = ("{answer}", r"\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", ":{answer}", "={answer}",
                 "<answer>{answer}</answer>")  # fmt: skip
@@ -154,7 +155,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     if not all(taken):
         wrong = prompts[taken.index(False)]
         return Result(name, "fail", f"{reward.name} takes {sum(taken)} of {len(prompts)} golds; not that of "
-                      f"{wrong.id!r}: {_cut(answers[taken.index(False)])!r}",
+                      f"{wrong.id!r}: {shorten(answers[taken.index(False)], 40)!r}",
                       "mend the row or choose a verifier that reads it; else such prompts are never right",
                       values)  # fmt: skip
     others = [next((a for a in answers[i + 1 :] + answers[:i] if a.strip() != answers[i].strip()), None)
@@ -165,8 +166,8 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     if any(fooled):
         prompt, other = pairs[fooled.index(True)]
         return Result(name, "fail" if sum(fooled) > 0.05 * len(fooled) else "warn",
-                      f"{reward.name} takes {sum(fooled)} of {len(fooled)} wrong answers: {_cut(other)!r} for "
-                      f"{prompt.id!r}, whose gold is {_cut(str(prompt.answer))!r}",
+                      f"{reward.name} takes {sum(fooled)} of {len(fooled)} wrong answers: {shorten(other, 40)!r} for "
+                      f"{prompt.id!r}, whose gold is {shorten(str(prompt.answer), 40)!r}",
                       "equal in value? Else the verifier is too lenient and will be exploited", values)  # fmt: skip
     found = f"{reward.name} takes all {len(prompts)} golds as {best!r} and none of {len(pairs)} wrong ones"
     return Result(name, "pass", found, values=values)
@@ -182,7 +183,3 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
         ids = (*encoded, *end)
         batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), text))
     return [score.value > 0 for score in score_all([reward], batch, "zero")[reward.name]] if batch else []
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:37]}..."

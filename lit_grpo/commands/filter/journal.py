@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.text import shorten
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,12 @@ class Journal:
     def _compare(self, before: Mapping[str, Any]) -> None:
         for key in self.settings | dict(before):
             if before.get(key) != self.settings.get(key):
+                was, is_now = (
+                    shorten(json.dumps(settings.get(key), ensure_ascii=False), 120)
+                    for settings in (before, self.settings)
+                )
                 raise UserError(
-                    f"{self.path} holds pass rates of other settings: {key} was {_short(before.get(key))}, now it is "
-                    f"{_short(self.settings.get(key))}",
+                    f"{self.path} holds pass rates of other settings: {key} was {was}, now it is {is_now}",
                     where=str(self.path),
                     remedy="give another --output, or remove that file to begin anew",
                 )
@@ -110,8 +114,3 @@ def weights_identity(folders: Sequence[str | None]) -> list[list[Any]]:
         kinds = {".safetensors", ".bin", ".pt", ".ckpt", ".distcp", ".gguf"}
         found += [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files if p.suffix in kinds]
     return found
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 120 else f"{text[:117]}..."
