@@ -10,6 +10,7 @@ import re
 from types import ModuleType
 
 from lit_grpo.errors import nearest
+from lit_grpo.utils.imports import import_by_path
 
 OUR_MODULES = ("lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.tracking")
 """Where classes for ``class_path`` live."""
@@ -81,8 +82,7 @@ def arguments_of(class_path: str) -> list[str]:
     """Names of a class's arguments; empty if it cannot be imported."""
     names: list[str] = []
     try:
-        module, _, name = class_path.rpartition(".")
-        for kind in inspect.getmro(getattr(importlib.import_module(module), name)):
+        for kind in inspect.getmro(import_by_path(class_path)):
             if "__init__" not in vars(kind):
                 continue
             parameters = list(inspect.signature(vars(kind)["__init__"]).parameters.values())[1:]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.isolation.pool import WorkerPool
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.imports import import_by_path
 
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "text": lambda item: item.text,
@@ -157,28 +157,19 @@ class FunctionReward(Reward):
 
 
 def find_function(path: str) -> Callable[..., Any]:
-    """The function at an import path.
+    """Import the function at ``package.module.name`` or ``package.module:name``.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not there, or is no function.
     """
-    module, _, name = path.replace(":", ".").rpartition(".")
+    path = path.replace(":", ".")
     where = "FunctionReward.function"
-    if not module:
-        raise UserError(f"{path!r} is no import path", where=where, remedy="as in my_module.my_function")
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{module} cannot be imported: {error}", where=where, remedy="is it in the folder you are in?"
-        ) from error
-    found = getattr(imported, name, None)
+    found = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
+    # A class is callable too, but what it makes is no score.
     if not callable(found) or inspect.isclass(found):
-        names = [key for key, value in vars(imported).items() if inspect.isfunction(value)]
-        near = nearest(name, names)
-        remedy = f"did you mean {module}.{near}?" if near else f"its functions: {', '.join(names) or '(none)'}"
-        raise UserError(f"{module} has no function {name!r}", where=where, remedy=remedy)
-    return found
+        module, _, name = path.rpartition(".")
+        raise UserError(f"{module} has no function {name!r}, only a {type(found).__name__}", where=where)
+    return found  # type: ignore[no-any-return]
 
 
 def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any]) -> tuple[list[str], bool]:

@@ -71,6 +71,7 @@ def main(control_fd: int, parent: int) -> None:
                 _kill(child, children)
 
 
+# Its own import by path: this file is run as a script, before lit_grpo can be imported.
 def _import(module: str, name: str) -> tuple[Callable[[Any], Any], Callable[[], None] | None]:
     imported = importlib.import_module(module)
     warm_up = getattr(imported, "warm_up", None)
