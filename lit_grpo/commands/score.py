@@ -222,11 +222,11 @@ def judge(
     items: Sequence[tuple[RewardInput, Any]], rewards: Sequence[Reward], on_error: OnError, file: TextIO
 ) -> Totals:
     """Write one line for each item, in order."""
-    from lit_grpo.rewards.base import judging_reward
+    from lit_grpo.rewards.base import primary_reward
     from lit_grpo.rewards.combine import score_all
 
     began = time.perf_counter()
-    judging = judging_reward(rewards)
+    primary = primary_reward(rewards)
     right = late = broken = 0
     sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
     for start in range(0, len(items), _CHUNK):
@@ -234,7 +234,7 @@ def judge(
         scores = score_all(rewards, [item for item, _ in chunk], on_error)
         for i, (_, identity) in enumerate(chunk):
             mine = {name: column[i] for name, column in scores.items()}
-            correct = judging.correct(mine[judging.name].value) if judging else None
+            correct = primary.correct(mine[primary.name].value) if primary else None
             timed_out, failed = any(s.timed_out for s in mine.values()), any(s.failed for s in mine.values())
             line: dict[str, Any] = {
                 "correct": correct,
@@ -251,7 +251,7 @@ def judge(
                 sums[name] += score.value
         file.flush()
     means = {name: total / max(1, len(items)) for name, total in sums.items()}
-    return Totals(len(items), right, judging is not None, late, broken, means, time.perf_counter() - began)
+    return Totals(len(items), right, primary is not None, late, broken, means, time.perf_counter() - began)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ the expectation is that of k fresh samples, whatever n is. Plain Python and nump
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import comb
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from lit_grpo.errors import UserError
 from lit_grpo.objectives.pass_at_k import pass_at_k
 
-__all__ = ["best_of_k", "default_ks", "maj_at_k", "majority", "pass_at_k", "standard_error"]
+__all__ = ["best_of_k", "default_ks", "majority", "pass_at_k", "standard_error"]
 
 
 def majority(sizes: Sequence[int], shares: Sequence[float], silent: int, ks: Sequence[int]) -> list[float]:
@@ -69,23 +68,6 @@ def _with_answer(ways: np.ndarray, size: int, votes: int) -> np.ndarray:
     if votes <= room:
         after[1:, votes:] += comb(size, votes) * ways[:-1, : room + 1 - votes]
     return after
-
-
-def maj_at_k(answers: Sequence[Hashable | None], correct: Hashable, k: int, *, none_votes: bool = False) -> float:
-    """:func:`majority` of one list of answers.
-
-    Args:
-        answers: one parsed answer per sample; None where there is none.
-        correct: the right answer.
-        k: votes.
-        none_votes: let missing answers vote as one class; by default they take a place but have no vote.
-
-    Raises:
-        UserError: fewer samples than k.
-    """
-    sizes = Counter(answers)
-    silent = 0 if none_votes else sizes.pop(None, 0)
-    return majority(list(sizes.values()), [float(answer == correct) for answer in sizes], silent, [k])[0]
 
 
 def best_of_k(scores: Sequence[float], correct: Sequence[float], ks: Sequence[int]) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_grpo.evaluation.judging import Judged, answer_classes, selector_scores
+from lit_grpo.evaluation.grading import Graded, answer_classes, selector_scores
 from lit_grpo.evaluation.metrics import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
 from lit_grpo.evaluation.sets import EvaluationPart
 from lit_grpo.types import Rollout, Sampling
@@ -58,11 +58,11 @@ class Evaluator:
 
     def update(self, batch: Rollout) -> list[dict[str, Any]]:
         """Add a batch; gives one record a completion, see :func:`records`."""
-        judged = judged_of(batch)
-        key = judged.part.set or self.stage, judged.part.greedy
+        graded = graded_of(batch)
+        key = graded.part.set or self.stage, graded.part.greedy
         if key not in self._meters:
-            self._meters[key] = _PartMeters(batch, judged, self.device)
-        self._meters[key].update(batch, judged)
+            self._meters[key] = _PartMeters(batch, graded, self.device)
+        self._meters[key].update(batch, graded)
         return records(batch)
 
     def compute(self) -> EvaluationResult:
@@ -79,23 +79,23 @@ class Evaluator:
 class _PartMeters:
     """The metrics of one part of a set."""
 
-    def __init__(self, batch: Rollout, judged: Judged, device: torch.device | str) -> None:
-        self.part = judged.part
-        n, ks = batch.group_size, judged.part.ks
+    def __init__(self, batch: Rollout, graded: Graded, device: torch.device | str) -> None:
+        self.part = graded.part
+        n, ks = batch.group_size, graded.part.ks
         self.means = PromptMean(
             ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated", "no_answer"]
         )
-        judges = judged.correct is not None
-        self.passed = PassAtK(ks) if judges else None
-        self.average = AvgAtK(n) if judges and n > 1 else None
-        self.voted = MajAtK(ks) if judges and n > 1 and judged.answers is not None else None
-        self.best = {name: BestOfK(ks, name) for name in judged.part.best_of if judges}
+        has_verdicts = graded.correct is not None
+        self.passed = PassAtK(ks) if has_verdicts else None
+        self.average = AvgAtK(n) if has_verdicts and n > 1 else None
+        self.voted = MajAtK(ks) if has_verdicts and n > 1 and graded.answers is not None else None
+        self.best = {name: BestOfK(ks, name) for name in graded.part.best_of if has_verdicts}
         self.all: list[Metric] = [self.means, *self.best.values()]
         self.all += [metric for metric in (self.passed, self.average, self.voted) if metric is not None]
         for metric in self.all:
             metric.to(device)
 
-    def update(self, batch: Rollout, judged: Judged) -> None:
+    def update(self, batch: Rollout, graded: Graded) -> None:
         names, n = [prompt.id for prompt in batch.prompts], batch.group_size
         columns = [batch.reward, *batch.rewards.values()]
         columns += [torch.tensor([float(len(c.token_ids)) for c in batch.completions])]
@@ -103,14 +103,14 @@ class _PartMeters:
         without = torch.full((len(batch.completions),), math.nan)
         columns += [without if batch.no_answer is None else batch.no_answer]
         self.means.update(torch.stack([_by_prompt(column, n) for column in columns], 1), names)
-        if self.passed is None or judged.correct is None:
+        if self.passed is None or graded.correct is None:
             return
-        correct = judged.correct.view(-1, n)
+        correct = graded.correct.view(-1, n)
         self.passed.update(correct, names)
         if self.average is not None:
             self.average.update(correct, names)
-        if self.voted is not None and judged.answers is not None:
-            self.voted.update(correct, answer_classes(judged.correct, judged.answers, n), names)
+        if self.voted is not None and graded.answers is not None:
+            self.voted.update(correct, answer_classes(graded.correct, graded.answers, n), names)
         for selector, metric in self.best.items():
             metric.update(correct, selector_scores(batch, selector), names)
 
@@ -130,32 +130,32 @@ def _greedy_name(key: str) -> str:
     return key.replace("pass@1", "greedy") if key.startswith("pass@1") else f"greedy/{key}"
 
 
-def judged_of(batch: Rollout) -> Judged:
+def graded_of(batch: Rollout) -> Graded:
     """What the loader knows of a batch; of a loader of one's own: a reward of 1 or more is right."""
-    if isinstance(batch.evaluation, Judged):
+    if isinstance(batch.evaluation, Graded):
         return batch.evaluation
     part = EvaluationPart("", batch.group_size, Sampling(temperature=batch.temperature), tuple({1, batch.group_size}))
-    return Judged(part, batch.reward >= 1, None, [])
+    return Graded(part, batch.reward >= 1, None, [])
 
 
 def records(batch: Rollout) -> list[dict[str, Any]]:
     """One record a completion, as plain values: what is saved of an evaluation."""
-    judged, size = judged_of(batch), batch.group_size
+    graded, size = graded_of(batch), batch.group_size
     out = []
     for i, text in enumerate(batch.texts):
         prompt, completion = batch.prompts[i // size], batch.completions[i]
         out.append(
             {
                 "id": prompt.id,
-                "set": judged.part.set,
+                "set": graded.part.set,
                 "sample": i % size,
-                "greedy": judged.part.sampling.temperature <= 0,
-                "seed": judged.seeds[i] if judged.seeds else None,
+                "greedy": graded.part.sampling.temperature <= 0,
+                "seed": graded.seeds[i] if graded.seeds else None,
                 "question": prompt.question,
                 "answer": prompt.answer,
                 "completion": text,
-                "final_answer": None if judged.answers is None else judged.answers[i],
-                "correct": None if judged.correct is None else bool(judged.correct[i]),
+                "final_answer": None if graded.answers is None else graded.answers[i],
+                "correct": None if graded.correct is None else bool(graded.correct[i]),
                 "reward": float(batch.reward[i]),
                 "rewards": {name: float(values[i]) for name, values in batch.rewards.items()},
                 "finish_reason": completion.finish_reason,

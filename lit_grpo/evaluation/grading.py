@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lit_grpo.evaluation.sets import LOGPROB, TOTAL, EvaluationPart
-from lit_grpo.rewards.base import Reward, judging_reward
+from lit_grpo.rewards.base import Reward, primary_reward
 from lit_grpo.types import RewardInput, Rollout
 
 
 @dataclass
-class Judged:
+class Graded:
     """What an evaluation knows of a batch besides its rewards; ``Rollout.evaluation`` holds it."""
 
     part: EvaluationPart
@@ -26,11 +26,11 @@ class Judged:
     """Of each completion."""
 
 
-def judge(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, seeds: list[int]) -> Judged:
-    """Judge a scored rollout by the first of ``rewards`` that says what is right."""
-    reward = judging_reward(rewards)
+def grade(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, seeds: list[int]) -> Graded:
+    """Grade a scored rollout by the first of ``rewards`` that says what is right."""
+    reward = primary_reward(rewards)
     if reward is None:
-        return Judged(part, None, None, seeds)
+        return Graded(part, None, None, seeds)
     size = rollout.group_size
     items = [
         RewardInput(rollout.prompts[i // size], completion, text)
@@ -39,7 +39,7 @@ def judge(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, see
     given = reward.final_answers(items)
     answers = None if given is None else list(given)
     right = [reward.correct(value) for value in rollout.rewards[reward.name].tolist()]
-    return Judged(part, torch.tensor(right, dtype=torch.bool), answers, seeds)
+    return Graded(part, torch.tensor(right, dtype=torch.bool), answers, seeds)
 
 
 def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: int) -> Tensor:

@@ -104,7 +104,7 @@ def resolve_sets(
     sampling: Sampling | None,
     training: Sampling,
     selectors: Sequence[str],
-    judging: str | None,
+    primary_reward: str | None,
 ) -> list[ResolvedSet]:
     """All sets of a stage, in the order of the YAML.
 
@@ -116,7 +116,7 @@ def resolve_sets(
         sampling: ``data.eval_sampling``; None: see :class:`EvaluationSet`.
         training: how training completions are drawn.
         selectors: names of the rewards.
-        judging: name of the reward that says what is correct, if any does.
+        primary_reward: name of the reward that says what is correct, if any does.
 
     Raises:
         UserError: a set without questions, two of one name, or a setting that contradicts another.
@@ -131,7 +131,7 @@ def resolve_sets(
         known = {name: EvaluationSet(single), **known}
         places[name] = f"data.{stage}_prompts"
     return [
-        _resolve(name, given, places[name], samples, sampling, training, selectors, judging)
+        _resolve(name, given, places[name], samples, sampling, training, selectors, primary_reward)
         for name, given in known.items()
     ]
 
@@ -144,7 +144,7 @@ def _resolve(
     sampling: Sampling | None,
     training: Sampling,
     selectors: Sequence[str],
-    judging: str | None,
+    primary_reward: str | None,
 ) -> ResolvedSet:
     if not re.fullmatch(r"[\w.-]+", name):
         raise UserError(f"{name!r} cannot be the name of a set: its metrics are logged under it", where=where,
@@ -164,7 +164,7 @@ def _resolve(
     if ks[0] < 1 or ks[-1] > count:
         raise UserError(f"k = {ks} with {count} samples of each question", where=f"{where}.k",
                         remedy=f"keep k between 1 and samples, or raise samples to {ks[-1]}")  # fmt: skip
-    best_of = _selectors(given, where, count, selectors, judging)
+    best_of = _selectors(given, where, count, selectors, primary_reward)
     parts = [EvaluationPart(name, count, drawn, tuple(ks), best_of)]
     if given.greedy and drawn.temperature > 0:
         parts.append(EvaluationPart(name, 1, replace(drawn, temperature=0.0, top_p=1.0, top_k=0), greedy=True))
@@ -172,10 +172,10 @@ def _resolve(
 
 
 def _selectors(
-    given: EvaluationSet, where: str, count: int, selectors: Sequence[str], judging: str | None
+    given: EvaluationSet, where: str, count: int, selectors: Sequence[str], primary_reward: str | None
 ) -> tuple[str, ...]:
     if given.best_of is None:
-        return (LOGPROB, *(s for s in selectors if s != judging)) if count > 1 else ()
+        return (LOGPROB, *(s for s in selectors if s != primary_reward)) if count > 1 else ()
     for name in given.best_of:
         if name not in (LOGPROB, TOTAL, *selectors):
             close = nearest(name, (LOGPROB, TOTAL, *selectors))

@@ -29,7 +29,7 @@ class ChoiceReward(Reward):
     """
 
     needs_answer = True
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(self, letters: str = "ABCDEFGHIJ", weight: float = 1.0, name: str | None = "choice") -> None:

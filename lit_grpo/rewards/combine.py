@@ -1,4 +1,4 @@
-"""Run every reward on a batch and hold it to its contract: one finite number for each completion."""
+"""Every reward run on a batch and held to its contract: one finite number for each completion."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SAMPLE_LENGTH = 400
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or gave something that is no finite number. Stops the run and shows the sample.
+    """Failure of a reward that raised or gave no finite number; stops the run and shows the sample.
 
     Args:
         reward: name of the reward.
-        problem: what it did.
-        prompt_id: prompt of the completion at fault, or None where the batch as a whole is.
-        sample: that completion's text, shortened.
+        problem: what it did, as the predicate of a sentence.
+        prompt_id: prompt of the completion at fault, or None where the batch as a whole is at fault.
+        sample: text of that completion, shortened.
     """
 
     def __init__(self, reward: str, problem: str, prompt_id: str | None = None, sample: str | None = None) -> None:
@@ -42,7 +42,7 @@ class RewardError(RuntimeError):
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
-    """Refuse what cannot work before the first rollout.
+    """Refuse, before the first rollout, rewards that cannot work together.
 
     Raises:
         UserError: no reward at all, two of one name, or a weight that is not finite.
@@ -65,33 +65,13 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
             raise UserError(f"the weight of reward {reward.name!r} is {reward.weight}", where="rewards")
 
 
-_ALSO_SHAPING = {"OverlongPenalty": "overlong_penalty", "NoisyReward": "label_noise"}
-
-
-def refuse_doubles(rewards: Sequence[Reward], shaping: object) -> None:
-    """Refuse what would be applied twice, by a reward and by the objective's shaping of the total.
-
-    Raises:
-        UserError: for the first such reward.
-    """
-    for reward in rewards:
-        refuse_doubles(reward.made_of, shaping)
-        key = _ALSO_SHAPING.get(type(reward).__name__)
-        if key is not None and getattr(shaping, key, None):
-            raise UserError(
-                f"the reward {reward.name!r} does what the objective's {key} does; together they count twice",
-                where=f"model.objective.{key}",
-                remedy="take one of them out",
-            )
-
-
 def score_all(
     rewards: Sequence[Reward], batch: Sequence[RewardInput], on_error: OnError = "raise"
 ) -> dict[str, list[Score]]:
     """Score every completion with every reward. Safe to call from several threads at once.
 
     Args:
-        rewards: of distinct names.
+        rewards: rewards of distinct names.
         batch: completions, in any order; prompts may repeat.
         on_error: ``raise`` ends the run at the first bad score; ``zero`` gives it value 0 and ``failed=True``. A batch
             that raises is scored once more, one by one, so that only the completions at fault are lost.
@@ -133,7 +113,7 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
             raise RewardError(reward.name, f"gave {len(scores)} scores for 1 completion")
         checked.append(_checked(reward, item, scores[0], on_error))
     if on_error == "raise":
-        # No completion is at fault alone, but going on would hide that the batch call does not work.
+        # No completion fails alone, but going on would hide that the call on the batch does not work.
         raise RewardError(reward.name, f"raised {_describe(error)} on a batch of {len(batch)}") from error
     return checked
 
@@ -141,7 +121,8 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
 def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
     try:
         checked = Score(float(score[0]), *score[1:]) if isinstance(score, tuple) else Score(float(score))
-    except Exception:  # None, text, a tensor of several values, ...
+    except Exception:
+        # A reward of the user may return anything: None, text, a tensor of several values.
         problem = f"gave {_both_ends(repr(score), 80)}, which is not a number"
     else:
         if math.isfinite(checked.value):
@@ -160,5 +141,6 @@ def _describe(error: Exception) -> str:
     return _both_ends(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
 
 
+# Both ends of a text are shown, since the answer is usually at its end.
 def _both_ends(text: str, limit: int) -> str:
     return shorten(text, limit, " […{omitted} characters…] ", keep_end=True)

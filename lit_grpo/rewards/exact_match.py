@@ -53,7 +53,7 @@ class ExactMatch(Reward):
                 remedy="in YAML, write it in single quotes so that backslashes stay",
             ) from error
         self._ignore_case, self._limit = ignore_case, limit
-        self.finds_answer = self._extract is not None
+        self.extracts_answer = self._extract is not None
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]

@@ -30,7 +30,7 @@ class FormatReward(Reward):
         UserError: no tag, a tag twice, or one that is no name.
     """
 
-    correct_at = None
+    correct_threshold = None
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class FunctionReward(Reward):
             at the limit; past it the value is 0 with ``timed_out``. None: no limit.
         concurrency: calls of an async function at once, in each scoring thread.
         arguments: given to the function by name, beside the above.
-        correct_at: value from which on the answer is right; null: the function does not judge answers.
+        correct_threshold: value from which on the answer is right; null: the function does not judge answers.
         needs_answer: every prompt must have a gold answer.
         weight: factor in the total reward.
         name: key under which the reward is logged; the function's name if left out.
@@ -67,7 +67,7 @@ class FunctionReward(Reward):
         limit: float | None = None,
         concurrency: int = 16,
         arguments: dict[str, Any] | None = None,
-        correct_at: float | None = 1.0,
+        correct_threshold: float | None = 1.0,
         needs_answer: bool = False,
         weight: float = 1.0,
         name: str | None = None,
@@ -84,7 +84,7 @@ class FunctionReward(Reward):
         self._function = find_function(function)
         self._wanted, self._batch = _parameters(self._function, function, self._given)
         self._async = inspect.iscoroutinefunction(self._function)
-        self.correct_at, self.needs_answer = correct_at, needs_answer
+        self.correct_threshold, self.needs_answer = correct_threshold, needs_answer
         self.needs_tokens = "tokens" in self._wanted
         self._pool: WorkerPool | None = None
         if limit is not None and not self._async:
@@ -169,7 +169,7 @@ def find_function(path: str) -> Callable[..., Any]:
     if not callable(found) or inspect.isclass(found):
         module, _, name = path.rpartition(".")
         raise UserError(f"{module} has no function {name!r}, only a {type(found).__name__}", where=where)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any]) -> tuple[list[str], bool]:

@@ -31,7 +31,7 @@ class ReasoningGymReward(Reward):
         UserError: a broken pattern; a prompt of another source.
     """
 
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(

@@ -27,7 +27,7 @@ class RepetitionPenalty(Reward):
         UserError: ``ngram`` is not positive.
     """
 
-    correct_at = None
+    correct_threshold = None
     range = (-1.0, 0.0)
 
     def __init__(self, ngram: int = 4, weight: float = 1.0, name: str | None = "repetition") -> None:

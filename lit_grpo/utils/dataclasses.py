@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def from_plain(cls: type[T], value: Any) -> T:
+def dataclass_from_dict(cls: type[T], value: Any) -> T:
     """Rebuild ``cls`` from ``dataclasses.asdict``'s output.
 
     Raises:
@@ -30,12 +30,12 @@ def _convert(hint: Any, item: Any) -> Any:
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
         for option in options:
             if isinstance(option, type) and is_dataclass(option):
-                return from_plain(option, item)
+                return dataclass_from_dict(option, item)
     if isinstance(item, list) and typing.get_origin(hint) is tuple:
         return tuple(item)
     return item
 
 
-def typed(cls: type, value: Any) -> Any:
+def as_dataclass(cls: type, value: Any) -> Any:
     """A dataclass from itself or from its plain form in a checkpoint."""
-    return value if is_dataclass(value) else from_plain(cls, value)
+    return value if is_dataclass(value) else dataclass_from_dict(cls, value)

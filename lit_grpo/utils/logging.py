@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def at_level(name: str, level: int) -> Iterator[None]:
+def log_level(name: str, level: int) -> Iterator[None]:
     """Let a logger pass nothing below ``level``; it belongs to the whole process, so it is left as it was found."""
     log = logging.getLogger(name)
     before = log.level

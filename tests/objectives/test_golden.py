@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_grpo.evaluation.estimators import maj_at_k
 from lit_grpo.objectives import diagnostics
 from lit_grpo.objectives.advantages import AdvantageInputs, GroupMean, GroupStd, LeaveOneOut
 from lit_grpo.objectives.pass_at_k import pass_at_k
@@ -24,6 +23,7 @@ from lit_grpo.objectives.token_advantages import GaeLength, gae, length_adaptive
 from lit_grpo.objectives.token_weights import conflict_masks, entropy_filter, mean_entropy
 from lit_grpo.objectives.trust_regions import Clip, Dcpo, Gmpo, Rspo, Terms, dcpo_bounds, router_factor
 from lit_grpo.types import Experience, LossOutput
+from tests.evaluation.votes import maj_at_k
 from tests.objectives import golden_cases as golden
 
 pytestmark = pytest.mark.skipif(not golden.PATH.exists(), reason=f"golden numbers are not at {golden.PATH}")

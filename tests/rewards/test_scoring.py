@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards import ExactMatch, Reward, RewardError, check_rewards, judging_reward, score_all
+from lit_grpo.rewards import ExactMatch, Reward, RewardError, check_rewards, primary_reward, score_all
 from lit_grpo.types import Score
 
 
@@ -131,7 +131,7 @@ def test_from_several_threads(batch):
 
 def test_which_reward_says_what_is_right():
     class Form(Reward):
-        correct_at = None
+        correct_threshold = None
 
     full, form = ExactMatch(), Form()
     assert (full.correct(1.0), full.correct(1 / 3 * 3), full.correct(0.999), form.correct(10.0)) == (
@@ -140,5 +140,5 @@ def test_which_reward_says_what_is_right():
         False,
         False,
     )
-    assert judging_reward([form, full, Length()]) is full
-    assert judging_reward([form]) is None
+    assert primary_reward([form, full, Length()]) is full
+    assert primary_reward([form]) is None

@@ -39,8 +39,13 @@ def test_a_disk_that_refuses_leaves_the_old_file_and_nothing_else(tmp_path, monk
 
 def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     path, seen = tmp_path / "a.txt", []
-    synced = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (seen.append(path.exists()), synced(file)))
+    fsync = os.fsync
+
+    def watched(file: int) -> None:
+        seen.append(path.exists())
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", watched)
     write_atomically(path, "new")
     assert seen == [False, True]  # the file, then its folder
 

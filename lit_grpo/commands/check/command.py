@@ -14,7 +14,7 @@ from lit_grpo.cli.early import check_early
 from lit_grpo.cli.layers import config_files, read_layers
 from lit_grpo.cli.training import _quiet
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.utils.logging import at_level
+from lit_grpo.utils.logging import log_level
 
 EXAMPLES = """\
 Everything else is as for `lit-grpo fit`: several --config, and any key as --data.group_size 16.
@@ -52,7 +52,7 @@ def run(command: str, argv: list[str]) -> int:
     from lit_grpo.commands.check.result import Result, show, write_json
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
-    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
+    with log_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):  # its notes are not for the table
         cli = BuildingCLI(rest, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)

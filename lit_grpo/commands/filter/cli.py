@@ -16,7 +16,7 @@ from lit_grpo.commands.filter.progress import Progress
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.engines import check_engine
 from lit_grpo.errors import UserError
-from lit_grpo.rollout.curriculum import judge_of, pass_rate
+from lit_grpo.rollout.curriculum import pass_rate, primary_reward_of
 from lit_grpo.rollout.generator import RolloutProducer
 from lit_grpo.rollout.refill import split
 from lit_grpo.types import Prompt, Rollout, Sampling
@@ -32,7 +32,7 @@ class FilterData(RolloutDataModule):
 
     def setup(self, stage: str) -> None:
         check_engine(self.engine_config)
-        judge_of(self.rewards, "data.rewards")
+        primary_reward_of(self.rewards, "data.rewards")
         if self.prompts is None:
             raise UserError(
                 "there are no prompts to filter, data.prompts is not set",
@@ -82,10 +82,10 @@ class FilterData(RolloutDataModule):
 
     def rates(self, batch: Rollout) -> list[Rate]:
         """What a rollout says of its prompts."""
-        judge, size = judge_of(self.rewards, "data.rewards"), batch.group_size
+        reward, size = primary_reward_of(self.rewards, "data.rewards"), batch.group_size
         found = []
         for group in split(batch, range(len(batch.prompts))):
-            share = pass_rate(judge, group)
+            share = pass_rate(reward, group)
             found.append(
                 Rate(
                     group.prompt.id,

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_grpo.errors import UserError
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -31,8 +29,6 @@ class PromptSource:
     """
 
     name: str = ""
-    require_answer: bool = False
-    """True if every row must have a gold answer. Set before the rows are read (a reward needs it)."""
 
     @property
     def weights(self) -> Mapping[str, float] | None:
@@ -42,17 +38,3 @@ class PromptSource:
     def rows(self) -> Sequence[Row]:
         """All rows, in a fixed order. Ids are unique."""
         raise NotImplementedError(f"{type(self).__name__} must implement rows()")
-
-    def check_answers(self) -> None:
-        """Make sure that every row has a gold answer.
-
-        Raises:
-            UserError: names the first row without one.
-        """
-        for row in self.rows():
-            if row.answer is None or not row.answer.strip():
-                raise UserError(
-                    f"row {row.id!r} has no gold answer, and a reward needs one",
-                    where=row.where or self.name or type(self).__name__,
-                    remedy="add the answer, remove the row, or choose rewards that need no answer",
-                )

@@ -84,28 +84,11 @@ class TableSource(PromptSource):
         """All rows that are kept; read and checked at the first call.
 
         Raises:
-            UserError: nothing to read, a missing column, an empty prompt, a value of the wrong type, an id twice, or,
-                with ``require_answer``, a row without gold answer.
+            UserError: nothing to read, a missing column, an empty prompt, a value of the wrong type, or an id twice.
         """
         if self._rows is None:
             self._rows = self._read()
-        if self.require_answer:
-            self.check_answers()
         return self._rows
-
-    def check_answers(self) -> None:
-        """As in the base class; a column that is missing altogether is named."""
-        rows = self._rows if self._rows is not None else self._read()
-        self._rows = rows
-        for row in rows:
-            if row.answer is None or not row.answer.strip():
-                column = repr(self.answer_column) if self.answer_column else "answer_column: null"
-                columns = f" (other columns: {', '.join(map(str, row.extra))})" if row.extra else ""
-                raise UserError(
-                    f"row {row.id!r} has no gold answer in column {column}{columns}, and a reward needs one",
-                    where=row.where,
-                    remedy="name the column with answer_column, add the answer, or remove the row",
-                )
 
     def _read(self) -> list[Row]:
         rows: list[Row] = []

@@ -30,7 +30,7 @@ class NumericReward(Reward):
     """
 
     needs_answer = True
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(self, tolerance: float = 1e-4, weight: float = 1.0, name: str | None = "numeric") -> None:

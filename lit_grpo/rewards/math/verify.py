@@ -60,7 +60,7 @@ class MathReward(Reward):
 
     needs_answer = True
     range = (0.0, 1.0)
-    finds_answer = True
+    extracts_answer = True
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class MathReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         golds = [x.prompt.answer or "" for x in batch]
-        verdicts = self.judge(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
+        verdicts = self.verify(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
         return [
             Score(float(v.correct), v.timed_out, v.crashed, no_answer=not v.answer, seconds=v.reading + v.seconds)
             for v in verdicts
@@ -94,7 +94,7 @@ class MathReward(Reward):
             out.append(normal_form(answer) if answer else None)
         return out
 
-    def judge(
+    def verify(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None
     ) -> list[Verdict]:
         """Verdicts on ready texts, in order. ``truncated``: texts cut by a length limit; None: none is."""

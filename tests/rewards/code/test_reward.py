@@ -161,7 +161,7 @@ def test_no_process_is_left(impatient):
     assert not [
         line
         for line in mine.splitlines()
-        if line.split()[0] == "1" and "zygote.py" in line and str(os.getpid()) in line
+        if line.split()[0] == "1" and "fork_server.py" in line and str(os.getpid()) in line
     ]
 
 

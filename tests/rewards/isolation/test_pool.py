@@ -184,8 +184,8 @@ def test_no_worker_outlives_a_parent_that_is_killed():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_helper_process_may_be_killed_too(pool):
     pool.map(["good"])
-    os.kill(pool._zygote.pid, signal.SIGKILL)
-    assert wait_until(lambda: pool._zygote.poll() is not None)
+    os.kill(pool._fork_server.pid, signal.SIGKILL)
+    assert wait_until(lambda: pool._fork_server.poll() is not None)
     assert pool.map(["good"] * 3)[-1].status == "ok"
 
 
@@ -201,7 +201,7 @@ def test_close_ends_open_items_and_a_later_item_starts_anew(pool):
 def test_no_worker_starts_before_the_first_item():
     before = threading.active_count()
     with WorkerPool(work.double, limit=1.0) as pool:
-        assert pool._zygote is None
+        assert pool._fork_server is None
         assert threading.active_count() == before
 
 
@@ -246,7 +246,7 @@ def test_a_pool_that_was_started_early_has_its_helper_ready():
     with WorkerPool(work.double, limit=30.0, workers=1) as pool:
         pool.start()
         deadline = time.monotonic() + 60
-        while pool._zygote is None and time.monotonic() < deadline:
+        while pool._fork_server is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert pool._zygote is not None
+        assert pool._fork_server is not None
         assert [o.value for o in pool.map([1, 2])] == [2, 4]

@@ -63,7 +63,7 @@ def impatient() -> Iterator[MathReward]:
 def test_the_shared_cases_are_judged_as_expected():
     verifier = MathReward(limit=LIMIT, workers=2)
     cases = [json.loads(line) for line in (SHARED / "verifier/cases.jsonl").read_text("utf-8").splitlines()]
-    verdicts = verifier.judge([c["gold"] for c in cases], [c["prediction"] for c in cases])
+    verdicts = verifier.verify([c["gold"] for c in cases], [c["prediction"] for c in cases])
     verifier.close()
     wrong = {
         case["id"]: case["why"] for case, verdict in zip(cases, verdicts, strict=True)
@@ -76,7 +76,7 @@ def test_the_shared_cases_are_judged_as_expected():
 
 
 def test_answers_in_many_ways_of_writing(verifier):
-    verdicts = verifier.judge([gold for gold, _, _ in CASES], [text for _, text, _ in CASES])
+    verdicts = verifier.verify([gold for gold, _, _ in CASES], [text for _, text, _ in CASES])
     wrong = [
         (gold[:80], text[-80:], verdict)
         for (gold, text, right), verdict in zip(CASES, verdicts, strict=True)
@@ -86,7 +86,7 @@ def test_answers_in_many_ways_of_writing(verifier):
 
 
 def test_more_answers_of_every_kind(verifier):
-    verdicts = verifier.judge([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
+    verdicts = verifier.verify([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
     wrong = [(gold[:80], text[-80:], verdict) for (gold, text, right), verdict in zip(MORE, verdicts, strict=True)
              if verdict.correct != right or (verdict.timed_out and right)]  # fmt: skip
     assert not wrong
@@ -98,7 +98,7 @@ def test_more_answers_of_every_kind(verifier):
 def test_golds_agree_with_themselves_and_not_with_others(verifier, name):
     with gzip.open(SHARED / "data" / name, "rt", encoding="utf-8") as lines:
         golds = [json.loads(line)["answer"] for line in lines]
-    verdicts = verifier.judge(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
+    verdicts = verifier.verify(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
     assert [gold for gold, v in zip(golds, verdicts, strict=True) if not v.correct] == []
     rng = random.Random(1)
     some = rng.sample(golds, min(40, len(golds)))
@@ -106,7 +106,7 @@ def test_golds_agree_with_themselves_and_not_with_others(verifier, name):
     # Two golds of a set may be equal in other words; plain numbers cannot.
     pairs = [(g, o) for g, o in zip(some, others, strict=True) if parse_number(clean(g)) and parse_number(clean(o))]
     pairs = [(g, o) for g, o in pairs if parse_number(clean(g)) != parse_number(clean(o))]
-    verdicts = verifier.judge([g for g, _ in pairs], [f"\\boxed{{{o}}}" for _, o in pairs])
+    verdicts = verifier.verify([g for g, _ in pairs], [f"\\boxed{{{o}}}" for _, o in pairs])
     assert [pair for pair, v in zip(pairs, verdicts, strict=True) if v.correct] == []
 
 
@@ -136,7 +136,7 @@ HOSTILE = {
 @pytest.mark.parametrize("gold", ["42", r"\frac{x^2+1}{3}"])
 def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
     start = time.monotonic()
-    verdicts = impatient.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
+    verdicts = impatient.verify([gold] * len(HOSTILE), list(HOSTILE.values()))
     assert time.monotonic() - start < HANG
     assert not any(v.correct for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
@@ -165,7 +165,7 @@ def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
     monkeypatch.setattr(reward._pool, "submit", watched)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         scores = threads.submit(reward.score, [judged(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
-        while len(futures) < 2 or not reward._pool._all:
+        while len(futures) < 2 or not reward._pool._workers:
             time.sleep(0.01)
         reward.close()  # the worker is killed from outside, as when memory runs out
         assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=HANG)))
@@ -192,7 +192,7 @@ def test_from_threads_and_asyncio(verifier, judged):
 def test_from_a_spawned_process():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=work.judge, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
+    process = context.Process(target=work.verify, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
     process.start()
     assert queue.get(timeout=HANG * 2) == [True, False]
     process.join(30)
@@ -201,7 +201,7 @@ def test_from_a_spawned_process():
 def test_plain_answers_start_no_worker(judged):
     reward = MathReward()
     assert [s.value for s in reward.score([judged("#### 42", "42"), judged(r"\boxed{1,000}", "1000")])] == [1.0, 1.0]
-    assert reward._pool._zygote is None
+    assert reward._pool._fork_server is None
 
 
 def test_a_cut_off_completion_needs_an_explicit_answer(judged):
@@ -243,7 +243,7 @@ def test_reading_never_raises_and_always_agrees_with_itself(gold, text):
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=20, max_size=20))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 def test_judging_never_raises(impatient, pairs):
-    verdicts = impatient.judge([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
+    verdicts = impatient.verify([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
     assert len(verdicts) == len(pairs)
     assert not any(v.crashed for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
@@ -257,7 +257,7 @@ def test_mutated_answers_never_crash_a_worker(impatient):
         change = rng.choice(["{", "}", r"\frac", "^", ",", "=", "x", "!", text[:place], r"\sqrt{"])
         golds.append(gold)
         texts.append(text[:place] + change + text[place + rng.randrange(3) :])
-    verdicts = impatient.judge(golds, texts)
+    verdicts = impatient.verify(golds, texts)
     assert not any(v.crashed for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
