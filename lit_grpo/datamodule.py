@@ -260,16 +260,16 @@ class RolloutDataModule(pl.LightningDataModule):
             clean=self.clean if training else None,
             held_out=self._held_out() if training and self.clean.held_out else (),
         )
-        self._check_lengths(found.prompts, found.places, where)
+        self._check_lengths(found.prompts, found.locations, where)
         if training and self._supervised:
             ends = end_token_ids(self._module.policy_config, self._module.tokenizer)
             limit = self.sampling.max_new_tokens
             self._solutions = encode_demonstrations(
-                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.places
+                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.locations
             )
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
-        for line in found.account():
+        for line in found.summary_lines():
             rank_zero_info(line)
 
     def _held_out(self) -> list[PromptSource]:
@@ -283,7 +283,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Say what the prompts are made with, and what looks wrong with them; write down what was left out."""
         tokenizer = self._module.tokenizer
         rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
-        for doubt in self.format.doubts(tokenizer):
+        for doubt in self.format.warnings(tokenizer):
             rank_zero_warn(f"data.format: {doubt}.")
         for key, held_out in self._sets.items() if "train" in self._sets else ():
             if key != "train" and (count := in_both(self._sets["train"].prompts, held_out.prompts)):

@@ -29,9 +29,6 @@ class Reward:
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
-    inner: Sequence[Reward] = ()
-    """Rewards that this one is made of; empty for most."""
-
     range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest value that ``score`` can give, before the weight."""
 

@@ -1,4 +1,4 @@
-"""Rewards of a completion's length in tokens."""
+"""Rewards that depend on the length of a completion in tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lit_grpo.types import RewardInput, Score
 
 
 class LengthReward(Reward):
-    """From ``at_zero`` for no token to ``at_max`` for ``max_tokens`` and more.
+    """Value that goes from ``at_zero`` for no token to ``at_max`` for ``max_tokens`` and more.
 
     With x = n / max_tokens, at most 1: ``linear`` gives at_max + (at_zero - at_max) (1 - x), ``cosine`` gives
     at_max + (at_zero - at_max) (1 + cos(pi x)) / 2. It rewards short completions, right or wrong:
@@ -21,7 +21,7 @@ class LengthReward(Reward):
 
     Args:
         max_tokens: length from which on the value no longer changes.
-        shape: of the way between the two.
+        shape: shape of the curve between the two values.
         at_zero: value at length 0.
         at_max: value at ``max_tokens``.
         weight: factor in the total reward.
@@ -49,9 +49,9 @@ class LengthReward(Reward):
         self.range = (min(self._ends), max(self._ends))
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
-        return [Score(between(*self._ends, self._part(item), self._shape)) for item in batch]
+        return [Score(between(*self._ends, self._relative_length(item), self._shape)) for item in batch]
 
-    def _part(self, item: RewardInput) -> float:
+    def _relative_length(self, item: RewardInput) -> float:
         return min(1.0, len(item.completion.token_ids) / self._max)
 
 
@@ -64,16 +64,16 @@ class CosineReward(WrappingReward):
     long is good if wrong.
 
     Args:
-        reward: what tells right from wrong; its weight is not used.
+        reward: the reward that tells right from wrong; its weight is not used.
         max_tokens: L_max.
         correct: values of a right completion at length 0 and L_max.
-        wrong: values of a wrong one.
-        exceed: value from L_max on.
+        wrong: values of a wrong completion at length 0 and L_max.
+        exceed: value of any completion from L_max on.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``max_tokens`` is not positive, or the reward judges no answers.
+        UserError: ``max_tokens`` is not positive, or the reward does not say what is right.
     """
 
     needs_tokens = True
@@ -105,9 +105,9 @@ class CosineReward(WrappingReward):
 
 
 def between(start: float, end: float, x: float, shape: Literal["linear", "cosine"]) -> float:
-    """From ``start`` at x = 0 to ``end`` at x = 1."""
-    part = 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
-    return end + (start - end) * part
+    """Interpolate from ``start`` at x = 0 to ``end`` at x = 1."""
+    remaining = 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
+    return end + (start - end) * remaining
 
 
 def _check_positive(name: str, max_tokens: int) -> None:

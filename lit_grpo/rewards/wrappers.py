@@ -33,7 +33,7 @@ class WrappingReward(Reward):
                 where=f"{type(self).__name__}.reward",
                 remedy="wrap one that does, for instance class_path: lit_grpo.rewards.MathReward",
             )
-        self.reward, self.inner = reward, (reward,)
+        self.reward = reward
         self._by_inner: dict[int, WrappingReward] = {}
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
@@ -45,7 +45,7 @@ class WrappingReward(Reward):
             return self
         if id(inner) not in self._by_inner:
             twin = copy.copy(self)
-            twin.reward, twin.inner = inner, (inner,)
+            twin.reward = inner
             twin.needs_answer, twin.extracts_answer = inner.needs_answer, inner.extracts_answer
             self._by_inner[id(inner)] = twin
         return self._by_inner[id(inner)]
@@ -112,15 +112,15 @@ class RewardBySource(Reward):
                 if source in self._by_source:
                     raise UserError(f"two rewards are given for the source {source!r}", where=where, remedy="keep one")
                 self._by_source[source] = given.reward
-        self.inner = tuple(given.reward for given in rewards)
-        for reward in self.inner:
+        self._rewards = tuple(given.reward for given in rewards)
+        for reward in self._rewards:
             if reward.weight != 1.0:
                 raise UserError(
                     f"the weight of {reward.name!r} is not used here, and it is {reward.weight:g}",
                     where=where,
                     remedy="weigh the whole: init_args.weight of RewardBySource",
                 )
-        first, *others = self.inner
+        first, *others = self._rewards
         for other in others:
             if other.correct_threshold != first.correct_threshold:
                 raise UserError(
@@ -130,10 +130,10 @@ class RewardBySource(Reward):
                     remedy="set their correct_threshold alike, or give them to runs of their own",
                 )
         self.correct_threshold = first.correct_threshold
-        self.range = min(r.range[0] for r in self.inner), max(r.range[1] for r in self.inner)
-        self.needs_answer = any(r.needs_answer for r in self.inner)
-        self.extracts_answer = any(r.extracts_answer for r in self.inner)
-        self.needs_tokens = any(r.needs_tokens for r in self.inner)
+        self.range = min(r.range[0] for r in self._rewards), max(r.range[1] for r in self._rewards)
+        self.needs_answer = any(r.needs_answer for r in self._rewards)
+        self.extracts_answer = any(r.extracts_answer for r in self._rewards)
+        self.needs_tokens = any(r.needs_tokens for r in self._rewards)
 
     def for_source(self, source: str) -> Reward:
         if source not in self._by_source:
@@ -170,11 +170,11 @@ class RewardBySource(Reward):
         return list(split.values())
 
     def start(self) -> None:
-        for reward in self.inner:
+        for reward in self._rewards:
             reward.start()
 
     def close(self) -> None:
-        for reward in self.inner:
+        for reward in self._rewards:
             reward.close()
 
 

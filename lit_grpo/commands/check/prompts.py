@@ -25,8 +25,8 @@ def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> R
     kind = form.describe(tokenizer)
     values = {"chat": form.uses_chat(tokenizer), "template": kind, "prompts": len(prompts), "longest": lengths[-1],
               "first": prompts[0].id, "rendered": tokenizer.decode(prompts[0].token_ids)}  # fmt: skip
-    if doubts := form.doubts(tokenizer):
-        return Result("template", "warn", f"{kind}; {'; '.join(doubts)}; {size}",
+    if warnings := form.warnings(tokenizer):
+        return Result("template", "warn", f"{kind}; {'; '.join(warnings)}; {size}",
                       "choose another data.format.chat_template, unless that is meant", values)  # fmt: skip
     if form.chat_template == "none" and getattr(tokenizer, "chat_template", None):
         return Result("template", "warn", f"plain text, though the tokenizer has a chat template; {size}",

@@ -16,9 +16,9 @@ class Row:
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
-    """File and line, for messages about bad rows."""
+    """File and line of the row, for messages about it."""
     source: str = ""
-    """Name of the source; empty: the one that was asked."""
+    """Name of the source; empty: the name of the source that returned the row."""
 
 
 class PromptSource:
@@ -32,9 +32,9 @@ class PromptSource:
 
     @property
     def weights(self) -> Mapping[str, float] | None:
-        """Share of each ``Row.source`` in the prompts that are trained on; None: as many as it has rows."""
+        """Share of each ``Row.source`` in the prompts that are trained on; None: in proportion to its rows."""
         return None
 
     def rows(self) -> Sequence[Row]:
-        """All rows, in a fixed order. Ids are unique."""
+        """Return all rows, in a fixed order and with unique ids."""
         raise NotImplementedError(f"{type(self).__name__} must implement rows()")

@@ -32,11 +32,11 @@ def candidate(channel: Connection, script: bool) -> None:
         except BaseException:
             _leave(1)
         _leave(0)
-    handles: list[Any] = []
+    objects: list[Any] = []
 
     def keep(value: Any) -> int:
-        handles.append(value)
-        return len(handles) - 1
+        objects.append(value)
+        return len(objects) - 1
 
     try:
         exec(compile(source, "solution.py", "exec"), names)
@@ -47,9 +47,9 @@ def candidate(channel: Connection, script: bool) -> None:
     while True:
         request = read(channel.recv_bytes())
         try:
-            arguments = unpack(request["a"], handles.__getitem__)
-            named = unpack(request["k"], handles.__getitem__)
-            owner = names if request["o"] is None else handles[request["o"]]
+            arguments = unpack(request["a"], objects.__getitem__)
+            named = unpack(request["k"], objects.__getitem__)
+            owner = names if request["o"] is None else objects[request["o"]]
             if request["o"] is None:
                 function = names[request["n"]] if request["n"] in names else getattr(builtins, request["n"])
             else:
@@ -58,8 +58,8 @@ def candidate(channel: Connection, script: bool) -> None:
             changed = [pack(x, keep) if isinstance(x, (list, dict, set)) else None for x in arguments]
             message = write({"v": pack(value, keep), "m": changed})
         except BaseException as error:
-            known = type(error).__name__ if type(error).__module__ == "builtins" else "Exception"
-            message = write({"e": known})
+            error_name = type(error).__name__ if type(error).__module__ == "builtins" else "Exception"
+            message = write({"e": error_name})
         channel.send_bytes(message)
 
 
@@ -132,11 +132,14 @@ def test_runner(channel: Connection, results: Connection, source: str, tests: li
         channel.send_bytes(write(request))
         reply = read(channel.recv_bytes(MAX_BYTES))
         if "e" in reply:
-            kind = getattr(builtins, str(reply["e"]), None)
+            error_class = getattr(builtins, str(reply["e"]), None)
             # Only what a test may want to see raised; SystemExit or AssertionError of the candidate are failures.
-            if not (isinstance(kind, type) and issubclass(kind, Exception)) or kind is AssertionError:
+            if (
+                not (isinstance(error_class, type) and issubclass(error_class, Exception))
+                or error_class is AssertionError
+            ):
                 raise RuntimeError("the solution failed")
-            raise kind("raised by the solution")
+            raise error_class("raised by the solution")
         for mine, theirs in zip(args, reply.get("m") or (), strict=False):
             if theirs is not None:
                 _update(mine, unpack(theirs, lambda handle: Remote(ask, handle)))
@@ -166,12 +169,12 @@ def _passes(test: str, entry: str | None, ask: Callable[..., Any]) -> bool:
     names: dict[str, Any] = {"__name__": "tests"}
     for name in unknown_names(test) | ({entry} if entry else set()):
         names[name] = _stub(name, ask)
-    given = set(names)
+    injected = set(names)
     try:
         exec(compile(test, "tests.py", "exec"), names)
         if entry and callable(names.get("check")):
             names["check"](names[entry])
-        return _run_collected({key: value for key, value in names.items() if key not in given})
+        return _run_collected({key: value for key, value in names.items() if key not in injected})
     except BaseException:
         return False
 

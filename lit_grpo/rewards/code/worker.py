@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypedDict
 
-from lit_grpo.rewards.code import roles, values  # loaded before anything is confined
+# At the top, because a confined process can no longer read them.
+from lit_grpo.rewards.code import roles, values
 from lit_grpo.rewards.isolation.sandbox import Limits, confine
 
 _MAX_OUTPUT_BYTES = 1_000_000
@@ -48,30 +49,30 @@ class _ProcessFactory:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
-            line = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
+            descriptor = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
             # The worker's connection to the pool is among them.
             os.closerange(4, 65_536)
-            _serve_spawns(socket.socket(fileno=line))
+            _serve_spawns(socket.socket(fileno=descriptor))
         theirs.close()
-        self._line = ours
+        self._control = ours
 
     def spawn(self, files: list[int], limits: Limits, script: bool, partly: bool) -> int:
         """Fork a candidate and return its process id.
 
         Args:
-            files: its channel and, for a script, standard input and output.
-            limits: of memory, CPU time and open files.
+            files: channel of the candidate and, for a script, standard input and output.
+            limits: resources that the candidate may use.
             script: run the program as a script, not as a module whose functions are called.
             partly: see :class:`Job`.
         """
         message = b"f" + struct.pack("qqqbb", *limits, script, partly)
-        socket.send_fds(self._line, [message], files)
-        return int(struct.unpack("q", self._line.recv(8))[0])
+        socket.send_fds(self._control, [message], files)
+        return int(struct.unpack("q", self._control.recv(8))[0])
 
     def end(self, pid: int) -> int:
-        """Kill a candidate, if it still runs, and return its exit status as ``os.waitpid`` gives it."""
-        self._line.send(b"k" + struct.pack("q", pid))
-        return int(struct.unpack("q", self._line.recv(8))[0])
+        """Kill a candidate, if it still runs, and return its exit status in the form of ``os.waitpid``."""
+        self._control.send(b"k" + struct.pack("q", pid))
+        return int(struct.unpack("q", self._control.recv(8))[0])
 
 
 _process_factory: _ProcessFactory | None = None
@@ -89,17 +90,17 @@ def warm_up() -> None:
     import math, operator, random, re, statistics, string, typing, unittest  # noqa: E401, F401
 
 
-def _serve_spawns(line: socket.socket) -> NoReturn:
+def _serve_spawns(control: socket.socket) -> NoReturn:
     _silence_standard_streams()
     # Keys and tokens stand in the environment, and every candidate is a copy of this process.
     os.environ.clear()
     while True:
-        message, files, _, _ = socket.recv_fds(line, 64, 3)
+        message, files, _, _ = socket.recv_fds(control, 64, 3)
         if not message:
             os._exit(0)
         if message[:1] == b"k":
             (pid,) = struct.unpack("q", message[1:])
-            line.send(struct.pack("q", _kill_and_reap(pid)))
+            control.send(struct.pack("q", _kill_and_reap(pid)))
             continue
         *numbers, script, partly = struct.unpack("qqqbb", message[1:])
         pid = os.fork()
@@ -110,7 +111,7 @@ def _serve_spawns(line: socket.socket) -> NoReturn:
                 os._exit(1)
         for file in files:
             os.close(file)
-        line.send(struct.pack("q", pid))
+        control.send(struct.pack("q", pid))
 
 
 def _become_candidate(files: list[int], limits: Limits, script: bool, partly: bool) -> None:
@@ -174,27 +175,27 @@ def _run_tests(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
             finally:
                 os._exit(1)
     os.close(writing)
-    found: dict[str, Any] = {"passed": 0, "total": len(job["tests"]), "timed_out": False, "error": ""}
-    heard = 0
+    result: dict[str, Any] = {"passed": 0, "total": len(job["tests"]), "timed_out": False, "error": ""}
+    num_reported = 0
     try:
         with Connection(reading) as results:
-            while heard < len(job["tests"]):
+            while num_reported < len(job["tests"]):
                 left = deadline - time.monotonic()
                 if left <= 0 or not wait([results], left):
-                    found["timed_out"] = True
+                    result["timed_out"] = True
                     break
                 message = values.read(results.recv_bytes(10_000))
                 if "load" in message:
-                    found["error"] = message["load"]
+                    result["error"] = message["load"]
                     break
-                found["passed"] += message["passed"] is True
-                heard += 1
+                result["passed"] += message["passed"] is True
+                num_reported += 1
     except (EOFError, OSError):
-        found["error"] = "the program ended its process"
+        result["error"] = "the program ended its process"
     finally:
         _kill_and_reap(test_runner)
         _process_factory.end(candidate)
-    return found
+    return result
 
 
 def _become_test_runner(channel: int, results: int, job: Job, limits: Limits) -> None:
@@ -209,17 +210,17 @@ def _become_test_runner(channel: int, results: int, job: Job, limits: Limits) ->
 
 
 def _run_cases(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"passed": 0, "total": len(job["cases"]), "timed_out": False, "error": ""}
-    for given, wanted in job["cases"]:
-        output, status = _run_script(job, given, limits, deadline)
+    result: dict[str, Any] = {"passed": 0, "total": len(job["cases"]), "timed_out": False, "error": ""}
+    for stdin, expected in job["cases"]:
+        output, status = _run_script(job, stdin, limits, deadline)
         if time.monotonic() >= deadline:
-            found["timed_out"] = True
+            result["timed_out"] = True
             break
-        found["passed"] += output is not None and status == 0 and _same_output(output, wanted)
-    return found
+        result["passed"] += output is not None and status == 0 and _same_output(output, expected)
+    return result
 
 
-def _run_script(job: Job, given: str, limits: Limits, deadline: float) -> tuple[str | None, int]:
+def _run_script(job: Job, stdin: str, limits: Limits, deadline: float) -> tuple[str | None, int]:
     assert _process_factory is not None
     theirs, ours = socket.socketpair()
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
@@ -231,7 +232,7 @@ def _run_script(job: Job, given: str, limits: Limits, deadline: float) -> tuple[
     try:
         with channel, contextlib.suppress(OSError):
             channel.send_bytes(job["source"].encode("utf-8", "surrogatepass"))
-        output = _exchange(in_write, out_read, given.encode("utf-8", "surrogatepass"), deadline)
+        output = _exchange(in_write, out_read, stdin.encode("utf-8", "surrogatepass"), deadline)
     finally:
         status = _wait_for_exit(candidate, min(deadline, time.monotonic() + _EXIT_GRACE_SECONDS))
     return output, status
@@ -248,7 +249,7 @@ def _wait_for_exit(candidate: int, until: float) -> int:
     return _process_factory.end(candidate)
 
 
-def _exchange(in_write: int, out_read: int, given: bytes, deadline: float) -> str | None:
+def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float) -> str | None:
     """Feed standard input and collect standard output; return None if time or room ran out. Closes both files."""
     collected = bytearray()
     with selectors.DefaultSelector() as selector:
@@ -271,10 +272,10 @@ def _exchange(in_write: int, out_read: int, given: bytes, deadline: float) -> st
                 for key, _ in selector.select(left):
                     if key.fd == in_write:
                         try:
-                            given = given[os.write(in_write, given[:65_536]) :] if given else given
+                            stdin = stdin[os.write(in_write, stdin[:65_536]) :] if stdin else stdin
                         except OSError:
-                            given = b""
-                        if not given:
+                            stdin = b""
+                        if not stdin:
                             close(in_write)
                     elif chunk := os.read(out_read, 65_536):
                         collected += chunk
@@ -286,9 +287,9 @@ def _exchange(in_write: int, out_read: int, given: bytes, deadline: float) -> st
                 close(file)
 
 
-def _same_output(output: str, wanted: str) -> bool:
+def _same_output(output: str, expected: str) -> bool:
     """Compare line for line, without space at line ends and empty lines at the end."""
-    return list(_lines(output)) == list(_lines(wanted))
+    return list(_lines(output)) == list(_lines(expected))
 
 
 def _lines(text: str) -> Iterator[str]:
