@@ -57,7 +57,7 @@ def test_missing_answers_take_a_place_and_have_no_vote() -> None:
 @settings(max_examples=150, deadline=None)
 @given(answers=ANSWERS, data=st.data())
 def test_majority_equals_enumeration(answers: list[str | None], data: st.DataObject) -> None:
-    # Several right answers, and some that the judge contradicts itself on.
+    # Several right answers, and some that the verifier contradicts itself on.
     shares = {answer: data.draw(st.sampled_from([0.0, 0.25, 1.0])) for answer in "abcd"}
     sizes = Counter(answers)
     silent = sizes.pop(None, 0)

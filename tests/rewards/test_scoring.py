@@ -38,8 +38,12 @@ class Short(Reward):
 
 
 @pytest.fixture
-def batch(judged):
-    return [judged("a", "a", prompt_id="p/1"), judged("bad" * 500, "b", prompt_id="p/2"), judged("ccc", "ccc")]
+def batch(reward_input):
+    return [
+        reward_input("a", "a", prompt_id="p/1"),
+        reward_input("bad" * 500, "b", prompt_id="p/2"),
+        reward_input("ccc", "ccc"),
+    ]
 
 
 def test_each_reward_gives_one_score_each_in_order(batch):

@@ -1,4 +1,4 @@
-"""RewardBySource: each completion is judged by the reward of its prompt's source, and nothing by none."""
+"""RewardBySource: each completion is scored by the reward of its prompt's source, and nothing by none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - programs in one line each
-"""Programs judged by tests: right ones pass, and no other can fool, leave or hold up the sandbox."""
+"""Programs run against tests: right ones pass, and no other can fool, leave or hold up the sandbox."""
 
 import os
 import subprocess

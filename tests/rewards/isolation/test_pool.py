@@ -126,12 +126,12 @@ def test_several_threads_share_a_pool(pool):
 def test_an_asyncio_task_is_not_held_up(pool):
     async def main() -> tuple[list[Outcome], Outcome, int]:
         loop, ticks = asyncio.get_running_loop(), 0
-        judged = loop.run_in_executor(None, pool.map, ["sleep", "good"])
+        scored = loop.run_in_executor(None, pool.map, ["sleep", "good"])
         single = asyncio.wrap_future(pool.submit(["good"])[0])
-        while not judged.done():
+        while not scored.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        return await judged, await single, ticks
+        return await scored, await single, ticks
 
     start = time.monotonic()
     outcomes, single, ticks = asyncio.run(main())

@@ -32,7 +32,7 @@ AMPLE = 30.0
 HANG = 60.0
 
 KNOWN_EXCEPTIONS: dict[str, str] = {}
-"""Ids of the shared cases that are judged otherwise than the file expects, each with its reason."""
+"""Ids of the shared cases that are graded otherwise than the file expects, each with its reason."""
 
 needs_cases = pytest.mark.skipif(
     not (SHARED / "verifier/cases.jsonl").exists(), reason="the shared verifier cases are not beside the checkout"
@@ -142,18 +142,18 @@ def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
-def test_a_timeout_is_a_wrong_answer_and_says_so(judged):
+def test_a_timeout_is_a_wrong_answer_and_says_so(reward_input):
     reward = MathReward(limit=AMPLE / 10, workers=1)
-    bad, good = judged(r"\boxed{9^{9^{9^{9}}}}", "1"), judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
+    bad, good = reward_input(r"\boxed{9^{9^{9^{9}}}}", "1"), reward_input(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
     scores = said(reward.score([bad, good]))
     reward.close()
     assert scores[0] == Score(0.0, timed_out=True)
     assert scores[1] == Score(1.0)
 
 
-def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
+def test_a_crash_is_a_wrong_answer_and_says_so(reward_input, monkeypatch):
     reward = MathReward(limit=30.0, workers=1)
-    item = judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
+    item = reward_input(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
     futures = []
     submit = reward._pool.submit
 
@@ -164,20 +164,20 @@ def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
 
     monkeypatch.setattr(reward._pool, "submit", watched)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        scores = threads.submit(reward.score, [judged(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
+        scores = threads.submit(reward.score, [reward_input(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
         while len(futures) < 2 or not reward._pool._workers:
             time.sleep(0.01)
         reward.close()  # the worker is killed from outside, as when memory runs out
         assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=HANG)))
 
 
-def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, judged):
-    scores = said(verifier.score([judged(rf"\boxed{{\frac{{{2 * n}}}{{2}}}}", str(n)) for n in range(1000)]))
+def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, reward_input):
+    scores = said(verifier.score([reward_input(rf"\boxed{{\frac{{{2 * n}}}{{2}}}}", str(n)) for n in range(1000)]))
     assert all(score == Score(1.0) for score in scores)
 
 
-def test_from_threads_and_asyncio(verifier, judged):
-    batch = [judged(r"\boxed{\sqrt{16}}", "4"), judged(r"\boxed{\sqrt{15}}", "4")]
+def test_from_threads_and_asyncio(verifier, reward_input):
+    batch = [reward_input(r"\boxed{\sqrt{16}}", "4"), reward_input(r"\boxed{\sqrt{15}}", "4")]
     expected = [Score(1.0), Score(0.0)]
 
     async def main() -> list:
@@ -198,16 +198,19 @@ def test_from_a_spawned_process():
     process.join(30)
 
 
-def test_plain_answers_start_no_worker(judged):
+def test_plain_answers_start_no_worker(reward_input):
     reward = MathReward()
-    assert [s.value for s in reward.score([judged("#### 42", "42"), judged(r"\boxed{1,000}", "1000")])] == [1.0, 1.0]
+    assert [s.value for s in reward.score([reward_input("#### 42", "42"), reward_input(r"\boxed{1,000}", "1000")])] == [
+        1.0,
+        1.0,
+    ]
     assert reward._pool._fork_server is None
 
 
-def test_a_cut_off_completion_needs_an_explicit_answer(judged):
+def test_a_cut_off_completion_needs_an_explicit_answer(reward_input):
     reward = MathReward()
     cases = [("so he has 42", True), (r"\boxed{42} and then", True), ("so he has 42", False)]
-    scores = reward.score([judged(text, "42", truncated=cut) for text, cut in cases])
+    scores = reward.score([reward_input(text, "42", truncated=cut) for text, cut in cases])
     assert [s.value for s in scores] == [0.0, 1.0, 1.0]
 
 
@@ -242,7 +245,7 @@ def test_reading_never_raises_and_always_agrees_with_itself(gold, text):
 
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=20, max_size=20))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-def test_judging_never_raises(impatient, pairs):
+def test_verifying_never_raises(impatient, pairs):
     verdicts = impatient.verify([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
     assert len(verdicts) == len(pairs)
     assert not any(v.crashed for v in verdicts)
