@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_folder
+from lit_grpo.utils.files import link_atomically, move_into_place, remove
 
 log = logging.getLogger(__name__)
 
@@ -126,16 +125,16 @@ class RolloutCheckpoint(Checkpoint):
         try:
             if trainer.is_global_zero:
                 self.dirpath.mkdir(parents=True, exist_ok=True)
-                _remove(temporary)
+                remove(temporary)
             trainer.save_checkpoint(temporary, weights_only=False)  # the whole state, said outright
         except BaseException:
             self._saved, self._saved_rollout = before
             raise
         if trainer.is_global_zero:
-            _put_in_place(temporary, path)
+            move_into_place(temporary, path)
             _link(self.dirpath / LAST, path)
             for name in surplus:
-                _remove(self.dirpath / name)
+                remove(self.dirpath / name)
         trainer.strategy.barrier("RolloutCheckpoint.save")
 
     def go_back(self, trainer: Trainer, rollout: int) -> None:
@@ -150,7 +149,7 @@ class RolloutCheckpoint(Checkpoint):
         self.save(trainer)
         if trainer.is_global_zero and self.dirpath is not None:
             for name in given_up:
-                _remove(self.dirpath / name)
+                remove(self.dirpath / name)
 
     def save_what_is_whole(self, trainer: Trainer, exception: BaseException) -> None:
         """Save on the way out, if the state is that after a whole rollout. Never raises."""
@@ -193,47 +192,8 @@ def _reopen(loops: dict[str, Any], length: int) -> None:
         counts["processed"] = counts["completed"] = counts["started"] - 1
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    for file in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
-        _sync(file)
-    if path.is_dir() and not path.is_symlink():
-        # A folder cannot be replaced in one move: the old one, of an earlier life of this run, steps aside first.
-        aside = path.with_name(f".{path.name}.old")
-        _remove(aside)
-        path.rename(aside)
-        temporary.rename(path)
-        _remove(aside)
-    else:
-        temporary.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _link(link: Path, target: Path) -> None:
-    temporary = link.with_name(f".{link.name}.tmp")
-    _remove(temporary)
-    if link.is_dir() and not link.is_symlink():
-        _remove(link)
     try:
-        temporary.symlink_to(target.name)
-    except (OSError, NotImplementedError):
-        try:
-            temporary.hardlink_to(target)
-        except (OSError, NotImplementedError) as error:
-            log.warning("%s cannot be made (%s); resume from %s", link, error, target)
-            return
-    temporary.replace(link)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        link_atomically(link, target)
+    except OSError as error:
+        log.warning("%s cannot be made (%s); resume from %s", link, error, target)

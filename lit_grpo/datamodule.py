@@ -16,13 +16,13 @@ from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare,
 from lit_grpo.engines import check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
-from lit_grpo.evaluation.judging import judge
+from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
-from lit_grpo.rewards.base import judging_reward
-from lit_grpo.rewards.combine import OnError, refuse_doubles
-from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty, judge_of
+from lit_grpo.rewards.base import primary_reward
+from lit_grpo.rewards.combine import OnError
+from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty, primary_reward_of
 from lit_grpo.rollout.generator import RolloutProducer
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
@@ -125,7 +125,7 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         check_rewards(self.rewards)
         if self.difficulty is not None:
-            judge_of(self.rewards, "data.difficulty")
+            primary_reward_of(self.rewards, "data.difficulty")
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -201,12 +201,11 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _check_answers_are_looked_for(self) -> None:
         shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
-        refuse_doubles(self.rewards, shaping)
-        if getattr(shaping, "invalid_entropy", None) is not None and not any(r.finds_answer for r in self.rewards):
+        if getattr(shaping, "invalid_entropy", None) is not None and not any(r.extracts_answer for r in self.rewards):
             raise UserError(
                 "no reward tells which completions have no parsable answer, which invalid_entropy needs",
                 where="model.objective.invalid_entropy",
-                remedy="use MathReward, ExactMatch with extract, or a reward of yours with finds_answer = True; "
+                remedy="use MathReward, ExactMatch with extract, or a reward of yours with extracts_answer = True; "
                 "with weight 0 it changes nothing else",
             )
 
@@ -216,7 +215,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return int(getattr(self._module, "max_staleness", 0)) if self._trainer.state.fn == "fit" else 0
 
     def _resolve(self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None) -> list[ResolvedSet]:
-        judge = judging_reward(self.rewards)
+        primary = primary_reward(self.rewards)
         self.evaluations[key] = resolve_sets(
             key,
             sets,
@@ -225,7 +224,7 @@ class RolloutDataModule(pl.LightningDataModule):
             sampling=self.eval_sampling,
             training=self.sampling,
             selectors=[reward.name for reward in self.rewards],
-            judging=None if judge is None else judge.name,
+            primary_reward=None if primary is None else primary.name,
         )
         return self.evaluations[key]
 
@@ -270,16 +269,16 @@ class RolloutDataModule(pl.LightningDataModule):
             clean=self.clean if training else None,
             held_out=self._held_out() if training and self.clean.held_out else (),
         )
-        self._check_lengths(found.prompts, found.places, where)
+        self._check_lengths(found.prompts, found.locations, where)
         if training and self._supervised:
             ends = end_token_ids(self._module.policy_config, self._module.tokenizer)
             limit = self.sampling.max_new_tokens
             self._solutions = encode_demonstrations(
-                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.places
+                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.locations
             )
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
-        for line in found.account():
+        for line in found.summary_lines():
             rank_zero_info(line)
 
     def _held_out(self) -> list[PromptSource]:
@@ -293,7 +292,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
         tokenizer = self._module.tokenizer
         rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
-        for doubt in self.format.doubts(tokenizer):
+        for doubt in self.format.warnings(tokenizer):
             rank_zero_warn(f"data.format: {doubt}.")
         for key, held_out in self._sets.items() if "train" in self._sets else ():
             if key != "train" and (count := in_both(self._sets["train"].prompts, held_out.prompts)):
@@ -433,14 +432,14 @@ class RolloutDataModule(pl.LightningDataModule):
                 rank=self._trainer.global_rank,
                 world_size=self._trainer.world_size,
                 purpose=f"evaluation/{one.name}",
-                finish=partial(self._judge, part),
+                finish=partial(self._grade, part),
             )
             for one in self.evaluations.get(key, [])
             for part in one.parts
         ]
 
-    def _judge(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> None:
-        rollout.evaluation = judge(rollout, self.rewards, part, seeds)
+    def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> None:
+        rollout.evaluation = grade(rollout, self.rewards, part, seeds)
 
 
 class _Gather:

@@ -45,7 +45,7 @@ from lit_grpo.policy.model.load import check_policy, check_replay, load_model, l
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.types import Experience, Rollout
 from lit_grpo.utils import random as rng
-from lit_grpo.utils.dataclasses import typed
+from lit_grpo.utils.dataclasses import as_dataclass
 
 __all__ = ["LitGRPO", "make_experience"]
 
@@ -104,10 +104,10 @@ class LitGRPO(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.policy_config = typed(PolicyConfig, policy)
-        self.objective_config = typed(ObjectiveConfig, objective)
-        self.optimizer_config = typed(OptimizerConfig, optimizer)
-        self.reference_config = typed(ReferenceConfig, reference)
+        self.policy_config = as_dataclass(PolicyConfig, policy)
+        self.objective_config = as_dataclass(ObjectiveConfig, objective)
+        self.optimizer_config = as_dataclass(OptimizerConfig, optimizer)
+        self.reference_config = as_dataclass(ReferenceConfig, reference)
         for name, value in (
             ("micro_batch_tokens", micro_batch_tokens),
             ("micro_batch_size", micro_batch_size),
@@ -122,7 +122,7 @@ class LitGRPO(pl.LightningModule):
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
         self.objective: Objective = resolve(self.objective_config, max_staleness)
-        self.critic_config: CriticConfig | None = None if critic is None else typed(CriticConfig, critic)
+        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
         if self.critic_config is None and self.objective.advantage.critic:
             self.critic_config = CriticConfig()
             rank_zero_info(
@@ -136,8 +136,8 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
-        self.guards: GuardConfig = typed(GuardConfig, guards)
-        self.sharding_config: ShardingConfig = typed(ShardingConfig, sharding)
+        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
+        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
         self.save_hyperparameters(
             {
                 "policy": asdict(self.policy_config),

@@ -130,7 +130,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
     evaluation: Any = None
-    """What an evaluation knows besides, a :class:`lit_grpo.evaluation.judging.Judged`; None in training."""
+    """What an evaluation knows besides, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
     sources: tuple[str, ...] = ()
     """Names of all data sets that the run mixes; empty if there is one."""
 

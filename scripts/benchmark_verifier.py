@@ -45,7 +45,7 @@ def main() -> None:
     reward = MathReward(limit=options.limit, workers=options.workers)
     for run in ("cold", "warm"):
         start = time.perf_counter()
-        verdicts = reward.judge(golds, texts)
+        verdicts = reward.verify(golds, texts)
         seconds = time.perf_counter() - start
         print(
             json.dumps(

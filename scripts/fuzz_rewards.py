@@ -87,7 +87,7 @@ def fuzz_verifier(count: int, rng: random.Random, workers: int) -> dict[str, Any
             gold, text = rng.choice(corpus)
             gold = mutated(gold, rng, SIGNS, texts) if rng.random() < 0.3 else gold
             pairs.append((gold, mutated(text, rng, SIGNS, texts)))
-        verdicts = reward.judge([g for g, _ in pairs], [t for _, t in pairs])
+        verdicts = reward.verify([g for g, _ in pairs], [t for _, t in pairs])
         for pair, verdict in zip(pairs, verdicts, strict=True):
             slowest = max(slowest, verdict.seconds + verdict.reading)
             found["timed out"] += verdict.timed_out
@@ -207,7 +207,7 @@ def _processes() -> set[str]:
             words = place.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(word.endswith(b"zygote.py") for word in words) and str(os.getpid()).encode() in words:
+        if any(word.endswith(b"fork_server.py") for word in words) and str(os.getpid()).encode() in words:
             found.add(place.parent.name)
     return found
 
@@ -219,14 +219,14 @@ def check_golds(folder: Path, rng: random.Random, workers: int) -> dict[str, Any
     for path in sorted(folder.glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             golds = [str(json.loads(line)["answer"]) for line in lines]
-        verdicts = reward.judge(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
+        verdicts = reward.verify(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
         refused_self += [[path.name, g] for g, v in zip(golds, verdicts, strict=True) if not v.correct]
         own += len(golds)
         pairs = list(zip(golds, rng.sample(golds, len(golds)), strict=True))
         values = {gold: parse_number(clean(gold)) for gold in golds}
         # Two golds may be equal in other words; two plain numbers of different value cannot.
         plain = [(g, o) for g, o in pairs if (x := values[g]) and (y := values[o]) and x.value != y.value]
-        verdicts = reward.judge([g for g, _ in plain], [f"\\boxed{{{o}}}" for _, o in plain])
+        verdicts = reward.verify([g for g, _ in plain], [f"\\boxed{{{o}}}" for _, o in plain])
         accepted += [[path.name, *p] for p, v in zip(plain, verdicts, strict=True) if v.correct]
         other += len(plain)
     reward.close()

@@ -165,11 +165,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _policy_config(content: dict[str, Any], path: Path, base: str | os.PathLike[str] | None) -> PolicyConfig:
     from lit_grpo.policy.config import PolicyConfig
-    from lit_grpo.utils.dataclasses import from_plain
+    from lit_grpo.utils.dataclasses import dataclass_from_dict
 
     settings = content.get("hyper_parameters", {}).get("policy")
     try:
-        policy = from_plain(PolicyConfig, settings)
+        policy = dataclass_from_dict(PolicyConfig, settings)
     except TypeError as error:
         raise UserError(
             f"the checkpoint {path} does not say which model it trained: {error}",

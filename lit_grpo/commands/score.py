@@ -28,10 +28,10 @@ A line of the input: {"prediction": "... \\\\boxed{4}", "answer": "4"}; `gold` s
 `id`, `prompt`, `tokens` (how many the prediction has) and `finish_reason` ("length": cut off) are used where they are
 there; rewards see every field.
 A line of the output: {"correct": true, "reward": {"math": 1.0}, "timed_out": false, "seconds": 0.002, ...}. `correct`
-is what the first reward says that judges answers, null where none does.
+is what the first reward says that grades answers, null where none does.
 
 FILE of --config is a list under `rewards:`, as in a run's configuration, or such a configuration as a whole.
-The math verifier judges where there is none. Exit code 2 for bad input; then nothing has been judged.
+The math verifier grades where there is none. Exit code 2 for bad input; then nothing has been graded.
 
 examples:
   lit-grpo score --input pairs.jsonl > verdicts.jsonl
@@ -233,11 +233,11 @@ def score(
     items: Sequence[tuple[RewardInput, Any]], rewards: Sequence[Reward], on_error: OnError, file: TextIO
 ) -> Totals:
     """Score items and write one line for each, in order."""
-    from lit_grpo.rewards.base import judging_reward
+    from lit_grpo.rewards.base import primary_reward
     from lit_grpo.rewards.combine import score_all
 
     started = time.perf_counter()
-    judging = judging_reward(rewards)
+    primary = primary_reward(rewards)
     num_correct = num_timed_out = num_failed = 0
     sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
     for start in range(0, len(items), _CHUNK):
@@ -246,7 +246,7 @@ def score(
         scores = score_all(rewards, [item for item, _ in chunk], on_error)
         for i, (_, identity) in enumerate(chunk):
             of_item = {name: column[i] for name, column in scores.items()}
-            correct = judging.correct(of_item[judging.name].value) if judging else None
+            correct = primary.correct(of_item[primary.name].value) if primary else None
             timed_out, failed = any(s.timed_out for s in of_item.values()), any(s.failed for s in of_item.values())
             line: dict[str, Any] = {
                 "correct": correct,
@@ -265,7 +265,7 @@ def score(
                 sums[name] += score.value
         file.flush()
     means = {name: total / max(1, len(items)) for name, total in sums.items()}
-    graded = judging is not None
+    graded = primary is not None
     return Totals(len(items), num_correct, graded, num_timed_out, num_failed, means, time.perf_counter() - started)
 
 

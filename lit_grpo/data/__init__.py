@@ -1,4 +1,4 @@
-"""Tasks: where questions and gold answers come from, and how they become prompts."""
+"""Data: where questions and gold answers come from, and how they become prompts."""
 
 from lit_grpo.data.cleaning import CleanConfig, Dropped, decontaminate, deduplicate
 from lit_grpo.data.sources.addition import AdditionPrompts

@@ -1,4 +1,4 @@
-"""Duplicates, contradictions and questions of evaluation sets: found, counted by reason, and left out."""
+"""Cleaning of training prompts: duplicates, contradictions and questions of evaluation sets are left out."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.errors import UserError
 
 DUPLICATE, CONFLICT, CONTAMINATED, TOO_LONG = "duplicate", "conflicting answers", "contaminated", "too long"
-"""Why a row may be left out."""
+"""Reasons why a row is left out."""
 
 
 @dataclass
 class CleanConfig:
-    """What is left out of the training prompts before the run; nothing unless asked for.
+    """Settings of what is left out of the training prompts before the run; nothing unless asked for.
 
     Attributes:
-        deduplicate: of questions that are equal but for white space and case the first stays; if their answers differ,
+        deduplicate: of questions that are equal but for white space and case, keep the first; if their answers differ,
             nobody knows which is right, and none stays.
         decontaminate: evaluation sets whose questions must not be trained on.
         held_out: decontaminate against ``val_prompts`` and ``test_prompts`` too.
@@ -52,24 +52,24 @@ class CleanConfig:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out."""
+    """A row that was left out, and why."""
 
     row: Row
     reason: str
     other: str = ""
-    """Id of the row that it repeats, contradicts or gives away."""
+    """Id of the other row, which this one repeats, contradicts or gives away."""
 
 
 def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
-    """The rows whose question is new, and the others.
+    """Split rows into those whose question is new, and the others.
 
     A row without an answer contradicts nobody; of equal questions the first with an answer stays.
     """
-    same: defaultdict[str, list[Row]] = defaultdict(list)
+    by_question: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        same[normal(row.question)].append(row)
+        by_question[normal(row.question)].append(row)
     dropped: dict[str, Dropped] = {}
-    for group in same.values():
+    for group in by_question.values():
         answers: dict[str, Row] = {}
         for row in group:
             if row.answer and row.answer.strip():
@@ -79,23 +79,23 @@ def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
                 other = next(r for answer, r in answers.items() if answer != normal(row.answer))
                 dropped[row.id] = Dropped(row, CONFLICT, other.id)
         else:
-            stays = next(iter(answers.values()), group[0])
-            dropped |= {row.id: Dropped(row, DUPLICATE, stays.id) for row in group if row is not stays}
+            first = next(iter(answers.values()), group[0])
+            dropped |= {row.id: Dropped(row, DUPLICATE, first.id) for row in group if row is not first}
     return [row for row in rows if row.id not in dropped], list(dropped.values())
 
 
 def decontaminate(
     rows: Sequence[Row], evaluation: Iterable[Row], *, ngram: int = 13, overlap: float = 0.6
 ) -> tuple[list[Row], list[Dropped]]:
-    """The rows that give no question of an evaluation set away, and the others; see :class:`CleanConfig`.
+    """Split rows into those that give no question of an evaluation set away, and the others; see :class:`CleanConfig`.
 
     A question of an evaluation set with fewer than ``ngram`` words can only be found whole.
     """
-    known = Evaluation(evaluation, ngram, overlap)
+    index = EvaluationIndex(evaluation, ngram, overlap)
     kept: list[Row] = []
     dropped: list[Dropped] = []
     for row in rows:
-        other = known.find(row.question)
+        other = index.find(row.question)
         if other is None:
             kept.append(row)
         else:
@@ -103,8 +103,8 @@ def decontaminate(
     return kept, dropped
 
 
-class Evaluation:
-    """Questions that must not be trained on, indexed by their letters and by their runs of words."""
+class EvaluationIndex:
+    """Index of questions that must not be trained on, by their letters and by their runs of words."""
 
     def __init__(self, rows: Iterable[Row], ngram: int, overlap: float) -> None:
         self.ngram, self.overlap = ngram, overlap
@@ -114,48 +114,50 @@ class Evaluation:
         self._rows: list[tuple[Row, list[str]]] = []
         for row in rows:
             self._by_letters.setdefault(letters(row.question), row)
-            found = words(row.question)
-            for run in _runs(found, ngram):
+            row_words = words(row.question)
+            for run in _runs(row_words, ngram):
                 self._by_run[run].add(len(self._rows))
                 self._ends.add((run[0], run[-1]))
-            self._rows.append((row, found))
+            self._rows.append((row, row_words))
 
     def find(self, question: str) -> Row | None:
-        """The question of an evaluation set that this one gives away, or None."""
+        """Return the row of an evaluation set that a question gives away, or None."""
         if (row := self._by_letters.get(letters(question))) is not None:
             return row
-        found = words(question)
-        shared = Counter(place for run in self._candidates(found) for place in self._by_run.get(run, ()))
-        for place, _ in shared.most_common():
-            row, wanted = self._rows[place]
-            if 2 * common_subsequence(found, wanted) >= self.overlap * (len(found) + len(wanted)):
+        given = words(question)
+        shared = Counter(i for run in self._candidates(given) for i in self._by_run.get(run, ()))
+        # The comparison is quadratic in the number of words, so questions with most runs in common come first.
+        for i, _ in shared.most_common():
+            row, row_words = self._rows[i]
+            if 2 * common_subsequence(given, row_words) >= self.overlap * (len(given) + len(row_words)):
                 return row
         return None
 
-    def _candidates(self, found: Sequence[str]) -> set[tuple[str, ...]]:
-        """Runs that may be known: most are ruled out by their first and last word, without being built."""
+    def _candidates(self, given: Sequence[str]) -> set[tuple[str, ...]]:
+        # Most runs are ruled out by their first and last word, without being built.
         size = self.ngram
-        starts = (i for i in range(len(found) - size + 1) if (found[i], found[i + size - 1]) in self._ends)
-        return {tuple(found[i : i + size]) for i in starts}
+        starts = (i for i in range(len(given) - size + 1) if (given[i], given[i + size - 1]) in self._ends)
+        return {tuple(given[i : i + size]) for i in starts}
 
 
 def normal(text: str | None) -> str:
-    """Without case, white space collapsed."""
+    """Fold case and collapse white space."""
     return " ".join((text or "").casefold().split())
 
 
 def letters(text: str) -> str:
-    """Letters and digits alone, without case: what is left when two sources punctuate and typeset differently."""
+    """Keep letters and digits alone, without case: what is equal when two sources punctuate and typeset differently."""
+    # A question of signs alone has no letters, and must not equal every other such question.
     return "".join(filter(str.isalnum, text.casefold())) or normal(text)
 
 
 def words(text: str) -> list[str]:
-    """Runs of ASCII letters and digits, and every other letter by itself (Chinese has no spaces)."""
+    """Split into runs of ASCII letters and digits; every other letter stands by itself, since Chinese has no spaces."""
     return re.findall(r"[a-z0-9]+|[^\W_]", text.casefold())
 
 
 def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     before = [0] * (len(b) + 1)
     for x in a:
         now = [0]
@@ -165,5 +167,5 @@ def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
     return before[-1]
 
 
-def _runs(found: Sequence[str], size: int) -> set[tuple[str, ...]]:
-    return {tuple(found[i : i + size]) for i in range(len(found) - size + 1)}
+def _runs(text: Sequence[str], size: int) -> set[tuple[str, ...]]:
+    return {tuple(text[i : i + size]) for i in range(len(text) - size + 1)}

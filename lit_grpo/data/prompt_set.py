@@ -1,4 +1,4 @@
-"""From a source to the prompts of a run: answers checked, rows cleaned and tokenised, and an account of every row."""
+"""The prompts of a run, made from a source: answers checked, rows cleaned and tokenised, every row accounted for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from lit_grpo.data.cleaning import CONTAMINATED, TOO_LONG, letters
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import Prompt
+from lit_grpo.utils.files import write_atomically
+from lit_grpo.utils.text import shorten
 
-_CHECKED_WITHIN = 100_000
-"""Held-out questions that training questions are compared with unasked."""
+_MAX_HELD_OUT_COMPARED = 100_000
+"""Number of held-out questions that training questions are compared with where no cleaning was asked for."""
 
 
 @dataclass
@@ -25,10 +27,10 @@ class PromptSet:
     """The prompts of one source, and what became of the other rows."""
 
     name: str
-    """``data.prompts``, ``data.val_prompts``, ..."""
+    """Key of the setting: ``data.prompts``, ``data.val_prompts``, ..."""
     prompts: list[Prompt]
     dropped: list[Dropped]
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     """File and line of each row, by id."""
     weights: Mapping[str, float] | None = None
     """Share of each source, see :attr:`lit_grpo.data.PromptSource.weights`."""
@@ -39,30 +41,30 @@ class PromptSet:
         return dict(Counter(prompt.source for prompt in self.prompts))
 
     def keep(self, ids: Container[str], reason: str) -> None:
-        """Drop the prompts of other ids."""
-        gone = [prompt for prompt in self.prompts if prompt.id not in ids]
+        """Keep the prompts of these ids, and count the others as dropped for ``reason``."""
+        removed = [prompt for prompt in self.prompts if prompt.id not in ids]
         self.prompts = [prompt for prompt in self.prompts if prompt.id in ids]
-        for p in gone:
-            row = Row(p.id, p.question, p.answer, p.extra, self.places.get(p.id, ""), p.source)
+        for p in removed:
+            row = Row(p.id, p.question, p.answer, p.extra, self.locations.get(p.id, ""), p.source)
             self.dropped.append(Dropped(row, reason))
 
-    def account(self) -> list[str]:
-        """What was kept and dropped and why, in one line; a second one for the sources of a mixture."""
+    def summary_lines(self) -> list[str]:
+        """Say in one line what was kept, what dropped and why, and in a second one how a mixture is made up."""
         read = len(self.prompts) + len(self.dropped)
         line = f"{self.name}: {len(self.prompts):,} prompts"
         if self.dropped:
             reasons = Counter(item.reason for item in self.dropped)
             line += f" of {read:,} rows; dropped " + ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
-            hit = Counter(item.other.rpartition("/")[0] for item in self.dropped if item.reason == CONTAMINATED)
-            line += f" (given away: {', '.join(f'{s} {n:,}' for s, n in hit.items())})" if hit else ""
+            given_away = Counter(item.other.rpartition("/")[0] for item in self.dropped if item.reason == CONTAMINATED)
+            line += f" (given away: {', '.join(f'{s} {n:,}' for s, n in given_away.items())})" if given_away else ""
         if len(self.sources) < 2:
             return [line]
         shares = self.weights or {name: n / len(self.prompts) for name, n in self.sources.items()}
-        parts = ", ".join(f"{name} {n:,} ({shares[name]:.0%} of the rollouts)" for name, n in self.sources.items())
-        return [line, f"  sources: {parts}"]
+        mixture = ", ".join(f"{name} {n:,} ({shares[name]:.0%} of the rollouts)" for name, n in self.sources.items())
+        return [line, f"  sources: {mixture}"]
 
     def identity(self) -> dict[str, Any]:
-        """Equal identities, equal prompts in equal order."""
+        """Return values that are equal where prompts and their order are, for the check of a checkpoint."""
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             digest.update(repr((prompt.id, prompt.question, prompt.answer)).encode())
@@ -82,11 +84,11 @@ def prepare(
     """Read, check, clean and tokenise a source.
 
     Args:
-        source: of the rows.
-        name: of the setting, for messages.
+        source: where the rows come from.
+        name: key of the setting, for messages.
         form: how a question becomes token ids.
-        tokenizer: of the policy.
-        rewards: whose needs the rows must meet.
+        tokenizer: tokenizer of the policy.
+        rewards: rewards of the run; where one compares with a gold answer, every row must have one.
         clean: what is left out; None: nothing but what ``form`` drops.
         held_out: sources that must not be trained on, besides those of ``clean``.
 
@@ -107,40 +109,39 @@ def prepare(
             )
     encoded = form.encode_all(rows, tokenizer, source.name)
     dropped += [Dropped(row, TOO_LONG) for row in encoded.too_long]
-    found = PromptSet(name, encoded.prompts, dropped, {row.id: row.where for row in rows}, source.weights)
-    if missing := set(found.weights or ()) - set(found.sources):
+    prompt_set = PromptSet(name, encoded.prompts, dropped, {row.id: row.where for row in rows}, source.weights)
+    if missing := set(prompt_set.weights or ()) - set(prompt_set.sources):
         raise UserError(
             f"of the source {min(missing)!r} no row is left, and it has a weight",
             where=name,
             remedy="change data.clean or data.format, or take the source out",
         )
-    return found
+    return prompt_set
 
 
 def in_both(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """How many training questions are also held-out ones, letter by letter."""
-    known = {letters(prompt.question) for prompt in held_out[:_CHECKED_WITHIN]}
-    return sum(letters(prompt.question) in known for prompt in prompts) if known else 0
+    """Count the training questions that are also held-out ones, letter by letter."""
+    held_out_letters = {letters(prompt.question) for prompt in held_out[:_MAX_HELD_OUT_COMPARED]}
+    return sum(letters(prompt.question) in held_out_letters for prompt in prompts) if held_out_letters else 0
 
 
 def write_dropped(sets: Sequence[PromptSet], path: str) -> None:
-    """A JSON object a line for every row that was left out."""
+    """Write one JSON object a line for every row that was left out."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        for one in sets:
-            for item in one.dropped:
-                record = {
-                    "id": item.row.id,
-                    "set": one.name,
-                    "source": item.row.source,
-                    "reason": item.reason,
-                    "other": item.other,
-                    "where": item.row.where,
-                }
-                out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    temporary.replace(file)
+    records = [
+        {
+            "id": item.row.id,
+            "set": prompt_set.name,
+            "source": item.row.source,
+            "reason": item.reason,
+            "other": item.other,
+            "where": item.row.where,
+        }
+        for prompt_set in sets
+        for item in prompt_set.dropped
+    ]
+    write_atomically(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -152,8 +153,9 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     form, before = now["format"], saved["format"]
     for key, value in form.items():
         if before.get(key) != value:
+            was, is_now = shorten(repr(before.get(key)), 60), shorten(repr(value), 60)
             raise UserError(
-                f"the checkpoint was trained with another {key}: {_short(before.get(key))}, not {_short(value)}",
+                f"the checkpoint was trained with another {key}: {was}, not {is_now}",
                 where=f"data.format.{key}",
                 remedy="set it as it was, or start a new run: lit-grpo export, then model.policy.path",
             )
@@ -172,10 +174,13 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def _check_answers(rows: Sequence[Row], rewards: Sequence[Reward], name: str, source: str) -> None:
     sources = {row.source or source for row in rows}
-    judging = {one: [reward.for_source(one) for reward in rewards] for one in sources}
-    needing = {one: next((r.name for r in found if r.needs_answer), None) for one, found in judging.items()}
+    rewards_of = {of_source: [reward.for_source(of_source) for reward in rewards] for of_source in sources}
+    needing_reward = {
+        of_source: next((r.name for r in candidates if r.needs_answer), None)
+        for of_source, candidates in rewards_of.items()
+    }
     for row in rows:
-        needs = needing[row.source or source]
+        needs = needing_reward[row.source or source]
         if needs is not None and (row.answer is None or not str(row.answer).strip()):
             raise UserError(
                 f"row {row.id!r} has no answer, and the reward {needs!r} compares with it",
@@ -201,8 +206,3 @@ def _cleaned(
 
 def _named(row: Row, source: PromptSource) -> Row:
     return row if row.id.rpartition("/")[0] else replace(row, id=f"{source.name}/{row.id}")
-
-
-def _short(text: Any) -> str:
-    text = repr(text)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""From a row to a prompt: the chat template is applied and the text is tokenised here, once, and never again."""
+"""Prompts made from rows: the chat template is applied and the text is tokenised here, once, and never again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class NamedTemplate(NamedTuple):
 
     text: str
     system: str | None = None
-    """What stands for ``{system}`` where the user gives none."""
+    """Text for ``{system}`` where the user gives none."""
     markers: tuple[str, ...] = ()
-    """Pieces that must each be one token of the tokenizer, or the model has never seen anything like it."""
+    """Texts that must each be one token; a tokenizer that splits them belongs to a model that never saw them."""
 
 
 NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
@@ -45,12 +45,12 @@ NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
 
 
 class PromptTooLongError(UserError):
-    """A prompt has more tokens than ``max_prompt_tokens``."""
+    """Error for a prompt that has more tokens than ``max_prompt_tokens``."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """What :meth:`PromptFormat.encode_all` gives back."""
+    """Result of :meth:`PromptFormat.encode_all`."""
 
     prompts: list[Prompt]
     too_long: list[Row]
@@ -59,7 +59,7 @@ class EncodedPrompts:
 
 @dataclass
 class PromptFormat:
-    """How a row becomes token ids.
+    r"""The way from a row to token ids: template, system prompt, longest prompt.
 
     Attributes:
         chat_template: ``auto``: the tokenizer's own template if it has one, else plain text. ``chat``: the tokenizer's
@@ -69,7 +69,7 @@ class PromptFormat:
             ``.jinja`` a file with one.
         system_prompt: first message of the chat; with ``none`` it stands before the question, with an empty line
             between them; in a named template or one of your own it takes the place of ``{system}``.
-        question_format: text around ``{question}``. Other braces are left as they are, so ``\\boxed{}`` needs no care.
+        question_format: text around ``{question}``. Other braces are left as they are, so ``\boxed{}`` needs no care.
         max_prompt_tokens: longest prompt allowed, template and special tokens included. None: any length.
         on_long: ``error`` stops at the first longer prompt; ``drop`` leaves it out (``encode_all``).
     """
@@ -97,11 +97,11 @@ class PromptFormat:
         self._check_system_prompt()
 
     def encode(self, row: Row, tokenizer: Any, source: str = "") -> Prompt:
-        """Apply the template and tokenise, once.
+        """Apply the template to a row and tokenise it.
 
         Args:
             row: the question.
-            tokenizer: of transformers; its ``chat_template`` is read, nothing in it is changed.
+            tokenizer: a tokenizer of transformers; its ``chat_template`` is read, nothing in it is changed.
             source: name of the data set, kept in the prompt.
 
         Raises:
@@ -154,7 +154,7 @@ class PromptFormat:
         return EncodedPrompts(prompts, too_long)
 
     def uses_chat(self, tokenizer: Any) -> bool:
-        """True if prompts are chats made by a Jinja template, False if they are plain text or a text template.
+        """Say whether prompts are chats made by a Jinja template, not plain text or a text template.
 
         Raises:
             UserError: ``chat_template`` is ``chat`` and the tokenizer has none.
@@ -174,7 +174,7 @@ class PromptFormat:
         return self.chat_template != "none" and bool(own)
 
     def describe(self, tokenizer: Any) -> str:
-        """In words, which template prompts go through."""
+        """Say in words which template prompts go through."""
         if self.chat_template in NAMED_TEMPLATES:
             return f"template {self.chat_template}"
         if self._text is not None:
@@ -184,7 +184,7 @@ class PromptFormat:
         return "the tokenizer's chat template" if self.uses_chat(tokenizer) else "plain text, no template"
 
     def identity(self, tokenizer: Any) -> dict[str, str]:
-        """All that decides how a question becomes text, by name: equal identities, equal prompts."""
+        """Return all settings that decide how a question becomes text; equal ones give equal prompts."""
         own: Any = getattr(tokenizer, "chat_template", None)
         template = self._text.text if self._text is not None else self._jinja
         if template is None:
@@ -195,15 +195,19 @@ class PromptFormat:
             "question_format": self.question_format,
         }
 
-    def doubts(self, tokenizer: Any) -> list[str]:
-        """What about the template does not fit the tokenizer, one sentence each."""
-        found = []
+    def warnings(self, tokenizer: Any) -> list[str]:
+        """Return one sentence for each thing about the template that does not fit the tokenizer."""
+        sentences = []
         for marker in self._text.markers if self._text is not None else ():
             if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) != 1:
-                found.append(f"the template {self.chat_template} uses {marker}, which is no token of this tokenizer")
+                sentences.append(
+                    f"the template {self.chat_template} uses {marker}, which is no token of this tokenizer"
+                )
         if self.uses_chat(tokenizer) and "strftime_now" in self.identity(tokenizer)["chat_template"]:
-            found.append("the chat template writes the date into every prompt, so a run resumed tomorrow has others")
-        return found
+            sentences.append(
+                "the chat template writes the date into every prompt, so a run resumed tomorrow has others"
+            )
+        return sentences
 
     def _token_ids(self, question: str, tokenizer: Any, row: Row) -> list[int]:
         chat = self.uses_chat(tokenizer)
@@ -222,7 +226,8 @@ class PromptFormat:
                 return_dict=True,
             )
             return list(encoded["input_ids"])
-        except Exception as error:  # tokenizers raise plain Exception, templates whatever Jinja raises
+        except Exception as error:
+            # Tokenizers raise plain Exception, templates whatever Jinja raises.
             raise UserError(
                 f"the {'chat template' if chat else 'tokenizer'} cannot take row {row.id!r}: "
                 f"{type(error).__name__}: {error}",
@@ -233,12 +238,12 @@ class PromptFormat:
     def _plain_text(self, question: str) -> str:
         if self._text is None:
             return question if self.system_prompt is None else f"{self.system_prompt}\n\n{question}"
-        parts = {"system": self.system_prompt or self._text.system or "", "question": question}
-        # In one go: what stands in for a slot may itself hold the name of one.
-        return re.sub(r"\{(system|question)\}", lambda found: parts[found[1]], self._text.text)
+        values = {"system": self.system_prompt or self._text.system or "", "question": question}
+        # In one pass: a question may itself hold the text {system}, which must stay as it is.
+        return re.sub(r"\{(system|question)\}", lambda slot: values[slot[1]], self._text.text)
 
     def _read_template(self) -> None:
-        """Find out what kind of template ``chat_template`` is."""
+        """Decide which kind of template ``chat_template`` is, and read it if it is a file."""
         value = self.chat_template
         if value in _OWN_NAMES:
             return

@@ -5,12 +5,13 @@ A checkpoint holds plain types and tensors only, so that it can be read where to
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_grpo.utils.imports import import_by_path
 
 PACKAGE = "torchao"
 _CLASS, _INNER, _ATTRIBUTES = "tensor_class", "tensors", "attributes"
@@ -43,10 +44,9 @@ def _plain_value(value: Any) -> Any:
 def _quantized_value(value: Any) -> Any:
     if not (isinstance(value, dict) and _CLASS in value):
         return value
-    module, _, name = value[_CLASS].rpartition(".")
-    if not module.startswith(f"{PACKAGE}.optim."):
+    if not value[_CLASS].startswith(f"{PACKAGE}.optim."):
         raise ValueError(f"{value[_CLASS]} is no optimizer state")
-    kind: Any = getattr(importlib.import_module(module), name)
+    kind: Any = import_by_path(value[_CLASS])
     return kind.__tensor_unflatten__(value[_INNER], value[_ATTRIBUTES])
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lit_grpo.utils.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator
-    from lit_grpo.evaluation.metrics import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
-    from lit_grpo.evaluation.sets import EvaluationSet
-    from lit_grpo.evaluation.writer import EvaluationWriter
+    from lit_grpo.evaluation.evaluator import EvaluationResult as EvaluationResult
+    from lit_grpo.evaluation.evaluator import Evaluator as Evaluator
+    from lit_grpo.evaluation.metrics import AvgAtK as AvgAtK
+    from lit_grpo.evaluation.metrics import BestOfK as BestOfK
+    from lit_grpo.evaluation.metrics import MajAtK as MajAtK
+    from lit_grpo.evaluation.metrics import PassAtK as PassAtK
+    from lit_grpo.evaluation.metrics import PromptMean as PromptMean
+    from lit_grpo.evaluation.sets import EvaluationSet as EvaluationSet
+    from lit_grpo.evaluation.writer import EvaluationWriter as EvaluationWriter
 
-_HOME = {
+_MODULES = {
     "AvgAtK": "metrics",
     "BestOfK": "metrics",
     "EvaluationResult": "evaluator",
@@ -23,21 +29,6 @@ _HOME = {
     "PromptMean": "metrics",
 }
 
-__all__ = [
-    "AvgAtK",
-    "BestOfK",
-    "EvaluationResult",
-    "EvaluationSet",
-    "EvaluationWriter",
-    "Evaluator",
-    "MajAtK",
-    "PassAtK",
-    "PromptMean",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # The estimators are plain Python; who wants only them does not pay for torchmetrics and Lightning.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+# The estimators are plain Python; who wants only them does not pay for torchmetrics and Lightning.
+__getattr__ = lazy_attributes(__name__, _MODULES)
+__all__ = sorted(_MODULES)

@@ -1,4 +1,4 @@
-"""Gathers the batches of an evaluation, set by set, and says what came out, alike on every rank."""
+"""The results of an evaluation, gathered batch by batch for each set, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_grpo.evaluation.judging import Judged, answer_classes, selector_scores
+from lit_grpo.evaluation.grading import Graded, answer_classes, selector_scores
 from lit_grpo.evaluation.metrics import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
 from lit_grpo.evaluation.sets import EvaluationPart
 from lit_grpo.types import Rollout, Sampling
@@ -22,20 +22,22 @@ HEADLINE = ("reward", "pass@1")
 
 @dataclass
 class EvaluationResult:
-    """What an evaluation found, over all ranks."""
+    """Results of an evaluation over all ranks."""
 
     stage: str
     """``val`` or ``test``."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Metrics by set; docs/evaluation.md has the keys."""
+    """Metrics of each set; docs/evaluation.md lists the keys."""
     parts: dict[str, list[EvaluationPart]] = field(default_factory=dict)
-    """How each set was sampled."""
+    """Parts of each set, which say how it was sampled."""
 
     def metrics(self) -> dict[str, float]:
-        """Under their logged names: ``test/gsm8k/pass@1``, and ``test/reward``, the mean over sets."""
-        out = {f"{self.stage}/{name}/{key}": value for name, found in self.sets.items() for key, value in found.items()}
+        """Return all metrics by their logged names: ``test/gsm8k/pass@1``, and ``test/reward``, the mean over sets."""
+        out = {
+            f"{self.stage}/{name}/{key}": value for name, of_set in self.sets.items() for key, value in of_set.items()
+        }
         for key in HEADLINE:
-            values = [found[key] for found in self.sets.values() if key in found]
+            values = [of_set[key] for of_set in self.sets.values() if key in of_set]
             if values:
                 out[f"{self.stage}/{key}"] = sum(values) / len(values)
         return out
@@ -57,68 +59,69 @@ class Evaluator:
         self._meters: dict[tuple[str, bool], _PartMeters] = {}
 
     def update(self, batch: Rollout) -> list[dict[str, Any]]:
-        """Add a batch; gives one record a completion, see :func:`records`."""
-        judged = judged_of(batch)
-        key = judged.part.set or self.stage, judged.part.greedy
+        """Add a batch, and return one record for each completion, see :func:`records`."""
+        graded = graded_of(batch)
+        key = graded.part.set or self.stage, graded.part.greedy
         if key not in self._meters:
-            self._meters[key] = _PartMeters(batch, judged, self.device)
-        self._meters[key].update(batch, judged)
+            self._meters[key] = _PartMeters(batch, graded, self.device)
+        self._meters[key].update(batch, graded)
         return records(batch)
 
     def compute(self) -> EvaluationResult:
-        """The results so far; collective."""
+        """Compute the results of all ranks so far. Collective: every rank must call it."""
         result = EvaluationResult(self.stage)
         for (name, greedy), meters in self._meters.items():
-            found = result.sets.setdefault(name, {})
+            of_set = result.sets.setdefault(name, {})
             result.parts.setdefault(name, []).append(meters.part)
             for key, value in meters.compute().items():
-                found.setdefault(_greedy_name(key) if greedy else key, value)
+                of_set.setdefault(_greedy_name(key) if greedy else key, value)
         return result
 
 
 class _PartMeters:
-    """The metrics of one part of a set."""
+    """Metrics of one part of a set."""
 
-    def __init__(self, batch: Rollout, judged: Judged, device: torch.device | str) -> None:
-        self.part = judged.part
-        n, ks = batch.group_size, judged.part.ks
+    def __init__(self, batch: Rollout, graded: Graded, device: torch.device | str) -> None:
+        self.part = graded.part
+        n, ks = batch.group_size, graded.part.ks
         self.means = PromptMean(
             ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated", "no_answer"]
         )
-        judges = judged.correct is not None
-        self.passed = PassAtK(ks) if judges else None
-        self.average = AvgAtK(n) if judges and n > 1 else None
-        self.voted = MajAtK(ks) if judges and n > 1 and judged.answers is not None else None
-        self.best = {name: BestOfK(ks, name) for name in judged.part.best_of if judges}
-        self.all: list[Metric] = [self.means, *self.best.values()]
-        self.all += [metric for metric in (self.passed, self.average, self.voted) if metric is not None]
+        has_verdicts = graded.correct is not None
+        self.pass_at_k = PassAtK(ks) if has_verdicts else None
+        self.average = AvgAtK(n) if has_verdicts and n > 1 else None
+        self.majority = MajAtK(ks) if has_verdicts and n > 1 and graded.answers is not None else None
+        self.best_of_k = {name: BestOfK(ks, name) for name in graded.part.best_of if has_verdicts}
+        self.all: list[Metric] = [self.means, *self.best_of_k.values()]
+        self.all += [metric for metric in (self.pass_at_k, self.average, self.majority) if metric is not None]
         for metric in self.all:
             metric.to(device)
 
-    def update(self, batch: Rollout, judged: Judged) -> None:
+    def update(self, batch: Rollout, graded: Graded) -> None:
         names, n = [prompt.id for prompt in batch.prompts], batch.group_size
         columns = [batch.reward, *batch.rewards.values()]
         columns += [torch.tensor([float(len(c.token_ids)) for c in batch.completions])]
         columns += [torch.tensor([float(c.truncated) for c in batch.completions])]
-        without = torch.full((len(batch.completions),), math.nan)
-        columns += [without if batch.no_answer is None else batch.no_answer]
+        unknown = torch.full((len(batch.completions),), math.nan)
+        columns += [unknown if batch.no_answer is None else batch.no_answer]
         self.means.update(torch.stack([_by_prompt(column, n) for column in columns], 1), names)
-        if self.passed is None or judged.correct is None:
+        if self.pass_at_k is None or graded.correct is None:
             return
-        correct = judged.correct.view(-1, n)
-        self.passed.update(correct, names)
+        correct = graded.correct.view(-1, n)
+        self.pass_at_k.update(correct, names)
         if self.average is not None:
             self.average.update(correct, names)
-        if self.voted is not None and judged.answers is not None:
-            self.voted.update(correct, answer_classes(judged.correct, judged.answers, n), names)
-        for selector, metric in self.best.items():
+        if self.majority is not None and graded.answers is not None:
+            self.majority.update(correct, answer_classes(graded.correct, graded.answers, n), names)
+        for selector, metric in self.best_of_k.items():
             metric.update(correct, selector_scores(batch, selector), names)
 
     def compute(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for metric in self.all:
-            found |= {key: float(value) for key, value in metric.compute().items()}
-        return {key: value for key, value in found.items() if not math.isnan(value)}
+            values |= {key: float(value) for key, value in metric.compute().items()}
+        # What was not measured is left out, never reported as a number.
+        return {key: value for key, value in values.items() if not math.isnan(value)}
 
 
 def _by_prompt(values: Tensor, group_size: int) -> Tensor:
@@ -126,36 +129,39 @@ def _by_prompt(values: Tensor, group_size: int) -> Tensor:
 
 
 def _greedy_name(key: str) -> str:
-    """``pass@1`` of the greedy completion is ``greedy``, its length ``greedy/length``."""
+    """Name a metric of the greedy completion: its ``pass@1`` is ``greedy``, its length ``greedy/length``."""
     return key.replace("pass@1", "greedy") if key.startswith("pass@1") else f"greedy/{key}"
 
 
-def judged_of(batch: Rollout) -> Judged:
-    """What the loader knows of a batch; of a loader of one's own: a reward of 1 or more is right."""
-    if isinstance(batch.evaluation, Judged):
+def graded_of(batch: Rollout) -> Graded:
+    """Return the grades that the loader has put into a batch.
+
+    A batch from a loader of one's own has none; a total reward of 1 or more is taken for right then.
+    """
+    if isinstance(batch.evaluation, Graded):
         return batch.evaluation
     part = EvaluationPart("", batch.group_size, Sampling(temperature=batch.temperature), tuple({1, batch.group_size}))
-    return Judged(part, batch.reward >= 1, None, [])
+    return Graded(part, batch.reward >= 1, None, [])
 
 
 def records(batch: Rollout) -> list[dict[str, Any]]:
-    """One record a completion, as plain values: what is saved of an evaluation."""
-    judged, size = judged_of(batch), batch.group_size
+    """Return one record of plain values for each completion: what is saved of an evaluation."""
+    graded, size = graded_of(batch), batch.group_size
     out = []
     for i, text in enumerate(batch.texts):
         prompt, completion = batch.prompts[i // size], batch.completions[i]
         out.append(
             {
                 "id": prompt.id,
-                "set": judged.part.set,
+                "set": graded.part.set,
                 "sample": i % size,
-                "greedy": judged.part.sampling.temperature <= 0,
-                "seed": judged.seeds[i] if judged.seeds else None,
+                "greedy": graded.part.sampling.temperature <= 0,
+                "seed": graded.seeds[i] if graded.seeds else None,
                 "question": prompt.question,
                 "answer": prompt.answer,
                 "completion": text,
-                "final_answer": None if judged.answers is None else judged.answers[i],
-                "correct": None if judged.correct is None else bool(judged.correct[i]),
+                "final_answer": None if graded.answers is None else graded.answers[i],
+                "correct": None if graded.correct is None else bool(graded.correct[i]),
                 "reward": float(batch.reward[i]),
                 "rewards": {name: float(values[i]) for name, values in batch.rewards.items()},
                 "finish_reason": completion.finish_reason,

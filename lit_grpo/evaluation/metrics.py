@@ -1,4 +1,4 @@
-"""pass@k, maj@k, avg@k and best-of-k as torchmetrics: one row a prompt, exact over ranks, with standard errors.
+"""The metrics pass@k, maj@k, avg@k and best-of-k for torchmetrics: exact over ranks, with standard errors.
 
 Each rank keeps the estimates of its own prompts. ``compute`` gathers all rows, whatever number each rank has, and
 leaves out a prompt that is there twice (a distributed sampler repeats prompts to make shards even), so the result is
@@ -27,8 +27,8 @@ class PromptMean(Metric):
     values that are NaN for a prompt are left out of their mean, and a mean over nothing is NaN.
 
     Args:
-        names: of the values of each prompt.
-        kwargs: of :class:`torchmetrics.Metric`.
+        names: names of the values that each prompt has.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     full_state_update = False
@@ -66,7 +66,7 @@ class PromptMean(Metric):
         super()._sync_dist(*args, **kwargs)
 
     def rows(self) -> np.ndarray:
-        """[distinct prompts, names] of what this process holds; of all ranks inside ``compute``."""
+        """Return the values of the distinct prompts, [prompts, names]; inside ``compute`` those of all ranks."""
         keys, values = _joined(self.prompt_keys), _joined(self.prompt_values)
         if not len(keys):
             return np.zeros((0, len(self.names)))
@@ -78,8 +78,8 @@ class PromptMean(Metric):
     def compute(self) -> dict[str, Tensor]:
         rows = self.rows()
         out: dict[str, Tensor] = {"prompts": torch.tensor(float(len(rows)), dtype=torch.float64)}
-        for place, name in enumerate(self.names):
-            column = rows[:, place]
+        for i, name in enumerate(self.names):
+            column = rows[:, i]
             column = column[~np.isnan(column)]
             mean = float(column.mean()) if len(column) else float("nan")
             out[name] = torch.tensor(mean, dtype=torch.float64)
@@ -87,8 +87,8 @@ class PromptMean(Metric):
         return out
 
 
-class _OfSamples(PromptMean):
-    """Base of the metrics that are estimated from n samples of each prompt."""
+class _SampleMetric(PromptMean):
+    """Base class of the metrics that are estimated from n samples of each prompt."""
 
     higher_is_better = True
     label = ""
@@ -103,14 +103,14 @@ class _OfSamples(PromptMean):
         self._add(torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.ks)), prompts)
 
 
-class PassAtK(_OfSamples):
+class PassAtK(_SampleMetric):
     """pass@k: the chance that at least one of k samples is right. Unbiased: 1 - C(n-c, k)/C(n, k), 2107.03374 Eq. 1.
 
     ``compute`` gives ``pass@k`` and ``pass@k/se``.
 
     Args:
         ks: numbers of samples, each at most n.
-        kwargs: of :class:`torchmetrics.Metric`.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     label = "pass@{k}"
@@ -126,12 +126,14 @@ class PassAtK(_OfSamples):
         self._add_rows([[pass_at_k(n, c, k) for k in self.ks] for c in hits], prompts)
 
 
-class AvgAtK(_OfSamples):
-    """avg@n: the share of right samples, mean over prompts; the same expectation as pass@1. ``avg@n``, ``avg@n/se``.
+class AvgAtK(_SampleMetric):
+    """avg@n: the share of right samples, mean over prompts; its expectation is that of pass@1.
+
+    ``compute`` gives ``avg@n`` and ``avg@n/se``.
 
     Args:
         n: samples of each prompt.
-        kwargs: of :class:`torchmetrics.Metric`.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     label = "avg@{k}"
@@ -140,19 +142,21 @@ class AvgAtK(_OfSamples):
         super().__init__([n], **kwargs)
 
     def update(self, correct: Tensor, prompts: Sequence[str]) -> None:
-        """``correct``: [prompts, n] bool."""
+        """Add prompts; ``correct`` is [prompts, n] bool."""
         if correct.shape[1] != self.ks[0]:
             raise ValueError(f"{correct.shape[1]} samples of each prompt, expected {self.ks[0]}")
         self._add(correct.double().mean(1, keepdim=True), prompts)
 
 
-class MajAtK(_OfSamples):
-    """maj@k: the chance that the most frequent answer of k samples is right; exact over all k-subsets, ties split
-    evenly among the answers that tie (:func:`lit_grpo.evaluation.estimators.majority`). ``maj@k``, ``maj@k/se``.
+class MajAtK(_SampleMetric):
+    """maj@k: the chance that the most frequent answer of k samples is right.
+
+    Exact over all k-subsets, ties split evenly among the answers that tie, see
+    :func:`lit_grpo.evaluation.estimators.majority`. ``compute`` gives ``maj@k`` and ``maj@k/se``.
 
     Args:
         ks: numbers of samples, each at most n.
-        kwargs: of :class:`torchmetrics.Metric`.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     label = "maj@{k}"
@@ -177,14 +181,16 @@ class MajAtK(_OfSamples):
         self._add_rows(rows, prompts)
 
 
-class BestOfK(_OfSamples):
-    """best@k: the chance that the sample with the highest score of k is right; exact over all k-subsets, samples of
-    equal score equally likely (:func:`lit_grpo.evaluation.estimators.best_of_k`). ``best@k/<selector>``, and ``/se``.
+class BestOfK(_SampleMetric):
+    """best@k: the chance that the sample with the highest score among k is right.
+
+    Exact over all k-subsets, samples of equal score equally likely, see
+    :func:`lit_grpo.evaluation.estimators.best_of_k`. ``compute`` gives ``best@k/<selector>`` and its ``/se``.
 
     Args:
         ks: numbers of samples, each at most n.
         selector: name of the score.
-        kwargs: of :class:`torchmetrics.Metric`.
+        kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
     def __init__(self, ks: Sequence[int], selector: str, **kwargs: Any) -> None:
@@ -204,12 +210,12 @@ class BestOfK(_OfSamples):
 
 
 def _key(prompt: str) -> int:
-    """A number for an id, equal in every process."""
+    """Hash a prompt's id to a number that is equal in every process; ranks can exchange numbers, not text."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _joined(parts: list[Tensor] | Tensor) -> Tensor:
-    """torchmetrics leaves one tensor in place of the list once ranks have exchanged it."""
-    if isinstance(parts, Tensor):
-        return parts.cpu()
-    return torch.cat(parts).cpu() if parts else torch.zeros(0)
+def _joined(rows: list[Tensor] | Tensor) -> Tensor:
+    # Once ranks have exchanged it, torchmetrics leaves one tensor in place of the list.
+    if isinstance(rows, Tensor):
+        return rows.cpu()
+    return torch.cat(rows).cpu() if rows else torch.zeros(0)

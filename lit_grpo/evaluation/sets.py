@@ -1,4 +1,4 @@
-"""Evaluation sets as they are written in YAML, and what each asks of the engine."""
+"""Evaluation sets as they are written in YAML, and the sampling that each asks of the engine."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lit_grpo.evaluation.estimators import default_ks
 from lit_grpo.types import Sampling
 
 LOGPROB, TOTAL = "logprob", "reward"
-"""Selectors of best-of-k that are no reward's name: mean log-probability of the tokens, and the weighted sum."""
+"""Selectors of best-of-k besides the names of rewards: mean log-probability of the tokens, and the weighted sum."""
 
 
 @dataclass
 class EvaluationSet:
-    """Questions to evaluate on, and how; ``{}`` is a whole set where its name is that of a known benchmark.
+    """Questions to evaluate on, and how; under the name of a known benchmark, ``{}`` is all that is needed.
 
     Attributes:
         prompts: where the questions come from; None: the benchmark that the set is named after, from the hub.
         path: a JSONL file with ``prompt`` and ``answer`` instead; short for ``prompts`` with JsonlPrompts.
-        limit: evaluate on so many questions only; None: all.
+        limit: number of questions to evaluate on; None: all.
         limit_seed: None: the first ``limit``; a number: drawn at random with this seed, the same on every machine.
         samples: completions of each question; None: ``data.eval_group_size``.
         greedy: one more completion of each question at temperature 0, reported as ``greedy``.
         sampling: how to draw; None: ``data.eval_sampling``, which is greedy for one sample and as in training for more.
-        k: for pass@k, maj@k and best@k; None: 1, 2, 4, ... and ``samples``.
+        k: the values of k for pass@k, maj@k and best@k; None: 1, 2, 4, ... and ``samples``.
         best_of: selectors for best@k: ``logprob`` (mean log-probability of the tokens), ``reward`` (the weighted sum)
             or the name of a reward; None: ``logprob`` and every reward but the one that says what is correct.
         format: how a question becomes token ids; None: ``data.format``.
@@ -59,16 +59,16 @@ class EvaluationPart:
     ks: tuple[int, ...] = (1,)
     best_of: tuple[str, ...] = ()
     greedy: bool = False
-    """The additional completion at temperature 0 of a set that is sampled as well."""
+    """True for the additional completion at temperature 0 of a set that is sampled as well."""
 
 
 @dataclass(frozen=True)
 class ResolvedSet:
-    """A set with everything known that the YAML leaves open."""
+    """An evaluation set with everything decided that the YAML leaves open."""
 
     name: str
     where: str
-    """Its key in the configuration."""
+    """Key of the set in the configuration, for messages."""
     source: PromptSource
     parts: tuple[EvaluationPart, ...]
     format: PromptFormat | None
@@ -78,9 +78,9 @@ class Subset(PromptSource):
     """Some rows of a source, in its order; those of a smaller limit are among those of a larger one.
 
     Args:
-        source: of all rows.
-        limit: how many; all if there are fewer.
-        seed: None: the first; else drawn with it, the same rows on every machine.
+        source: the source of all rows.
+        limit: number of rows; all if there are fewer.
+        seed: seed that the rows are drawn with, the same on every machine; None: the first rows.
     """
 
     def __init__(self, source: PromptSource, limit: int, seed: int | None) -> None:
@@ -104,98 +104,98 @@ def resolve_sets(
     sampling: Sampling | None,
     training: Sampling,
     selectors: Sequence[str],
-    judging: str | None,
+    primary_reward: str | None,
 ) -> list[ResolvedSet]:
-    """All sets of a stage, in the order of the YAML.
+    """Decide what the YAML leaves open in all sets of a stage, in its order.
 
     Args:
         stage: ``val`` or ``test``, the key under ``data``.
-        sets: by name.
+        sets: the sets of the YAML by name.
         single: one more source, named after itself (``data.val_prompts``, ``data.test_prompts``).
-        samples: of each question where a set does not say.
+        samples: completions of each question where a set does not say.
         sampling: ``data.eval_sampling``; None: see :class:`EvaluationSet`.
         training: how training completions are drawn.
         selectors: names of the rewards.
-        judging: name of the reward that says what is correct, if any does.
+        primary_reward: name of the reward that says what is correct, if any does.
 
     Raises:
         UserError: a set without questions, two of one name, or a setting that contradicts another.
     """
-    known = dict(sets)
-    places = {name: f"data.{stage}.{name}" for name in known}
+    by_name = dict(sets)
+    keys = {name: f"data.{stage}.{name}" for name in by_name}
     if single is not None:
         name = re.sub(r"[^\w.-]+", "_", single.name) or "prompts"
-        if name in known:
-            raise UserError(f"two evaluation sets are named {name!r}", where=f"data.{stage}_prompts and {places[name]}",
+        if name in by_name:
+            raise UserError(f"two evaluation sets are named {name!r}", where=f"data.{stage}_prompts and {keys[name]}",
                             remedy=f"list both under data.{stage}")  # fmt: skip
-        known = {name: EvaluationSet(single), **known}
-        places[name] = f"data.{stage}_prompts"
+        by_name = {name: EvaluationSet(single), **by_name}
+        keys[name] = f"data.{stage}_prompts"
     return [
-        _resolve(name, given, places[name], samples, sampling, training, selectors, judging)
-        for name, given in known.items()
+        _resolve(name, settings, keys[name], samples, sampling, training, selectors, primary_reward)
+        for name, settings in by_name.items()
     ]
 
 
 def _resolve(
     name: str,
-    given: EvaluationSet,
+    settings: EvaluationSet,
     where: str,
     samples: int,
     sampling: Sampling | None,
     training: Sampling,
     selectors: Sequence[str],
-    judging: str | None,
+    primary_reward: str | None,
 ) -> ResolvedSet:
     if not re.fullmatch(r"[\w.-]+", name):
         raise UserError(f"{name!r} cannot be the name of a set: its metrics are logged under it", where=where,
                         remedy="use letters, digits, _, - and .")  # fmt: skip
-    count = samples if given.samples is None else given.samples
-    for key, value in (("samples", count), ("limit", given.limit)):
+    count = samples if settings.samples is None else settings.samples
+    for key, value in (("samples", count), ("limit", settings.limit)):
         if value is not None and value < 1:
             raise UserError(f"{key} is {value}, must be at least 1", where=f"{where}.{key}")
-    drawn = given.sampling or sampling or (training if count > 1 else replace(training, temperature=0.0))
-    if count > 1 and drawn.temperature <= 0:
+    resolved = settings.sampling or sampling or (training if count > 1 else replace(training, temperature=0.0))
+    if count > 1 and resolved.temperature <= 0:
         raise UserError(
             f"{count} samples at temperature 0 are all the same",
             where=f"{where}.samples",
             remedy="set samples: 1, or a sampling.temperature above 0 (greedy: true adds one greedy completion)",
         )
-    ks = sorted(set(given.k or default_ks(count)))
+    ks = sorted(set(settings.k or default_ks(count)))
     if ks[0] < 1 or ks[-1] > count:
         raise UserError(f"k = {ks} with {count} samples of each question", where=f"{where}.k",
                         remedy=f"keep k between 1 and samples, or raise samples to {ks[-1]}")  # fmt: skip
-    best_of = _selectors(given, where, count, selectors, judging)
-    parts = [EvaluationPart(name, count, drawn, tuple(ks), best_of)]
-    if given.greedy and drawn.temperature > 0:
-        parts.append(EvaluationPart(name, 1, replace(drawn, temperature=0.0, top_p=1.0, top_k=0), greedy=True))
-    return ResolvedSet(name, where, _source(name, given, where), tuple(parts), given.format)
+    best_of = _selectors(settings, where, count, selectors, primary_reward)
+    parts = [EvaluationPart(name, count, resolved, tuple(ks), best_of)]
+    if settings.greedy and resolved.temperature > 0:
+        parts.append(EvaluationPart(name, 1, replace(resolved, temperature=0.0, top_p=1.0, top_k=0), greedy=True))
+    return ResolvedSet(name, where, _source(name, settings, where), tuple(parts), settings.format)
 
 
 def _selectors(
-    given: EvaluationSet, where: str, count: int, selectors: Sequence[str], judging: str | None
+    settings: EvaluationSet, where: str, count: int, selectors: Sequence[str], primary_reward: str | None
 ) -> tuple[str, ...]:
-    if given.best_of is None:
-        return (LOGPROB, *(s for s in selectors if s != judging)) if count > 1 else ()
-    for name in given.best_of:
+    if settings.best_of is None:
+        return (LOGPROB, *(s for s in selectors if s != primary_reward)) if count > 1 else ()
+    for name in settings.best_of:
         if name not in (LOGPROB, TOTAL, *selectors):
             close = nearest(name, (LOGPROB, TOTAL, *selectors))
             remedy = f"did you mean {close}?" if close else f"one of {', '.join((LOGPROB, TOTAL, *selectors))}"
             if name in ("majority", "maj"):
                 remedy = "leave it out: selection by majority is maj@k, which is always reported"
             raise UserError(f"best_of: nothing is named {name!r}", where=f"{where}.best_of", remedy=remedy)
-    return tuple(dict.fromkeys(given.best_of))
+    return tuple(dict.fromkeys(settings.best_of))
 
 
-def _source(name: str, given: EvaluationSet, where: str) -> PromptSource:
-    if given.prompts is not None and given.path is not None:
+def _source(name: str, settings: EvaluationSet, where: str) -> PromptSource:
+    if settings.prompts is not None and settings.path is not None:
         raise UserError("prompts and path both say where the questions come from", where=where,
                         remedy="keep one of them")  # fmt: skip
-    if given.prompts is not None:
-        source = given.prompts
+    if settings.prompts is not None:
+        source = settings.prompts
     elif name in BENCHMARKS:
-        source = BenchmarkPrompts(name, path=given.path)
-    elif given.path is not None:
-        source = JsonlPrompts(given.path, name=name)
+        source = BenchmarkPrompts(name, path=settings.path)
+    elif settings.path is not None:
+        source = JsonlPrompts(settings.path, name=name)
     else:
         close = nearest(name, BENCHMARKS)
         raise UserError(
@@ -205,8 +205,8 @@ def _source(name: str, given: EvaluationSet, where: str) -> PromptSource:
             if close
             else "give it prompts: or path:; known by name are " + ", ".join(BENCHMARKS),
         )
-    if given.limit is None:
-        if given.limit_seed is not None:
+    if settings.limit is None:
+        if settings.limit_seed is not None:
             raise UserError("limit_seed draws nothing without limit", where=f"{where}.limit_seed")
         return source
-    return Subset(source, given.limit, given.limit_seed)
+    return Subset(source, settings.limit, settings.limit_seed)

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: every completion as JSON lines, the results as JSON, a table, and MLflow."""
+"""The files of an evaluation: every completion as JSON lines, and the results as JSON; a table, and MLflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lit_grpo.run.folder import run_folder, run_logger, shown
 
 
 class EvaluationWriter(Callback):
-    """Writes every completion of ``test``, ``validate`` and of held-out evaluations during ``fit``, and the results.
+    """Callback that writes every completion and the results of ``test``, ``validate`` and evaluations during ``fit``.
 
     Into ``evaluation/<stage>/`` of the run folder, during a fit ``evaluation/val_<rollouts>/``: ``<set>.jsonl``, one
     object a completion (rank r: ``<set>.r.jsonl``), and ``results.json``. The folder goes to MLflow as an artifact.
@@ -25,10 +25,10 @@ class EvaluationWriter(Callback):
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        """Of the evaluation under way or the last one."""
-        self._begun: set[str] = set()
+        """Folder of the evaluation under way or of the last one."""
+        self._started_files: set[str] = set()
 
-    # Lightning has the same hooks twice, under two names.
+    # Lightning has the same hooks twice, for validation and for test.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start(trainer, pl_module, "val")
@@ -53,7 +53,7 @@ class EvaluationWriter(Callback):
         self._end(trainer, pl_module)
 
     def _start(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        self.folder, self._begun = None, set()
+        self.folder, self._started_files = None, set()
         fitting = trainer.state.fn == "fit"
         if trainer.sanity_checking or (fitting and run_logger(trainer) is None):
             return
@@ -62,7 +62,7 @@ class EvaluationWriter(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _append(self, trainer: Trainer, outputs: Any) -> None:
-        """Lines to the file of their set, which is begun anew by the first."""
+        """Append records to the file of their set; the first of an evaluation begins the file anew."""
         if self.folder is None or not isinstance(outputs, dict):
             return
         records = outputs["records"]
@@ -74,9 +74,9 @@ class EvaluationWriter(Callback):
                 if (record["set"] or "completions") == name
             ]
             path = self.folder / f"{name}{rank}.jsonl"
-            with path.open("a" if name in self._begun else "w", encoding="utf-8") as file:
+            with path.open("a" if name in self._started_files else "w", encoding="utf-8") as file:
                 file.writelines(lines)
-            self._begun.add(name)
+            self._started_files.add(name)
 
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         result: EvaluationResult | None = getattr(module, "evaluation", None)
@@ -111,12 +111,12 @@ class EvaluationWriter(Callback):
             "engine": getattr(engine, "name", None),
             "sets": {
                 name: {
-                    "metrics": found,
+                    "metrics": metrics,
                     "sampled": [
                         {"samples": part.samples, "greedy": part.sampling.temperature <= 0, **asdict(part.sampling)}
                         for part in result.parts[name]
                     ],
                 }
-                for name, found in result.sets.items()
+                for name, metrics in result.sets.items()
             },
         }

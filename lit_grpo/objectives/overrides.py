@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -15,6 +14,7 @@ from lit_grpo.objectives.ratios import WITHOUT_OLD
 from lit_grpo.objectives.recipes import RECIPES, Recipe
 from lit_grpo.objectives.registry import CHOICES, PARTS, RATIOS, has_setting, known_overrides, owners
 from lit_grpo.objectives.trust_regions import CustomTrustRegion, TrustRegion
+from lit_grpo.utils.imports import import_by_path
 
 
 def build(name: str, overrides: Mapping[str, Any]) -> Objective:
@@ -143,15 +143,7 @@ def load(spec: str | Mapping[str, Any], where: str) -> tuple[str, Any]:
     """Import ``package.module.name``, or ``{class_path: ..., init_args: {...}}``; classes are made into objects."""
     path = spec if isinstance(spec, str) else str(spec.get("class_path", ""))
     arguments = {} if isinstance(spec, str) else dict(spec.get("init_args") or {})
-    module, _, name = path.rpartition(".")
-    try:
-        target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"cannot import {path!r}: {error}",
-            where=where,
-            remedy="give an import path such as my_package.my_module.my_function",
-        ) from error
+    target = import_by_path(path, where, remedy="give an import path such as my_package.my_module.my_function")
     if isinstance(target, type) or arguments:
         target = target(**arguments)
     if not callable(target) and not isinstance(target, Objective):

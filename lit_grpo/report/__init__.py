@@ -1,17 +1,16 @@
 """The report of a run: one page that says how it went and what went wrong, and shows it."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
+from lit_grpo.utils.imports import lazy_attributes
+
 if TYPE_CHECKING:
-    from lit_grpo.report.writer import ReportWriter
+    from lit_grpo.report.writer import ReportWriter as ReportWriter
 
-__all__ = ["ReportWriter"]
+_MODULES = {"ReportWriter": "writer"}
 
-
-def __getattr__(name: str) -> object:
-    # Importing Lightning takes seconds; writing a report of a run folder does not need it.
-    if name == "ReportWriter":
-        from lit_grpo.report.writer import ReportWriter
-
-        return ReportWriter
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Importing Lightning takes seconds; writing a report of a run folder does not need it.
+__getattr__ = lazy_attributes(__name__, _MODULES)
+__all__ = sorted(_MODULES)

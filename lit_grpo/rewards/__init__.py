@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lit_grpo.utils.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from lit_grpo.rewards.addition import AdditionReward
-    from lit_grpo.rewards.base import Reward, judging_reward, total_range
-    from lit_grpo.rewards.by_source import RewardBySource, SourceReward
-    from lit_grpo.rewards.choice import ChoiceReward
-    from lit_grpo.rewards.code.reward import CodeReward
-    from lit_grpo.rewards.combine import OnError, RewardError, check_rewards, score_all
-    from lit_grpo.rewards.countdown import CountdownReward
-    from lit_grpo.rewards.exact_match import ExactMatch
-    from lit_grpo.rewards.format_tags import FormatReward
-    from lit_grpo.rewards.function import FunctionReward
-    from lit_grpo.rewards.judge import JudgeReward
-    from lit_grpo.rewards.length import CosineReward, LengthReward, OverlongPenalty
-    from lit_grpo.rewards.math.numeric import NumericReward
-    from lit_grpo.rewards.math.verify import MathReward
-    from lit_grpo.rewards.noise import NoisyReward
-    from lit_grpo.rewards.reasoning_gym import ReasoningGymReward
-    from lit_grpo.rewards.repetition import RepetitionPenalty
+    from lit_grpo.rewards.addition import AdditionReward as AdditionReward
+    from lit_grpo.rewards.base import Reward as Reward
+    from lit_grpo.rewards.base import primary_reward as primary_reward
+    from lit_grpo.rewards.base import total_range as total_range
+    from lit_grpo.rewards.choice import ChoiceReward as ChoiceReward
+    from lit_grpo.rewards.code.reward import CodeReward as CodeReward
+    from lit_grpo.rewards.combine import OnError as OnError
+    from lit_grpo.rewards.combine import RewardError as RewardError
+    from lit_grpo.rewards.combine import check_rewards as check_rewards
+    from lit_grpo.rewards.combine import score_all as score_all
+    from lit_grpo.rewards.countdown import CountdownReward as CountdownReward
+    from lit_grpo.rewards.exact_match import ExactMatch as ExactMatch
+    from lit_grpo.rewards.format_tags import FormatReward as FormatReward
+    from lit_grpo.rewards.function import FunctionReward as FunctionReward
+    from lit_grpo.rewards.judge import JudgeReward as JudgeReward
+    from lit_grpo.rewards.length import CosineReward as CosineReward
+    from lit_grpo.rewards.length import LengthReward as LengthReward
+    from lit_grpo.rewards.math.numeric import NumericReward as NumericReward
+    from lit_grpo.rewards.math.verify import MathReward as MathReward
+    from lit_grpo.rewards.reasoning_gym import ReasoningGymReward as ReasoningGymReward
+    from lit_grpo.rewards.repetition import RepetitionPenalty as RepetitionPenalty
+    from lit_grpo.rewards.wrappers import RewardBySource as RewardBySource
+    from lit_grpo.rewards.wrappers import SourceReward as SourceReward
 
-_HOME = {
+_MODULES = {
     "AdditionReward": "addition",
     "ChoiceReward": "choice",
     "CodeReward": "code.reward",
@@ -36,53 +43,20 @@ _HOME = {
     "JudgeReward": "judge",
     "LengthReward": "length",
     "MathReward": "math.verify",
-    "NoisyReward": "noise",
     "NumericReward": "math.numeric",
     "OnError": "combine",
-    "OverlongPenalty": "length",
-    "RepetitionPenalty": "repetition",
     "ReasoningGymReward": "reasoning_gym",
+    "RepetitionPenalty": "repetition",
     "Reward": "base",
-    "RewardBySource": "by_source",
+    "RewardBySource": "wrappers",
     "RewardError": "combine",
-    "SourceReward": "by_source",
+    "SourceReward": "wrappers",
     "check_rewards": "combine",
-    "judging_reward": "base",
+    "primary_reward": "base",
     "score_all": "combine",
     "total_range": "base",
 }
 
-__all__ = [
-    "AdditionReward",
-    "ChoiceReward",
-    "CodeReward",
-    "CosineReward",
-    "CountdownReward",
-    "ExactMatch",
-    "FormatReward",
-    "FunctionReward",
-    "JudgeReward",
-    "LengthReward",
-    "MathReward",
-    "NoisyReward",
-    "NumericReward",
-    "OnError",
-    "OverlongPenalty",
-    "ReasoningGymReward",
-    "RepetitionPenalty",
-    "Reward",
-    "RewardBySource",
-    "RewardError",
-    "SourceReward",
-    "check_rewards",
-    "judging_reward",
-    "score_all",
-    "total_range",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # Worker processes import modules of this package; they must not pay for what the other classes need.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+# Worker processes import modules of this package; they must not pay for what the other classes need.
+__getattr__ = lazy_attributes(__name__, _MODULES)
+__all__ = sorted(_MODULES)

@@ -32,14 +32,14 @@ class AdditionReward(Reward):
 
 
 def _agree(text: str, gold: str | None) -> float:
-    answer, wanted = final_integer(text), final_integer(gold or "")
-    return float(answer is not None and answer == wanted)
+    answer = final_integer(text)
+    return float(answer is not None and answer == final_integer(gold or ""))
 
 
 def final_integer(text: str) -> str | None:
-    """The integer that ends a text, in its shortest form; None if the text ends in anything else.
+    """Return the integer that ends a text, in its shortest form; None if the text ends in anything else.
 
-    A string, because ``int`` refuses more than 4,300 digits. Only ASCII digits count; one full stop may follow. The
+    As a string, because ``int`` refuses more than 4,300 digits. Only ASCII digits count; one full stop may follow. The
     tail of a decimal (``1.5``), of a grouped number (``1,500``) or of a word (``x2``) is no integer.
     """
     text = text.rstrip().removesuffix(".").rstrip()

@@ -1,4 +1,4 @@
-"""Exact value of a written arithmetic expression, without eval: bounded in length, depth and size of its numbers."""
+"""Exact value of a written arithmetic expression, without eval, and bounded in length, depth and size of numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-_LONGEST = 1_000
-"""Characters."""
-_DEEPEST = 50
-_MOST_BITS = 4_096
-"""Of numerator and denominator of any value on the way."""
+_MAX_LENGTH = 1_000
+_MAX_DEPTH = 50
+_MAX_BITS = 4_096
+"""Largest numerator and denominator of any value on the way, in bits."""
 
 _TOKEN = re.compile(
     r"\s*(?:(\d+(?:\.\d+)?)|(\\frac)(?![a-zA-Z])|(\\(?:times|cdot|ast)(?![a-zA-Z])|[*×·⋅])|(\\div(?![a-zA-Z])|[/÷∕])"
@@ -21,24 +20,24 @@ _PARTNER = {"(": ")", "[": "]", "{": "}"}
 
 
 class Expression(NamedTuple):
-    """What was written."""
+    """An expression that was read."""
 
     value: Fraction
     numbers: tuple[str, ...]
-    """Every number in it as written, from left to right, exponents included."""
+    """Every number as it was written, from left to right, exponents included."""
 
 
 def evaluate(text: str, *, powers: bool = True) -> Expression | None:
-    """The value of an expression of ``+ - * / ^``, ``\\frac`` and brackets over written numbers.
+    r"""Compute the value of an expression of ``+ - * / ^``, ``\frac`` and brackets over written numbers.
 
     None for everything else: names, juxtaposition (``2(3)``), a division by zero, a power whose exponent is no integer,
     or anything too long, too deep or too large.
 
     Args:
-        text: as written by a person or in LaTeX.
-        powers: whether ``^`` is known.
+        text: the expression as written by a person or in LaTeX.
+        powers: take ``^`` for a power; otherwise it is an error.
     """
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_LENGTH:
         return None
     tokens: list[tuple[str, str]] = []
     position, text = 0, text.rstrip()
@@ -74,7 +73,7 @@ class _Parser:
         return self.tokens[self.at - 1][1]
 
     def sum(self, depth: int) -> Fraction:
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise _NoExpressionError
         sign = 1
         if self._kind() in ("plus", "minus"):
@@ -106,7 +105,7 @@ class _Parser:
         if self._kind() == "power" or exponent.denominator != 1 or (not base and exponent <= 0):
             raise _NoExpressionError
         size = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if abs(exponent) * size > _MOST_BITS:
+        if abs(exponent) * size > _MAX_BITS:
             raise _NoExpressionError
         return base ** int(exponent)
 
@@ -137,6 +136,6 @@ class _Parser:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MOST_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
         raise _NoExpressionError
     return value

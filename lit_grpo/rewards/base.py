@@ -1,4 +1,4 @@
-"""What a reward is: it looks at a batch of completions and gives each a number."""
+"""The interface of all rewards: each looks at a batch of completions and gives every one a number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lit_grpo.types import RewardInput, Score
 
 
 class Reward:
-    """Base class of all rewards. A subclass gives ``score``; everything else has a default.
+    """Base class of all rewards. A subclass implements ``score``; everything else has a default.
 
     Args:
         weight: factor in the total reward of a completion.
@@ -19,68 +19,66 @@ class Reward:
     needs_answer: bool = False
     """True if every prompt must have a gold answer; checked when the data is loaded."""
 
-    finds_answer: bool = False
-    """True if its scores tell, by ``no_answer``, which completions hold no parsable answer."""
+    extracts_answer: bool = False
+    """True if the scores say, by ``no_answer``, which completions hold no parsable answer."""
 
     needs_tokens: bool = False
-    """True if it counts the completion's tokens; its text is not enough then."""
+    """True if the number of tokens of a completion is needed, not its text alone."""
 
-    correct_at: float | None = 1.0
+    correct_threshold: float | None = 1.0
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
-    made_of: Sequence[Reward] = ()
-    """Rewards that it is made of."""
-
     range: tuple[float, float] = (-math.inf, math.inf)
-    """Least and greatest value it can give, before its weight."""
+    """Least and greatest value that ``score`` can give, before the weight."""
 
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
         self.weight = weight
         self.name = name or _snake_case(type(self).__name__)
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
-        """One score for each input, in order. May be called from several threads at once."""
+        """Return one score for each input, in order. May be called from several threads at once."""
         raise NotImplementedError(f"{type(self).__name__} must implement score()")
 
     def for_source(self, source: str) -> Reward:
-        """The reward that judges completions of a source's prompts: itself, unless it has another for each.
+        """Return the reward for completions of a source's prompts: this one, unless it has another for each source.
 
         Raises:
-            UserError: none does.
+            UserError: there is none for this source.
         """
         return self
 
     def correct(self, value: float) -> bool:
-        """Whether a value of this reward says that the answer is right; False for one that does not judge that."""
-        # Sums of shares such as 3 x 1/3 may miss full marks by a rounding error.
-        return self.correct_at is not None and value >= self.correct_at - 1e-9
+        """Say whether a value of this reward means a right answer; False for a reward that does not say that."""
+        # Sums of shares such as 3 x 1/3 may miss full marks by a rounding error, hence the small allowance.
+        return self.correct_threshold is not None and value >= self.correct_threshold - 1e-9
 
     def start(self) -> None:
-        """Get ready beside whatever else starts (worker processes). Returns at once; may be left out."""
+        """Begin to start worker processes, and return at once. Without it the first ``score`` starts them."""
 
     def final_answers(self, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
-        """The final answer of each completion in a normal form, equal where answers are; None where there is none.
+        """Return the final answer of each completion in a normal form: the votes of maj@k, equal where answers are.
 
-        What maj@k counts votes by. None altogether, the default: the reward looks for no final answer.
+        None for a completion without an answer; None altogether, the default, where the reward looks for none.
         """
         return None
 
     def close(self) -> None:
-        """Free what the reward holds (worker processes, connections). Safe to call twice."""
+        """End worker processes and close connections. Safe to call twice."""
 
 
-def judging_reward(rewards: Sequence[Reward]) -> Reward | None:
-    """The reward that says whether an answer is right: the first in the list with ``correct_at``; None if none does.
+def primary_reward(rewards: Sequence[Reward]) -> Reward | None:
+    """Return the reward that says whether an answer is right: the first in the list with a ``correct_threshold``.
 
-    pass@k, maj@k, filters by difficulty and ``lit-grpo score`` all go by it.
+    pass@k, maj@k, filters by difficulty and ``lit-grpo score`` all go by it. None if no reward says so.
     """
-    return next((reward for reward in rewards if reward.correct_at is not None), None)
+    return next((reward for reward in rewards if reward.correct_threshold is not None), None)
 
 
 def total_range(rewards: Sequence[Reward]) -> tuple[float, float]:
-    """Least and greatest total reward of a completion: weighted, and infinite where a reward does not say."""
+    """Return the least and greatest weighted sum of the rewards; infinite where a reward does not state its range."""
     ends = [(reward.weight * low, reward.weight * high) for reward in rewards for low, high in (reward.range,)]
+    # 0 times infinity is no number: a reward that is only logged adds nothing, whatever its range.
     ends = [(0.0, 0.0) if reward.weight == 0 else end for reward, end in zip(rewards, ends, strict=True)]
     return sum(min(end) for end in ends), sum(max(end) for end in ends)
 

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter of the right option."""
+"""The multiple-choice reward: the letter of the right option."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lit_grpo.types import RewardInput, Score
 
 
 class ChoiceReward(Reward):
-    """1 if the final answer is the letter of the gold answer, alone or followed by its option's text, else 0.
+    r"""1 if the final answer is the letter of the gold answer, alone or followed by its option's text, else 0.
 
-    ``C``, ``(C)``, ``\\boxed{C}``, ``**C.** Paris`` and "The answer is (C) Paris" all say C; "B or C" and "not C" say
+    ``C``, ``(C)``, ``\boxed{C}``, ``**C.** Paris`` and "The answer is (C) Paris" all say C; "B or C" and "not C" say
     nothing. Case counts only where a letter stands bare, since "a" is a word.
 
     Args:
-        letters: of the options.
+        letters: letters of the options.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
@@ -29,7 +29,7 @@ class ChoiceReward(Reward):
     """
 
     needs_answer = True
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(self, letters: str = "ABCDEFGHIJ", weight: float = 1.0, name: str | None = "choice") -> None:
@@ -54,11 +54,11 @@ class ChoiceReward(Reward):
         return Score(float(letter == gold), no_answer=letter is None)
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
-        found = [final_answer(item.text, "option", item.completion.truncated) for item in batch]
-        return [self.letter(answer) if answer else None for answer in found]
+        answers = [final_answer(item.text, "option", item.completion.truncated) for item in batch]
+        return [self.letter(answer) if answer else None for answer in answers]
 
     def letter(self, text: str) -> str | None:
-        """The one option that an answer names, or None."""
+        """Return the one option that an answer names, or None."""
         if len(text) > 2_000:
             return None
         cleaned = clean(text)

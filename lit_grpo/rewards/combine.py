@@ -1,4 +1,4 @@
-"""Run every reward on a batch and hold it to its contract: one finite number for each completion."""
+"""Every reward run on a batch and held to its contract: one finite number for each completion."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.text import shorten
 
 OnError = Literal["raise", "zero"]
 
@@ -17,13 +18,13 @@ _SAMPLE_LENGTH = 400
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or gave something that is no finite number. Stops the run and shows the sample.
+    """Failure of a reward that raised or gave no finite number; stops the run and shows the sample.
 
     Args:
         reward: name of the reward.
-        problem: what it did.
-        prompt_id: prompt of the completion at fault, or None where the batch as a whole is.
-        sample: that completion's text, shortened.
+        problem: what it did, as the predicate of a sentence.
+        prompt_id: prompt of the completion at fault, or None where the batch as a whole is at fault.
+        sample: text of that completion, shortened.
     """
 
     def __init__(self, reward: str, problem: str, prompt_id: str | None = None, sample: str | None = None) -> None:
@@ -41,7 +42,7 @@ class RewardError(RuntimeError):
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
-    """Refuse what cannot work before the first rollout.
+    """Refuse, before the first rollout, rewards that cannot work together.
 
     Raises:
         UserError: no reward at all, two of one name, or a weight that is not finite.
@@ -64,33 +65,13 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
             raise UserError(f"the weight of reward {reward.name!r} is {reward.weight}", where="rewards")
 
 
-_ALSO_SHAPING = {"OverlongPenalty": "overlong_penalty", "NoisyReward": "label_noise"}
-
-
-def refuse_doubles(rewards: Sequence[Reward], shaping: object) -> None:
-    """Refuse what would be applied twice, by a reward and by the objective's shaping of the total.
-
-    Raises:
-        UserError: for the first such reward.
-    """
-    for reward in rewards:
-        refuse_doubles(reward.made_of, shaping)
-        key = _ALSO_SHAPING.get(type(reward).__name__)
-        if key is not None and getattr(shaping, key, None):
-            raise UserError(
-                f"the reward {reward.name!r} does what the objective's {key} does; together they count twice",
-                where=f"model.objective.{key}",
-                remedy="take one of them out",
-            )
-
-
 def score_all(
     rewards: Sequence[Reward], batch: Sequence[RewardInput], on_error: OnError = "raise"
 ) -> dict[str, list[Score]]:
     """Score every completion with every reward. Safe to call from several threads at once.
 
     Args:
-        rewards: of distinct names.
+        rewards: rewards of distinct names.
         batch: completions, in any order; prompts may repeat.
         on_error: ``raise`` ends the run at the first bad score; ``zero`` gives it value 0 and ``failed=True``. A batch
             that raises is scored once more, one by one, so that only the completions at fault are lost.
@@ -132,7 +113,7 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
             raise RewardError(reward.name, f"gave {len(scores)} scores for 1 completion")
         checked.append(_checked(reward, item, scores[0], on_error))
     if on_error == "raise":
-        # No completion is at fault alone, but going on would hide that the batch call does not work.
+        # No completion fails alone, but going on would hide that the call on the batch does not work.
         raise RewardError(reward.name, f"raised {_describe(error)} on a batch of {len(batch)}") from error
     return checked
 
@@ -140,8 +121,9 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
 def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
     try:
         checked = Score(float(score[0]), *score[1:]) if isinstance(score, tuple) else Score(float(score))
-    except Exception:  # None, text, a tensor of several values, ...
-        problem = f"gave {_shorten(repr(score), 80)}, which is not a number"
+    except Exception:
+        # A reward of the user may return anything: None, text, a tensor of several values.
+        problem = f"gave {_both_ends(repr(score), 80)}, which is not a number"
     else:
         if math.isfinite(checked.value):
             return checked
@@ -152,16 +134,13 @@ def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: 
 
 
 def _error_of(reward: Reward, item: RewardInput, problem: str) -> RewardError:
-    return RewardError(reward.name, problem, item.prompt.id, _shorten(item.text, _SAMPLE_LENGTH))
+    return RewardError(reward.name, problem, item.prompt.id, _both_ends(item.text, _SAMPLE_LENGTH))
 
 
 def _describe(error: Exception) -> str:
-    return _shorten(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
+    return _both_ends(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
 
 
-def _shorten(text: str, length: int) -> str:
-    """Both ends of a long text: the answer is usually at its end."""
-    if len(text) <= length:
-        return text
-    half = length // 2
-    return f"{text[:half]} […{len(text) - 2 * half} characters…] {text[-half:]}"
+# Both ends of a text are shown, since the answer is usually at its end.
+def _both_ends(text: str, limit: int) -> str:
+    return shorten(text, limit, " […{omitted} characters…] ", keep_end=True)

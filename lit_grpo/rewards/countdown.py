@@ -1,4 +1,4 @@
-"""Countdown: an expression over given numbers, each used once, that hits a target."""
+"""The countdown reward: an expression over given numbers, each used once, that hits a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CountdownReward(Reward):
 
     Args:
         numbers: column with the list of numbers.
-        use_all: every number must be used; otherwise each at most once.
+        use_all: True: every number must be used once; False: each at most once.
         partial: value of an expression that uses the right numbers and misses the target.
         weight: factor in the total reward.
         name: key under which the reward is logged.
@@ -36,7 +36,7 @@ class CountdownReward(Reward):
     """
 
     needs_answer = True
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(
@@ -56,34 +56,34 @@ class CountdownReward(Reward):
         return [self._score(item) for item in batch]
 
     def _score(self, item: RewardInput) -> Score:
-        given = item.prompt.extra.get(self._numbers)
-        if not isinstance(given, (list, tuple)) or not all(type(n) is int for n in given):
+        numbers = item.prompt.extra.get(self._numbers)
+        if not isinstance(numbers, (list, tuple)) or not all(type(n) is int for n in numbers):
             raise ValueError(f"column {self._numbers!r} of prompt {item.prompt.id!r} is no list of whole numbers")
-        written = countdown_expression(item.text, item.completion.truncated)
-        if written is None:
+        expression = countdown_expression(item.text, item.completion.truncated)
+        if expression is None:
             return Score(0.0, no_answer=True)
-        return Score(self._value(written, Fraction(item.prompt.answer or "0"), given))
+        return Score(self._value(expression, Fraction(item.prompt.answer or "0"), numbers))
 
-    def _value(self, written: str, target: Fraction, given: Sequence[int]) -> float:
+    def _value(self, written: str, target: Fraction, available: Sequence[int]) -> float:
         left, equals, right = written.partition("=")
         expression = evaluate(left, powers=False)
         if expression is None or not all(number.isascii() and number.isdigit() for number in expression.numbers):
             return 0.0
         if equals and ((other := evaluate(right)) is None or other.value != expression.value):
             return 0.0
-        used, allowed = Counter(map(int, expression.numbers)), Counter(given)
+        used, allowed = Counter(map(int, expression.numbers)), Counter(available)
         if used != allowed if self._use_all else used - allowed:
             return 0.0
         return 1.0 if expression.value == target else self._partial
 
 
 def countdown_expression(text: str, truncated: bool = False) -> str | None:
-    """The expression that a completion offers as its answer, or None."""
+    """Return the expression that a completion offers as its answer, or None."""
     start = text.rfind(_TAG)
     if start >= 0:
         end = text.find("</answer>", start)
-        found = text[start + len(_TAG) : end] if end >= 0 else None
+        expression = text[start + len(_TAG) : end] if end >= 0 else None
     else:
-        found = final_answer(text, "other", truncated)
-    found = _WRAPPING.sub(" ", found).strip().rstrip(".").strip() if found else None
-    return found or None
+        expression = final_answer(text, "other", truncated)
+    expression = _WRAPPING.sub(" ", expression).strip().rstrip(".").strip() if expression else None
+    return expression or None

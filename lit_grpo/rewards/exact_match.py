@@ -1,4 +1,4 @@
-"""Exact match: 1 where the answer is the gold answer, character for character."""
+"""The exact-match reward: 1 where the answer is the gold answer, character for character."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ExactMatch(Reward):
                 remedy="in YAML, write it in single quotes so that backslashes stay",
             ) from error
         self._ignore_case, self._limit = ignore_case, limit
-        self.finds_answer = self._extract is not None
+        self.extracts_answer = self._extract is not None
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]
@@ -81,8 +81,8 @@ class ExactMatch(Reward):
         if self._extract is None:
             return text
         last = None
-        # The last match counts, as with every other reward: a withdrawn first guess is not the answer. Other threads go
-        # on meanwhile (concurrent).
+        # The last match counts, as with every other reward: a withdrawn first guess is not the answer. With concurrent,
+        # other threads go on meanwhile.
         for last in self._extract.finditer(text, timeout=self._limit, concurrent=True):  # noqa: B007
             pass
         if last is None:
@@ -91,6 +91,7 @@ class ExactMatch(Reward):
 
     def _normalise(self, text: str | None) -> str | object:
         if text is None:
-            return object()  # a missing answer equals nothing, another missing one included
+            # A missing answer equals nothing, another missing one included.
+            return object()
         text = text.strip()
         return text.casefold() if self._ignore_case else text

@@ -1,4 +1,4 @@
-"""Format: whether a completion wears the tags it was asked for."""
+"""The format reward: whether a completion has the tags that it was asked for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FormatReward(Reward):
         tags: names of the tags, in order.
         full: value of the whole format.
         partial: value where any tag occurs.
-        opened: the prompt already ends in the first opening tag, so the completion begins inside it.
-        strict: text outside the tags breaks the format.
+        opened: True if the prompt already ends in the first opening tag, so that the completion begins inside it.
+        strict: True if text outside the tags breaks the format.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
@@ -30,7 +30,7 @@ class FormatReward(Reward):
         UserError: no tag, a tag twice, or one that is no name.
     """
 
-    correct_at = None
+    correct_threshold = None
 
     def __init__(
         self,
@@ -55,18 +55,19 @@ class FormatReward(Reward):
         return [Score(self._value(item.text)) for item in batch]
 
     def _value(self, text: str) -> float:
-        if self._whole(text):
+        if self._is_complete(text):
             return self._full
         return self._partial if any(mark in text for mark in self._marks) else 0.0
 
-    def _whole(self, text: str) -> bool:
+    def _is_complete(self, text: str) -> bool:
         if any(text.count(mark) != 1 for mark in self._marks):
             return False
         pieces, inside = [], self._opened
         for mark in self._marks:
-            before, found, text = text.partition(mark)
-            if not found:
-                return False  # out of order
+            before, mark_found, text = text.partition(mark)
+            if not mark_found:
+                # Out of order.
+                return False
             pieces.append((before, inside))
             inside = not inside
         pieces.append((text, False))

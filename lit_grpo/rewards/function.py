@@ -1,18 +1,18 @@
-"""A function of the user's own as a reward."""
+"""The function reward: a function of the user, found by import path."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.isolation.pool import WorkerPool
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.imports import import_by_path
 
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "text": lambda item: item.text,
@@ -24,16 +24,16 @@ _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "tokens": lambda item: len(item.completion.token_ids),
     "item": lambda item: item,
 }
-"""What a function may ask for, by the name of its parameter."""
+"""Values that a function of one completion may ask for, by the name of its parameter."""
 _BATCH = {
     "texts": "text", "answers": "answer", "questions": "question", "extras": "extra", "prompt_ids": "prompt_id",
     "truncated": "truncated", "tokens": "tokens", "items": "item",
 }  # fmt: skip
-"""The same for a function of a whole batch: lists of equal length."""
+"""Values for a function of a whole batch, lists of equal length: the name of each in ``_SINGLE``."""
 
 
 class FunctionReward(Reward):
-    """What a function of yours says, found by import path: ``my_package.rewards.politeness``.
+    """Value of a function of yours, found by import path: ``my_package.rewards.politeness``.
 
     The names of its parameters say what it gets. For one completion: ``text``, ``answer``, ``question``, ``extra`` (the
     other columns of the row), ``prompt_id``, ``truncated``, ``tokens`` (their number), ``item`` (the whole
@@ -43,17 +43,17 @@ class FunctionReward(Reward):
     ``concurrency`` at a time.
 
         def politeness(text: str, extra: dict) -> float: ...
-        def judge(texts: list[str], answers: list[str]) -> list[float]: ...
+        def graded(texts: list[str], answers: list[str]) -> list[float]: ...
         async def ask(text: str, question: str) -> float: ...
 
     Args:
-        function: import path; looked for beside the configuration too.
+        function: import path of the function; looked for beside the configuration too.
         limit: seconds for one completion. A function that is not async then runs in worker processes that are killed
             at the limit; past it the value is 0 with ``timed_out``. None: no limit.
         concurrency: calls of an async function at once, in each scoring thread.
-        arguments: given to the function by name, beside the above.
-        correct_at: value from which on the answer is right; null: the function does not judge answers.
-        needs_answer: every prompt must have a gold answer.
+        arguments: further arguments of the function, by name.
+        correct_threshold: value from which on the answer is right; null: the function does not say what is right.
+        needs_answer: True if every prompt must have a gold answer.
         weight: factor in the total reward.
         name: key under which the reward is logged; the function's name if left out.
 
@@ -67,7 +67,7 @@ class FunctionReward(Reward):
         limit: float | None = None,
         concurrency: int = 16,
         arguments: dict[str, Any] | None = None,
-        correct_at: float | None = 1.0,
+        correct_threshold: float | None = 1.0,
         needs_answer: bool = False,
         weight: float = 1.0,
         name: str | None = None,
@@ -80,25 +80,25 @@ class FunctionReward(Reward):
                 f"concurrency is {concurrency}", where="FunctionReward.concurrency", remedy="give 1 or more"
             )
         self._path, self._limit, self._concurrency = function, limit, concurrency
-        self._given = dict(arguments or {})
+        self._arguments = dict(arguments or {})
         self._function = find_function(function)
-        self._wanted, self._batch = _parameters(self._function, function, self._given)
+        self._parameters, self._batch = _parameters(self._function, function, self._arguments)
         self._async = inspect.iscoroutinefunction(self._function)
-        self.correct_at, self.needs_answer = correct_at, needs_answer
-        self.needs_tokens = "tokens" in self._wanted
+        self.correct_threshold, self.needs_answer = correct_threshold, needs_answer
+        self.needs_tokens = "tokens" in self._parameters
         self._pool: WorkerPool | None = None
         if limit is not None and not self._async:
             self._check_isolated()
             self._pool = WorkerPool(call_isolated, limit=limit)
         elif limit is not None and self._batch:
             raise UserError(
-                f"{function} judges a whole batch, and a limit is for one completion",
+                f"{function} takes a whole batch, and a limit is for one completion",
                 where="FunctionReward.limit",
                 remedy="leave it out, or write the function for one completion",
             )
 
     def _check_isolated(self) -> None:
-        if self._batch or "item" in self._wanted:
+        if self._batch or "item" in self._parameters:
             raise UserError(
                 f"{self._path} cannot run in worker processes, which limit needs",
                 where="FunctionReward.limit",
@@ -109,23 +109,23 @@ class FunctionReward(Reward):
         if self._pool is not None:
             return self._isolated(batch)
         if self._batch:
-            lists = {name: [_SINGLE[_BATCH[name]](item) for item in batch] for name in self._wanted}
-            found = self._function(**lists, **self._given)
-            return list(asyncio.run(found) if self._async else found)
+            lists = {name: [_SINGLE[_BATCH[name]](item) for item in batch] for name in self._parameters}
+            result = self._function(**lists, **self._arguments)
+            return list(asyncio.run(result) if self._async else result)
         if self._async:
             return asyncio.run(self._together(batch))
-        return [self._function(**self._of(item), **self._given) for item in batch]
+        return [self._function(**self._values(item), **self._arguments) for item in batch]
 
-    def _of(self, item: RewardInput) -> dict[str, Any]:
-        return {name: _SINGLE[name](item) for name in self._wanted}
+    def _values(self, item: RewardInput) -> dict[str, Any]:
+        return {name: _SINGLE[name](item) for name in self._parameters}
 
     async def _together(self, batch: Sequence[RewardInput]) -> list[Score | float]:
-        room = asyncio.Semaphore(self._concurrency)
+        semaphore = asyncio.Semaphore(self._concurrency)
 
         async def one(item: RewardInput) -> Score | float:
-            async with room:
+            async with semaphore:
                 try:
-                    return await asyncio.wait_for(self._function(**self._of(item), **self._given), self._limit)
+                    return await asyncio.wait_for(self._function(**self._values(item), **self._arguments), self._limit)
                 except TimeoutError:
                     if self._limit is None:
                         raise
@@ -136,7 +136,7 @@ class FunctionReward(Reward):
     def _isolated(self, batch: Sequence[RewardInput]) -> list[Score | float]:
         assert self._pool is not None
         scores: list[Score | float] = []
-        outcomes = self._pool.map([(self._path, {**self._of(item), **self._given}) for item in batch])
+        outcomes = self._pool.map([(self._path, {**self._values(item), **self._arguments}) for item in batch])
         for outcome in outcomes:
             if outcome.status == "timeout":
                 scores.append(Score(0.0, timed_out=True, seconds=outcome.seconds))
@@ -157,38 +157,29 @@ class FunctionReward(Reward):
 
 
 def find_function(path: str) -> Callable[..., Any]:
-    """The function at an import path.
+    """Import the function at ``package.module.name`` or ``package.module:name``.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not there, or is no function.
     """
-    module, _, name = path.replace(":", ".").rpartition(".")
+    path = path.replace(":", ".")
     where = "FunctionReward.function"
-    if not module:
-        raise UserError(f"{path!r} is no import path", where=where, remedy="as in my_module.my_function")
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{module} cannot be imported: {error}", where=where, remedy="is it in the folder you are in?"
-        ) from error
-    found = getattr(imported, name, None)
-    if not callable(found) or inspect.isclass(found):
-        names = [key for key, value in vars(imported).items() if inspect.isfunction(value)]
-        near = nearest(name, names)
-        remedy = f"did you mean {module}.{near}?" if near else f"its functions: {', '.join(names) or '(none)'}"
-        raise UserError(f"{module} has no function {name!r}", where=where, remedy=remedy)
-    return found
+    function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
+    # A class is callable too, but what it makes is no score.
+    if not callable(function) or inspect.isclass(function):
+        module, _, name = path.rpartition(".")
+        raise UserError(f"{module} has no function {name!r}, only a {type(function).__name__}", where=where)
+    return function
 
 
 def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Names of what the function asks for, and whether for a batch."""
+    """Return the names of the values that a function asks for, and whether it takes a whole batch."""
     where = "FunctionReward.function"
     parameters = inspect.signature(function).parameters.values()
-    asked = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
+    wanted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
     positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-    known = {*_SINGLE, *_BATCH}
-    unknown = positional + [p.name for p in asked if p.name not in known and p.default is p.empty]
+    available = {*_SINGLE, *_BATCH}
+    unknown = positional + [p.name for p in wanted if p.name not in available and p.default is p.empty]
     if unknown:
         raise UserError(
             f"{path} asks for {unknown[0]!r}, which is nothing a reward gets",
@@ -196,10 +187,10 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
             remedy=f"one completion: {', '.join(_SINGLE)}; a batch: {', '.join(_BATCH)}; "
             "anything else under `arguments`, or with a default",
         )
-    wrong = next((name for name in given if name not in {p.name for p in parameters}), None)
-    if wrong is not None and not any(p.kind == p.VAR_KEYWORD for p in parameters):
-        raise UserError(f"{path} has no parameter {wrong!r}", where="FunctionReward.arguments")
-    names = [p.name for p in asked if p.name in known]
+    unused = next((name for name in given if name not in {p.name for p in parameters}), None)
+    if unused is not None and not any(p.kind == p.VAR_KEYWORD for p in parameters):
+        raise UserError(f"{path} has no parameter {unused!r}", where="FunctionReward.arguments")
+    names = [p.name for p in wanted if p.name in available]
     plural, singular = {*names} - {*_SINGLE}, {*names} - {*_BATCH}
     if plural and singular:
         raise UserError(
@@ -217,7 +208,7 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
 
 
 def call_isolated(call: tuple[str, dict[str, Any]]) -> Any:
-    """In a worker process: the function's value for one completion, as plain data."""
+    """Call the function at a path for one completion, in a worker process; return plain data."""
     path, arguments = call
     value = find_function(path)(**arguments)
     if isinstance(value, tuple):

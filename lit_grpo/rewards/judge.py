@@ -1,4 +1,4 @@
-"""A language model as judge, over any server that speaks the OpenAI chat protocol."""
+"""The judge reward: a language model grades completions, on any server that speaks the OpenAI chat protocol."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import re
 import secrets
 import threading
@@ -15,11 +14,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 TEMPLATE = """\
 You grade the answer of a student.
@@ -40,18 +43,10 @@ _ENDING = """\
 End your reply with one line of this form, with {grades} in place of GRADE:
 {mark}: <GRADE>"""
 _PLACEHOLDER = re.compile(r"\{(question|answer|completion)\}")
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_LONGEST_PAUSE = 30.0
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no verdict."""
-
-
-class _TransientError(Exception):
-    def __init__(self, what: str, pause: float | None = None) -> None:
-        super().__init__(what)
-        self.pause = pause
+    """A judge that gave no verdict, or refused the request."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class _Verdict:
 
 
 class JudgeReward(Reward):
-    """The grade that a language model gives to a completion.
+    """Grade of a language model for a completion.
 
     The judge must end its reply with a line that holds a mark of random letters, drawn for this process and unknown to
     the policy, and one of the grades. Only that line counts, so a completion that quotes a verdict, or a judge that
@@ -72,20 +67,21 @@ class JudgeReward(Reward):
     cache, ``reward/<name>/attempts`` the mean number of requests.
 
     Args:
-        url: of the server, up to and with ``/v1``.
+        url: address of the server, up to and with ``/v1``.
         model: name of the judge there.
-        template: the prompt, with ``{completion}`` and, if wanted, ``{question}`` and ``{answer}``.
+        template: prompt of the judge, with ``{completion}`` and, if wanted, ``{question}`` and ``{answer}``.
         grades: words the judge may end with, and their values.
         key_variable: environment variable with the API key; none is sent where it is not set.
         concurrency: requests at a time, over all scoring threads.
         limit: seconds for one completion, retries included; past it the value is 0 with ``timed_out``.
-        retries: requests more after a server that is busy or fails, or a reply without a verdict; with growing pauses.
+        retries: further requests after a server that is busy or fails, or a reply without a verdict. After a busy or
+            failing server they come with growing pauses, and not before its ``Retry-After``.
         cache: folder for verdicts, found again by model, template, question, answer and completion; null: none.
-        max_tokens: of the judge's reply.
-        temperature: of the judge.
-        max_characters: of a completion; of a longer one the judge sees the end.
+        max_tokens: longest reply of the judge.
+        temperature: sampling temperature of the judge.
+        max_characters: characters of a completion that the judge sees; of a longer one it sees the end.
         compare: another reward whose verdicts are compared; it changes nothing else.
-        correct_at: value from which on an answer is right.
+        correct_threshold: value from which on an answer is right.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
@@ -109,7 +105,7 @@ class JudgeReward(Reward):
         temperature: float = 0.0,
         max_characters: int = 20_000,
         compare: Reward | None = None,
-        correct_at: float = 1.0,
+        correct_threshold: float = 1.0,
         weight: float = 1.0,
         name: str | None = "judge",
     ) -> None:
@@ -119,16 +115,16 @@ class JudgeReward(Reward):
         self._url, self._model, self._template = url.rstrip("/"), model, template
         self._key_variable, self._limit, self._retries = key_variable, limit, retries
         self._concurrency, self._cache = concurrency, Path(cache) if cache else None
-        self._settings = {"max_tokens": max_tokens, "temperature": temperature}
-        self._longest, self._compare = max_characters, compare
-        self.correct_at = correct_at
+        self._max_tokens, self._temperature = max_tokens, temperature
+        self._max_characters, self._compare = max_characters, compare
+        self.correct_threshold = correct_threshold
         self.range = (min(self._grades.values()), max(self._grades.values()))
         self.needs_answer = "{answer}" in template or (compare is not None and compare.needs_answer)
         self._mark = f"VERDICT-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._session: Any = None
-        self._room: asyncio.Semaphore | None = None
+        self._client: AsyncOpenAI | None = None
+        self._semaphore: asyncio.Semaphore | None = None
 
     def _check(self, url: str, template: str, concurrency: int, limit: float, retries: int) -> None:
         if "{completion}" not in template:
@@ -163,18 +159,36 @@ class JudgeReward(Reward):
             details["agreement"] = float(self.correct(value) == theirs)
         return Score(value, details=details, seconds=seconds)
 
-    # Everything below runs on one event loop in a thread of its own.
+    # All requests run on one event loop in a thread of its own: several threads may call score at once, and the limit
+    # on concurrent requests is over all of them.
 
     def _ask(self, item: RewardInput) -> Future[tuple[_Verdict | None, float]]:
         with self._lock:
             if self._loop is None:
+                self._client = self._make_client()
+                self._semaphore = asyncio.Semaphore(self._concurrency)
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="lit-grpo-judge", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(self._judge(item), self._loop)
 
+    def _make_client(self) -> AsyncOpenAI:
+        # Importing the package takes a second: not for those who ask no judge, and not within a completion's limit.
+        import openai
+
+        return openai.AsyncOpenAI(
+            base_url=self._url,
+            # The client insists on a key; where there is none, the header is left out of the requests.
+            api_key=os.environ.get(self._key_variable) or "none",
+            # The limit is over all requests and pauses for a completion, see _judge.
+            timeout=None,
+            # A judge usually runs on this machine or the next, not behind the proxy that the environment names.
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        )
+
     async def _judge(self, item: RewardInput) -> tuple[_Verdict | None, float]:
-        self._room = self._room or asyncio.Semaphore(self._concurrency)
-        async with self._room:
+        """Return the verdict, None where the time limit ran out, and the seconds it took."""
+        assert self._semaphore is not None
+        async with self._semaphore:
             began = time.monotonic()
             try:
                 verdict = await asyncio.wait_for(self._verdict(item), self._limit)
@@ -183,79 +197,84 @@ class JudgeReward(Reward):
             return verdict, time.monotonic() - began
 
     async def _verdict(self, item: RewardInput) -> _Verdict:
-        place = self._place(item)
-        if place is not None and (found := _read(place)) in self._grades:
-            return _Verdict(found, cached=True, attempts=0)
-        problem = ""
-        for attempt in range(self._retries + 1):
-            try:
-                grade = self.grade_in(await self._request(self._prompt(item)))
-                if grade is not None:
-                    if place is not None:
-                        _write(place, grade)
-                    return _Verdict(grade, attempts=attempt + 1)
-                problem, pause = "its reply ended without a verdict", None
-            except _TransientError as error:
-                problem, pause = str(error), error.pause
-            if attempt < self._retries:
-                # The pauses differ, so that waiting requests do not all come back at once.
-                own = min(_LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(own if pause is None else min(_LONGEST_PAUSE, pause))
-        raise JudgeError(
-            f"the judge {self._model} at {self._url} gave no verdict in {self._retries + 1} tries: {problem}"
-        )
+        cache_file = self._cache_file(item)
+        if cache_file is not None and (cached := _cached_grade(cache_file)) in self._grades:
+            return _Verdict(cached, cached=True, attempts=0)
+        prompt = self._prompt(item)
+        attempts = 0
+        while attempts <= self._retries:
+            # The client itself tries a busy or failing server again; what it has used up is taken off.
+            reply, used = await self._request(prompt, self._retries - attempts)
+            attempts += used
+            grade = self.grade_in(reply)
+            if grade is not None:
+                if cache_file is not None:
+                    await asyncio.to_thread(_cache_grade, cache_file, grade)
+                return _Verdict(grade, attempts=attempts)
+        raise self._no_verdict("its reply ended without a verdict")
 
-    async def _request(self, prompt: str) -> str:
-        import aiohttp
+    async def _request(self, prompt: str, retries: int) -> tuple[str, int]:
+        """Return the judge's reply and the number of requests that it took."""
+        import openai
 
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._concurrency))
-        key = os.environ.get(self._key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        body = {"model": self._model, "messages": [{"role": "user", "content": prompt}], **self._settings}
+        assert self._client is not None
+        completions = self._client.with_options(max_retries=retries).chat.completions
         try:
-            async with self._session.post(f"{self._url}/chat/completions", json=body, headers=headers) as response:
-                text = await response.text()
-                if response.status in _RETRIED:
-                    raise _TransientError(f"HTTP {response.status}: {text[:200]}", _seconds(response.headers))
-                if response.status != 200:
-                    raise JudgeError(f"the judge at {self._url} refused: HTTP {response.status}: {text[:300]}")
-        except aiohttp.ClientError as error:
-            raise _TransientError(f"{type(error).__name__}: {error}") from error
+            response = await completions.with_raw_response.create(
+                model=self._model,
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=self._max_tokens,
+                temperature=self._temperature,
+                extra_headers=None if os.environ.get(self._key_variable) else {"Authorization": openai.Omit()},
+            )
+        except openai.APIStatusError as error:
+            text = f"HTTP {error.status_code}: {error.response.text[:300]}"
+            if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                raise self._no_verdict(text) from error
+            raise JudgeError(f"the judge at {self._url} refused: {text}") from error
+        except openai.APIConnectionError as error:
+            raise self._no_verdict(f"{type(error).__name__}: {error.__cause__ or error}") from error
+        # Read by hand: the client does not check what a server sends against its types, and an answer without choices
+        # (a proxy's page, say) is to count as a reply without a verdict.
         try:
-            reply = json.loads(text)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise _TransientError(f"no chat completion came back: {text[:200]}") from error
-        return reply if isinstance(reply, str) else ""
+            reply = json.loads(response.text)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            reply = None
+        return reply if isinstance(reply, str) else "", response.retries_taken + 1
+
+    def _no_verdict(self, problem: str) -> JudgeError:
+        tries = self._retries + 1
+        return JudgeError(f"the judge {self._model} at {self._url} gave no verdict in {tries} tries: {problem}")
 
     def _prompt(self, item: RewardInput) -> str:
-        text = item.text[-self._longest :]
-        parts = {
+        text = item.text[-self._max_characters :]
+        values = {
             "question": item.prompt.question,
             "answer": item.prompt.answer or "",
             "completion": f"<{self._mark}>\n{text}\n</{self._mark}>",
         }
         # In one pass: a completion that holds {answer} must not be given it.
-        body = _PLACEHOLDER.sub(lambda match: parts[match[1]], self._template)
+        body = _PLACEHOLDER.sub(lambda match: values[match[1]], self._template)
         grades = list(self._grades)
         ending = _ENDING.format(grades=" or ".join(grades), mark=self._mark)
         return (body + ending).encode("utf-8", "replace").decode()
 
     def grade_in(self, reply: str) -> str | None:
-        """The grade in the last line of a reply; None if that is no verdict, or other lines give another one."""
+        """Return the grade in the last line of a reply; None if that is no verdict, or other lines give another."""
         lines = [line.strip().strip("*`").strip() for line in reply.splitlines() if line.strip()]
-        found = [re.fullmatch(rf"{self._mark}\s*:\s*([\w-]+)\.?", line) for line in lines]
-        grades = {match[1] for match in found if match}
-        if not found or found[-1] is None or len(grades) != 1:
+        matches = [re.fullmatch(rf"{self._mark}\s*:\s*([\w-]+)\.?", line) for line in lines]
+        grades = {match[1] for match in matches if match}
+        if not matches or matches[-1] is None or len(grades) != 1:
             return None
         return next(iter(grades & set(self._grades)), None)
 
-    def _place(self, item: RewardInput) -> Path | None:
+    def _cache_file(self, item: RewardInput) -> Path | None:
         if self._cache is None:
             return None
-        parts = [self._model, self._template, sorted(self._grades), self._settings, self._longest]
-        parts += [item.prompt.question, item.prompt.answer, item.text]
-        name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        settings = {"max_tokens": self._max_tokens, "temperature": self._temperature}
+        key = [self._model, self._template, sorted(self._grades), settings, self._max_characters]
+        key += [item.prompt.question, item.prompt.answer, item.text]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         return self._cache / name[:2] / f"{name}.json"
 
     def start(self) -> None:
@@ -267,30 +286,21 @@ class JudgeReward(Reward):
             self._compare.close()
         with self._lock:
             loop, self._loop = self._loop, None
-            session, self._session, self._room = self._session, None, None
+            client, self._client, self._semaphore = self._client, None, None
         if loop is not None:
-            if session is not None:
-                asyncio.run_coroutine_threadsafe(session.close(), loop).result(timeout=10)
+            if client is not None:
+                asyncio.run_coroutine_threadsafe(client.close(), loop).result(timeout=10)
             loop.call_soon_threadsafe(loop.stop)
 
 
-def _seconds(headers: Mapping[str, str]) -> float | None:
+def _cached_grade(path: Path) -> str:
     try:
-        return max(0.0, float(headers.get("Retry-After", "")))
-    except ValueError:
-        return None
-
-
-def _read(place: Path) -> str:
-    try:
-        return str(json.loads(place.read_text(encoding="utf-8"))["grade"])
+        return str(json.loads(path.read_text(encoding="utf-8"))["grade"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
-def _write(place: Path, grade: str) -> None:
-    """Whole or not at all: other ranks and runs read the folder too."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    fresh = place.with_suffix(f".{os.getpid()}-{threading.get_ident()}-{random.getrandbits(32)}")
-    fresh.write_text(json.dumps({"grade": grade}), encoding="utf-8")
-    fresh.replace(place)
+def _cache_grade(path: Path, grade: str) -> None:
+    # Whole or not at all: other ranks and runs read the folder too.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"grade": grade}))

@@ -1,4 +1,4 @@
-"""Rewards of a completion's length in tokens."""
+"""Rewards that depend on the length of a completion in tokens."""
 
 from __future__ import annotations
 
@@ -12,46 +12,8 @@ from lit_grpo.rewards.wrappers import WrappingReward
 from lit_grpo.types import RewardInput, Score
 
 
-class OverlongPenalty(Reward):
-    """Soft overlong punishment, DAPO 2503.14476 Eq. 13: 0 up to L_max - L_cache tokens, then linear, -1 from L_max on.
-
-    The same formula as ``model.objective.overlong_penalty``, as a reward of its own name; use one of them.
-
-    Args:
-        max_tokens: L_max; usually ``data.sampling.max_new_tokens``.
-        cache: L_cache; None: a fifth of L_max.
-        weight: factor in the total reward.
-        name: key under which the reward is logged.
-
-    Raises:
-        UserError: not 0 < cache <= max_tokens.
-    """
-
-    correct_at = None
-    needs_tokens = True
-    range = (-1.0, 0.0)
-
-    def __init__(
-        self, max_tokens: int, cache: int | None = None, weight: float = 1.0, name: str | None = "overlong"
-    ) -> None:
-        super().__init__(weight, name)
-        self._max, self._cache = max_tokens, max(max_tokens // 5, 1) if cache is None else cache
-        if not 0 < self._cache <= max_tokens:
-            raise UserError(
-                f"max_tokens is {max_tokens} and cache {self._cache}",
-                where="OverlongPenalty.cache",
-                remedy="0 < cache <= max_tokens",
-            )
-
-    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
-        return [Score(self._value(len(item.completion.token_ids))) for item in batch]
-
-    def _value(self, length: int) -> float:
-        return max(-1.0, min(0.0, (self._max - self._cache - length) / self._cache))
-
-
 class LengthReward(Reward):
-    """From ``at_zero`` for no token to ``at_max`` for ``max_tokens`` and more.
+    """Value that goes from ``at_zero`` for no token to ``at_max`` for ``max_tokens`` and more.
 
     With x = n / max_tokens, at most 1: ``linear`` gives at_max + (at_zero - at_max) (1 - x), ``cosine`` gives
     at_max + (at_zero - at_max) (1 + cos(pi x)) / 2. It rewards short completions, right or wrong:
@@ -59,7 +21,7 @@ class LengthReward(Reward):
 
     Args:
         max_tokens: length from which on the value no longer changes.
-        shape: of the way between the two.
+        shape: shape of the curve between the two values.
         at_zero: value at length 0.
         at_max: value at ``max_tokens``.
         weight: factor in the total reward.
@@ -69,7 +31,7 @@ class LengthReward(Reward):
         UserError: ``max_tokens`` is not positive.
     """
 
-    correct_at = None
+    correct_threshold = None
     needs_tokens = True
 
     def __init__(
@@ -87,9 +49,9 @@ class LengthReward(Reward):
         self.range = (min(self._ends), max(self._ends))
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
-        return [Score(between(*self._ends, self._part(item), self._shape)) for item in batch]
+        return [Score(between(*self._ends, self._relative_length(item), self._shape)) for item in batch]
 
-    def _part(self, item: RewardInput) -> float:
+    def _relative_length(self, item: RewardInput) -> float:
         return min(1.0, len(item.completion.token_ids) / self._max)
 
 
@@ -98,20 +60,20 @@ class CosineReward(WrappingReward):
 
     A right completion gets from ``correct[0]`` at length 0 to ``correct[1]`` at ``max_tokens`` along half a cosine, a
     wrong one from ``wrong[0]`` to ``wrong[1]``; one of ``max_tokens`` or more gets ``exceed``. Right is what the
-    wrapped reward calls so (its ``correct_at``). The paper's values are the defaults: short is good if right, long is
-    good if wrong.
+    wrapped reward calls so (its ``correct_threshold``). The paper's values are the defaults: short is good if right,
+    long is good if wrong.
 
     Args:
-        reward: what tells right from wrong; its weight is not used.
+        reward: the reward that tells right from wrong; its weight is not used.
         max_tokens: L_max.
         correct: values of a right completion at length 0 and L_max.
-        wrong: values of a wrong one.
-        exceed: value from L_max on.
+        wrong: values of a wrong completion at length 0 and L_max.
+        exceed: value of any completion from L_max on.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``max_tokens`` is not positive, or the reward judges no answers.
+        UserError: ``max_tokens`` is not positive, or the reward does not say what is right.
     """
 
     needs_tokens = True
@@ -132,7 +94,7 @@ class CosineReward(WrappingReward):
         ends = (*correct, *wrong, exceed)
         self.range = (min(ends), max(ends))
         lowest, highest = min(correct), max(*wrong, exceed)
-        self.correct_at = lowest if lowest > highest else None
+        self.correct_threshold = lowest if lowest > highest else None
 
     def change(self, item: RewardInput, score: Score) -> float:
         length = len(item.completion.token_ids)
@@ -143,9 +105,9 @@ class CosineReward(WrappingReward):
 
 
 def between(start: float, end: float, x: float, shape: Literal["linear", "cosine"]) -> float:
-    """From ``start`` at x = 0 to ``end`` at x = 1."""
-    part = 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
-    return end + (start - end) * part
+    """Interpolate from ``start`` at x = 0 to ``end`` at x = 1."""
+    remaining = 1 - x if shape == "linear" else (1 + math.cos(math.pi * x)) / 2
+    return end + (start - end) * remaining
 
 
 def _check_positive(name: str, max_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The score functions of reasoning-gym as one reward, in worker processes."""
+"""The reward of reasoning-gym: the score functions of its tasks, in worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_grpo.types import RewardInput, Score
 
 
 class ReasoningGymReward(Reward):
-    """What the task of reasoning-gym itself says of an answer, from 0 to 1; 1 is right.
+    """Score that a task of reasoning-gym itself gives to an answer, from 0 to 1; 1 is right.
 
     For prompts of :class:`lit_grpo.data.ReasoningGymPrompts`, of any task and of several in one run. Scores are
     computed in worker processes with a hard time limit: some tasks parse or run what the model wrote.
@@ -31,7 +31,7 @@ class ReasoningGymReward(Reward):
         UserError: a broken pattern; a prompt of another source.
     """
 
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(
@@ -61,10 +61,10 @@ class ReasoningGymReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         answers = [self._answer(item.text) for item in batch]
-        asked = [(i, answer) for i, answer in enumerate(answers) if answer is not None]
-        outcomes = self._pool.map([(*_entry(batch[i]), answer) for i, answer in asked])
+        with_answer = [(i, answer) for i, answer in enumerate(answers) if answer is not None]
+        outcomes = self._pool.map([(*_entry(batch[i]), answer) for i, answer in with_answer])
         scores = [Score(0.0, no_answer=True)] * len(batch)
-        for (i, _), outcome in zip(asked, outcomes, strict=True):
+        for (i, _), outcome in zip(with_answer, outcomes, strict=True):
             value = float(outcome.value) if outcome.status == "ok" else 0.0
             scores[i] = Score(value, outcome.status == "timeout", outcome.status in ("error", "crash"))
         return scores
@@ -72,20 +72,20 @@ class ReasoningGymReward(Reward):
     def _answer(self, text: str) -> str | None:
         if self._extract is None:
             return text.strip() or None
-        found = self._extract.findall(text)
-        return found[-1].strip() or None if found else None
+        matches = self._extract.findall(text)
+        return matches[-1].strip() or None if matches else None
 
     def close(self) -> None:
         self._pool.close()
 
 
 def _entry(item: RewardInput) -> tuple[str, Any]:
-    """The task and its entry, as a row of the source holds them."""
-    held = item.prompt.extra.get("reasoning_gym")
-    if not isinstance(held, dict):
+    """Return the task and its entry, which the prompt's source has put into its row."""
+    problem = item.prompt.extra.get("reasoning_gym")
+    if not isinstance(problem, dict):
         raise UserError(
             f"the prompt {item.prompt.id!r} is no problem of reasoning-gym",
             where="ReasoningGymReward",
             remedy="use it with lit_grpo.data.ReasoningGymPrompts alone",
         )
-    return held["task"], held["entry"]
+    return problem["task"], problem["entry"]

@@ -1,4 +1,4 @@
-"""What runs in the workers of :class:`lit_grpo.rewards.ReasoningGymReward`; imports the package there alone."""
+"""The work of :class:`lit_grpo.rewards.ReasoningGymReward` in worker processes, which alone import the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def warm_up() -> None:
 
 
 def score_entry(item: tuple[str, dict[str, Any], str]) -> float:
-    """Score of (task, its entry, answer)."""
+    """Score an item of task, entry of the task, and answer."""
     import reasoning_gym
 
     task, entry, answer = item

@@ -1,4 +1,4 @@
-"""Repetition: a penalty for saying the same again."""
+"""The repetition penalty: for saying the same again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_grpo.rewards.base import Reward
 from lit_grpo.types import RewardInput, Score
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
-"""A word, a sign, or one character of a script that puts no space between words."""
+"""Pattern of a word, a sign, or one character of a script that puts no space between words."""
 
 
 class RepetitionPenalty(Reward):
@@ -19,7 +19,7 @@ class RepetitionPenalty(Reward):
     -(1 - distinct / all), over words and signs, letters folded to lower case; 0 for texts of fewer than n words.
 
     Args:
-        ngram: n.
+        ngram: n, the number of words and signs in a row that are compared.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
@@ -27,7 +27,7 @@ class RepetitionPenalty(Reward):
         UserError: ``ngram`` is not positive.
     """
 
-    correct_at = None
+    correct_threshold = None
     range = (-1.0, 0.0)
 
     def __init__(self, ngram: int = 4, weight: float = 1.0, name: str | None = "repetition") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards.base import Reward, judging_reward
+from lit_grpo.rewards.base import Reward, primary_reward
 from lit_grpo.rollout.refill import Group
 from lit_grpo.types import Prompt
 from lit_grpo.utils.random import derive_seed
@@ -70,13 +70,13 @@ class RunningDifficulty:
         self, config: DifficultyConfig, prompts: Sequence[Prompt], rewards: Sequence[Reward], seed: int
     ) -> None:
         self.config, self.prompts, self.seed = config, prompts, seed
-        self.judge = judge_of(rewards, "data.difficulty")
+        self.primary_reward = primary_reward_of(rewards, "data.difficulty")
         self.rates: dict[str, tuple[int, float]] = {}
         """Visits and running pass rate, by the prompt's id."""
 
     def copy(self) -> RunningDifficulty:
         """Another one with the same rates so far."""
-        twin = RunningDifficulty(self.config, self.prompts, [self.judge], self.seed)
+        twin = RunningDifficulty(self.config, self.prompts, [self.primary_reward], self.seed)
         twin.rates = dict(self.rates)
         return twin
 
@@ -93,7 +93,7 @@ class RunningDifficulty:
 
     def outcome(self, groups: Sequence[Group]) -> list[tuple[int, str, float]]:
         """(place, prompt's id, share of right completions) of each group."""
-        return [(group.place, group.prompt.id, pass_rate(self.judge, group)) for group in groups]
+        return [(group.place, group.prompt.id, pass_rate(self.primary_reward, group)) for group in groups]
 
     def update(self, outcomes: Sequence[tuple[int, str, float]]) -> None:
         """Take in what a rollout found, in the order of its places, over all ranks."""
@@ -118,23 +118,23 @@ class RunningDifficulty:
         self.rates = {prompt_id: (int(visits), float(rate)) for prompt_id, (visits, rate) in state.items()}
 
 
-def judge_of(rewards: Sequence[Reward], where: str) -> Reward:
+def primary_reward_of(rewards: Sequence[Reward], where: str) -> Reward:
     """The reward that says what is right.
 
     Raises:
         UserError: none does.
     """
-    judge = judging_reward(rewards)
-    if judge is None:
+    reward = primary_reward(rewards)
+    if reward is None:
         raise UserError(
             "no reward says whether an answer is right, so no prompt has a pass rate",
             where=where,
             remedy="add one that does, for instance lit_grpo.rewards.MathReward; with weight 0 it changes nothing else",
         )
-    return judge
+    return reward
 
 
-def pass_rate(judge: Reward, group: Group) -> float:
+def pass_rate(reward: Reward, group: Group) -> float:
     """Share of a group's completions that are right."""
-    values = group.rewards[judge.name].tolist()
-    return sum(judge.correct(value) for value in values) / len(values)
+    values = group.rewards[reward.name].tolist()
+    return sum(reward.correct(value) for value in values) / len(values)

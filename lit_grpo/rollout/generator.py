@@ -232,7 +232,7 @@ class RolloutProducer:
 
     def _without_answer(self, groups: list[dict[str, list[Score]]]) -> Tensor | None:
         """Completions in which no reward that looks for an answer found one, [N]; None if none looks."""
-        looking = [reward.name for reward in self.rewards if reward.finds_answer]
+        looking = [reward.name for reward in self.rewards if reward.extracts_answer]
         if not looking:
             return None
         found = [[not score.no_answer for group in groups for score in group[name]] for name in looking]

@@ -1,24 +1,18 @@
 """What a run leaves behind: metrics in its folder and in MLflow, charts, and the summary at its end."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
-from lit_grpo.tracking.spool import read_metrics
+from lit_grpo.utils.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from lit_grpo.tracking.mlflow_logger import RunLogger
-    from lit_grpo.tracking.summary import RunSummary
+    from lit_grpo.tracking.mlflow_logger import RunLogger as RunLogger
+    from lit_grpo.tracking.spool import read_metrics as read_metrics
+    from lit_grpo.tracking.summary import RunSummary as RunSummary
 
-__all__ = ["RunLogger", "RunSummary", "read_metrics"]
+_MODULES = {"RunLogger": "mlflow_logger", "RunSummary": "summary", "read_metrics": "spool"}
 
-
-def __getattr__(name: str) -> object:
-    # Importing Lightning takes seconds; readers of a run folder do not need it.
-    if name == "RunLogger":
-        from lit_grpo.tracking.mlflow_logger import RunLogger
-
-        return RunLogger
-    if name == "RunSummary":
-        from lit_grpo.tracking.summary import RunSummary
-
-        return RunSummary
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Importing Lightning takes seconds; readers of a run folder do not need it.
+__getattr__ = lazy_attributes(__name__, _MODULES)
+__all__ = sorted(_MODULES)

@@ -1,4 +1,4 @@
-"""Dataclasses from their plain form (nested dictionaries), as checkpoints and YAML hold them."""
+"""Dataclasses rebuilt from nested dictionaries, the form in which checkpoints and YAML hold them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def from_plain(cls: type[T], value: Any) -> T:
+def dataclass_from_dict(cls: type[T], value: Any) -> T:
     """Rebuild ``cls`` from ``dataclasses.asdict``'s output.
 
     Raises:
-        TypeError: a key that is no field of ``cls``.
+        TypeError: ``value`` is no dictionary, or has a key that is no field of ``cls``.
     """
     if not isinstance(value, dict):
         raise TypeError(f"{cls.__name__} is made from a dictionary, not from {type(value).__name__}")
     hints = typing.get_type_hints(cls)
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    if unknown := set(value) - known:
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    if unknown := set(value) - names:
         raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
     return cls(**{key: _convert(hints[key], item) for key, item in value.items()})
 
@@ -30,12 +30,13 @@ def _convert(hint: Any, item: Any) -> Any:
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
         for option in options:
             if isinstance(option, type) and is_dataclass(option):
-                return from_plain(option, item)
+                return dataclass_from_dict(option, item)
+    # YAML and JSON have no tuples.
     if isinstance(item, list) and typing.get_origin(hint) is tuple:
         return tuple(item)
     return item
 
 
-def typed(cls: type, value: Any) -> Any:
-    """A dataclass from itself or from its plain form in a checkpoint."""
-    return value if is_dataclass(value) else from_plain(cls, value)
+def as_dataclass(cls: type, value: Any) -> Any:
+    """Return a dataclass as it is, or rebuild it from the dictionary that a checkpoint holds."""
+    return value if is_dataclass(value) else dataclass_from_dict(cls, value)

@@ -1,4 +1,4 @@
-"""Keep a logger of the process still for a while."""
+"""Loggers of other libraries, quiet for a while."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def at_level(name: str, level: int) -> Iterator[None]:
-    """Let a logger pass nothing below ``level``; it belongs to the whole process, so it is left as it was found."""
+def log_level(name: str, level: int) -> Iterator[None]:
+    """Silence a logger below ``level`` within the ``with`` block, and give it its own level back afterwards."""
     log = logging.getLogger(name)
-    before = log.level
+    own_level = log.level
     log.setLevel(level)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(own_level)

@@ -1,4 +1,8 @@
-"""Random numbers of a run: seeds derived from what they are for, and the state of the global generators."""
+"""Random numbers of a run: seeds derived from their purpose, and the state of the global generators.
+
+A seed that depends on its purpose alone gives the same numbers whatever else was drawn before, so a run can be cut into
+ranks, micro-batches and resumed parts without changing what it samples.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,27 @@ import torch
 
 
 def run_seed() -> int:
-    """The seed given to ``seed_everything``; 0 if none was."""
+    """Return the seed that was given to ``seed_everything``; 0 if none was."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on every part: equal parts, equal seed, on every machine and run."""
+    """Derive a seed in [0, 2**63) from all parts: equal parts give equal seeds, on every machine and in every run."""
+    # Not hash(): Python salts the hashes of strings in each process.
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def get_state() -> dict[str, Any]:
-    """State of torch's, Python's and numpy's global generators, in types that load with ``weights_only=True``."""
+    """Return the state of torch's, Python's and numpy's generators, in types that load with ``weights_only=True``."""
     import numpy as np
 
     legacy: Any = np.random.get_state()
-    kind, keys, position, has_gauss, cached = legacy
+    name, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached),
+        "numpy": (name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -38,13 +43,13 @@ def get_state() -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Undo everything drawn since ``get_state``."""
+    """Set the global generators back to a state of :func:`get_state`."""
     import numpy as np
 
     torch.set_rng_state(state["torch"].cpu())
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

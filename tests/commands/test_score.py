@@ -20,7 +20,7 @@ LIMIT, GRACE = 5.0, PATIENCE
 class Brevity(Reward):
     """Of the user: counts characters; a text of 3 makes it fail."""
 
-    correct_at = None
+    correct_threshold = None
 
     def score(self, batch):
         if any(len(item.text) == 3 for item in batch):

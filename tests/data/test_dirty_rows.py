@@ -32,8 +32,8 @@ def rows(name, **arguments):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_is_read_as_it_stands(name):
     source = JsonlPrompts(str(path(name)))
-    source.require_answer = True
     found = source.rows()
+    assert all(row.answer and row.answer.strip() for row in found)
     assert len(found) == ROWS[name]
     with gzip.open(path(name), "rt", encoding="utf-8") as file:
         for number, (line, row) in enumerate(zip(file, found, strict=True), start=1):
@@ -120,7 +120,7 @@ def test_a_real_file_is_prepared_with_every_row_accounted_for(tmp_path):
     reasons = [item.reason for item in found.dropped]
     assert {"contaminated", "too long"} <= set(reasons)
     assert len(found.prompts) + len(found.dropped) == 13976
-    (line,) = found.account()
+    (line,) = found.summary_lines()
     assert line.startswith(f"data.prompts: {len(found.prompts):,} prompts of 13,976 rows; dropped ")
     assert f"{reasons.count('too long'):,} too long" in line
     assert f"(given away: amc23 {reasons.count('contaminated')})" in line

@@ -40,7 +40,7 @@ def test_an_account_of_every_row():
         ("a/3", "contaminated", "test/1"),
         ("b/2", "too long", ""),
     ]
-    assert found.account() == [
+    assert found.summary_lines() == [
         "data.prompts: 2 prompts of 5 rows; dropped 1 duplicate, 1 contaminated, 1 too long (given away: test 1)",
         "  sources: a 1 (75% of the rollouts), b 1 (25% of the rollouts)",
     ]
@@ -49,7 +49,7 @@ def test_an_account_of_every_row():
 def test_nothing_is_left_out_unasked():
     found = made(source("a", "1+1=", "1+1="), CleanConfig(), [source("test", "1+1=")])
     assert len(found.prompts) == 2
-    assert found.account() == ["data.prompts: 2 prompts"]
+    assert found.summary_lines() == ["data.prompts: 2 prompts"]
     assert in_both(found.prompts, made(source("test", "1+1 =", "5+5=")).prompts) == 2
 
 

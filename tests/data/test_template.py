@@ -119,12 +119,12 @@ def test_which_template_is_said_and_told_apart():
 
 
 def test_doubts_about_a_template():
-    assert PromptFormat(chat_template="qwen_math").doubts(Plain()) == []
+    assert PromptFormat(chat_template="qwen_math").warnings(Plain()) == []
     stranger = Plain()
     stranger.markers = ("<|im_start|>", "<|other|>")
-    (doubt,) = PromptFormat(chat_template="qwen_math").doubts(stranger)
+    (doubt,) = PromptFormat(chat_template="qwen_math").warnings(stranger)
     assert "<|im_end|>, which is no token" in doubt
-    (doubt,) = PromptFormat(chat_template="{{ strftime_now('%d') }}").doubts(Plain())
+    (doubt,) = PromptFormat(chat_template="{{ strftime_now('%d') }}").warnings(Plain())
     assert "writes the date" in doubt
 
 

@@ -25,7 +25,11 @@ def job(rank: int, folder: str) -> dict[str, Any]:
     trainer = tiny.trainer(devices=2, strategy="ddp", callbacks=[recorder])
     trainer.fit(module, datamodule=tiny.data(rollouts=2))
     out: dict[str, Any] = {
-        "history": {"state": module.objective_state.to_dict(), "prompts": recorder.prompts, "weights": tiny.weights(module)}
+        "history": {
+            "state": module.objective_state.to_dict(),
+            "prompts": recorder.prompts,
+            "weights": tiny.weights(module),
+        }
     }
     for trunk in TRUNKS:
         enter(rank)

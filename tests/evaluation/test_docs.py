@@ -8,7 +8,7 @@ import yaml
 
 from lit_grpo.data import BENCHMARKS
 from lit_grpo.evaluation import EvaluationSet
-from lit_grpo.utils.dataclasses import from_plain
+from lit_grpo.utils.dataclasses import dataclass_from_dict
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def test_the_sets_are_sets() -> None:
     given = yaml.safe_load(blocks("yaml")[0])["data"]["test"]
     for name, one in given.items():
         one = {key: value for key, value in one.items() if key not in ("prompts", "sampling")}
-        assert isinstance(from_plain(EvaluationSet, one), EvaluationSet), name
+        assert isinstance(dataclass_from_dict(EvaluationSet, one), EvaluationSet), name
         assert name in BENCHMARKS or name in ("mine", "other")
 
 

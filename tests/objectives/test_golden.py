@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_grpo.evaluation.estimators import maj_at_k
 from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
 from lit_grpo.objectives import diagnostics
 from lit_grpo.objectives.advantages import AdvantageInputs, GroupMean, GroupStd, LeaveOneOut
@@ -27,6 +26,7 @@ from lit_grpo.objectives.token_weights import conflict_masks, entropy_filter, me
 from lit_grpo.objectives.trust_regions import Clip, Dcpo, Gmpo, Rspo, SurrogateInputs, dcpo_bounds, router_factor
 from lit_grpo.policy.forward.head import head_stats
 from lit_grpo.types import Completion, Experience, LossOutput, Prompt, Rollout
+from tests.evaluation.votes import maj_at_k
 from tests.objectives import golden_cases as golden
 
 pytestmark = pytest.mark.skipif(not golden.PATH.exists(), reason=f"golden numbers are not at {golden.PATH}")

@@ -110,7 +110,7 @@ def test_a_new_part_has_its_own_defaults() -> None:
         ({"name": "grpo", "mask_truncated": 1}, ["mask_truncated is a bool"]),
         ({"name": "dr_grpo", "max_tokens": 1.5}, ["whole number"]),
         ({"name": "grpo", "keep": "positive"}, ["did you mean 'positives'"]),
-        ({"name": "grpo", "custom_advantage": "no_such_package.f"}, ["cannot import"]),
+        ({"name": "grpo", "custom_advantage": "no_such_package.f"}, ["cannot be imported"]),
         ({"name": "grpo", "custom_objective": "math.pi", "clip_low": 0.1}, ["a custom objective is whole"]),
     ],
 )

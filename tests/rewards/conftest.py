@@ -1,4 +1,4 @@
-"""Completions to judge, made without an engine."""
+"""Completions to score, made without an engine."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from lit_grpo.types import Completion, Prompt, RewardInput
 
 
 @pytest.fixture(scope="session")
-def judged() -> Callable[..., RewardInput]:
-    """``judged(text, answer)``: what a reward sees of one completion."""
+def reward_input() -> Callable[..., RewardInput]:
+    """``reward_input(text, answer)``: what a reward sees of one completion."""
 
     def make(text: str, answer: str | None = None, truncated: bool = False, prompt_id: str = "p") -> RewardInput:
         completion = Completion(0, 0, (1,), (-0.1,), "length" if truncated else "stop", 0)

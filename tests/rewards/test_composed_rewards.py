@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards import (
-    AdditionReward,
     ChoiceReward,
     CosineReward,
     CountdownReward,
@@ -17,14 +16,11 @@ from lit_grpo.rewards import (
     FormatReward,
     FunctionReward,
     LengthReward,
-    NoisyReward,
     NumericReward,
-    OverlongPenalty,
     RepetitionPenalty,
     score_all,
 )
 from lit_grpo.rewards.arithmetic import evaluate
-from lit_grpo.rewards.combine import refuse_doubles
 from lit_grpo.types import Completion, Prompt, RewardInput, Score
 
 USER = "tests.rewards.user_functions"
@@ -211,15 +207,6 @@ def test_the_parser_is_bounded(text):
     assert found is None or text.startswith("1/")
 
 
-def test_soft_overlong():
-    reward = OverlongPenalty(max_tokens=20480, cache=4096)
-    lengths = {1: 0.0, 16384: 0.0, 18432: -0.5, 20479: -4095 / 4096, 20480: -1.0, 30000: -1.0}
-    assert {n: value(reward, length=n) for n in lengths} == lengths
-    assert value(OverlongPenalty(max_tokens=100), length=90) == -0.5  # a fifth by default
-    with pytest.raises(UserError, match="cache"):
-        OverlongPenalty(max_tokens=10, cache=11)
-
-
 def test_length():
     linear = LengthReward(max_tokens=100)
     assert [value(linear, length=n) for n in (0, 25, 100, 500)] == [1, 0.75, 0, 0]
@@ -256,33 +243,13 @@ def test_repetition_of_a_script_without_spaces():
     assert value(RepetitionPenalty(ngram=2), "他他他他") == pytest.approx(1 / 3 - 1)
 
 
-def test_noise_turns_the_right_share_and_the_same_again():
-    batch = [item(str(i % 2), "1", prompt_id=f"p{i}", sample=i % 8) for i in range(2000)]
-    noisy = NoisyReward(ExactMatch(), probability=0.25, seed=3)
-    scores = noisy.score(batch)
-    clean = [(score.details or {})["inner"] for score in scores]
-    flips = [score.value != inner for score, inner in zip(scores, clean, strict=True)]
-    assert clean == [float(i % 2) for i in range(2000)]
-    assert abs(sum(flips) - 500) < 4 * math.sqrt(2000 * 0.25 * 0.75)
-    assert noisy.score(list(reversed(batch))) == list(reversed(scores))
-    assert NoisyReward(ExactMatch(), probability=0.25, seed=4).score(batch) != scores
-    later = [item(str(i % 2), "1", prompt_id=f"p{i}", sample=i % 8, version=1) for i in range(2000)]
-    assert noisy.score(later) != scores
-    assert [s.value for s in NoisyReward(AdditionReward(), 0.0).score([item("7", "7")])] == [1.0]
-    assert [s.value for s in NoisyReward(AdditionReward(), 1.0).score([item("7", "7")])] == [0.0]
-    with pytest.raises(UserError, match="probability is 2"):
-        NoisyReward(ExactMatch(), probability=2)
-    with pytest.raises(UserError, match="can be turned round"):
-        NoisyReward(CosineReward(ExactMatch(), max_tokens=5), probability=0.1)
-
-
 @pytest.mark.slow
 def test_functions_of_the_user():
     batch = [item("please", "please"), item("no", "x")]
     polite = FunctionReward(f"{USER}.polite")
     assert polite.name == "polite"
     assert score_all([polite], batch)["polite"] == [Score(1.0), Score(0.0)]
-    both = FunctionReward(f"{USER}:both", arguments={"factor": 3}, name="x", correct_at=3.0)
+    both = FunctionReward(f"{USER}:both", arguments={"factor": 3}, name="x", correct_threshold=3.0)
     assert score_all([both], batch)["x"] == [Score(3.0), Score(0.0)]
     assert both.correct(3.0)
     assert score_all([FunctionReward(f"{USER}.all_at_once")], batch)["all_at_once"] == [Score(6.0), Score(2.0)]
@@ -339,20 +306,6 @@ def test_a_regular_expression_that_explodes_costs_its_limit():
         ExactMatch(limit=0)
 
 
-def test_what_the_objective_does_too_is_not_done_twice():
-    class Shaping:
-        overlong_penalty, label_noise = True, 0.0
-
-    penalty, noisy = OverlongPenalty(max_tokens=10), NoisyReward(ExactMatch(), 0.1)
-    with pytest.raises(UserError, match="count twice"):
-        refuse_doubles([ExactMatch(), penalty], Shaping())
-    refuse_doubles([ExactMatch(), noisy], Shaping())
-    Shaping.overlong_penalty, Shaping.label_noise = False, 0.1
-    refuse_doubles([penalty], Shaping())
-    with pytest.raises(UserError, match="label_noise"):
-        refuse_doubles([noisy], Shaping())
-
-
 def test_votes_are_in_a_normal_form():
     assert NumericReward().final_answers([item(r"\boxed{0.50}"), item(r"\boxed{\frac12}"), item("no")]) == [
         "1/2",
@@ -360,5 +313,5 @@ def test_votes_are_in_a_normal_form():
         None,
     ]
     assert ChoiceReward().final_answers([item("(C)"), item("Answer: C"), item("B or C")]) == ["C", "C", None]
-    assert NoisyReward(ExactMatch(), 0.5).final_answers([item(" x ")]) == ["x"]
+    assert CosineReward(ExactMatch(), max_tokens=10).final_answers([item(" x ")]) == ["x"]
     assert ExactMatch(extract="(a|aa)+$", limit=0.2).final_answers([item("a" * 60 + "b")]) == [None]

@@ -34,7 +34,8 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["messages"][0]["content"]
         mark = re.findall(r"^(VERDICT-[0-9a-f]{16}): ", prompt, re.M)[-1]
         with server.lock:
-            server.requests.append((self.path, dict(self.headers), body))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            server.requests.append((self.path, headers, body))
             number = len(server.requests)
             server.at_once += 1
             server.most = max(server.most, server.at_once)
@@ -102,9 +103,18 @@ def test_grades_come_back_in_order_with_agreement(judge, monkeypatch):
     assert [s.value for s in scores] == [1.0, 0.0, 1.0, 0.0]
     assert [detail(s, "agreement") for s in scores] == [1.0, 1.0, 1.0, 0.0]
     path, headers, body = server.requests[0]
-    assert (path, headers["Authorization"], body["model"], body["temperature"]) == (
+    assert (path, headers["authorization"], body["model"], body["temperature"]) == (
         "/v1/chat/completions", "Bearer k-1", "a-model", 0.0
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["", "k-2"])
+def test_a_key_is_sent_where_the_variable_holds_one(judge, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", "not this one")
+    monkeypatch.setenv("JUDGE_KEY", key)
+    reward, server = judge(honest, key_variable="JUDGE_KEY")
+    assert reward.score([item()])[0].value == 1.0
+    assert server.requests[0][1].get("authorization") == (f"Bearer {key}" if key else None)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_verdicts_are_found_again_on_disk(judge, tmp_path):
 
 
 def test_grades_of_ones_own():
-    reward = JudgeReward("http://x/v1", "m", grades={"GOOD": 2, "SO-SO": 0.5, "BAD": -1}, correct_at=2)
+    reward = JudgeReward("http://x/v1", "m", grades={"GOOD": 2, "SO-SO": 0.5, "BAD": -1}, correct_threshold=2)
     assert reward.range == (-1, 2)
     assert (reward.correct(2), reward.correct(0.5)) == (True, False)
     assert "GOOD or SO-SO or BAD" in reward._prompt(item())

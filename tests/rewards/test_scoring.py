@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards import ExactMatch, Reward, RewardError, check_rewards, judging_reward, score_all
+from lit_grpo.rewards import ExactMatch, Reward, RewardError, check_rewards, primary_reward, score_all
 from lit_grpo.types import Score
 
 
@@ -38,8 +38,12 @@ class Short(Reward):
 
 
 @pytest.fixture
-def batch(judged):
-    return [judged("a", "a", prompt_id="p/1"), judged("bad" * 500, "b", prompt_id="p/2"), judged("ccc", "ccc")]
+def batch(reward_input):
+    return [
+        reward_input("a", "a", prompt_id="p/1"),
+        reward_input("bad" * 500, "b", prompt_id="p/2"),
+        reward_input("ccc", "ccc"),
+    ]
 
 
 def test_each_reward_gives_one_score_each_in_order(batch):
@@ -131,7 +135,7 @@ def test_from_several_threads(batch):
 
 def test_which_reward_says_what_is_right():
     class Form(Reward):
-        correct_at = None
+        correct_threshold = None
 
     full, form = ExactMatch(), Form()
     assert (full.correct(1.0), full.correct(1 / 3 * 3), full.correct(0.999), form.correct(10.0)) == (
@@ -140,5 +144,5 @@ def test_which_reward_says_what_is_right():
         False,
         False,
     )
-    assert judging_reward([form, full, Length()]) is full
-    assert judging_reward([form]) is None
+    assert primary_reward([form, full, Length()]) is full
+    assert primary_reward([form]) is None

@@ -29,8 +29,8 @@ from lit_grpo.types import Score
         ({"extract": r"(a)|b"}, "b", "b", 0),
     ],
 )
-def test_exact_match(judged, arguments, text, answer, value):
-    assert [s.value for s in ExactMatch(**arguments).score([judged(text, answer)])] == [value]
+def test_exact_match(reward_input, arguments, text, answer, value):
+    assert [s.value for s in ExactMatch(**arguments).score([reward_input(text, answer)])] == [value]
 
 
 def test_a_broken_expression_is_refused():
@@ -66,11 +66,15 @@ def test_the_integer_at_the_end(text, integer):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_addition_rewards_the_sum_and_nothing_else(judged, a, b):
+def test_addition_rewards_the_sum_and_nothing_else(reward_input, a, b):
     reward = AdditionReward()
-    batch = [judged(f"{a}+{b}={a + b}", str(a + b)), judged(str(a + b + 1), str(a + b)), judged("", str(a + b))]
+    batch = [
+        reward_input(f"{a}+{b}={a + b}", str(a + b)),
+        reward_input(str(a + b + 1), str(a + b)),
+        reward_input("", str(a + b)),
+    ]
     assert [s.value for s in reward.score(batch)] == [1.0, 0.0, 0.0]
-    assert reward.score([judged("7", None), judged("", None)]) == [Score(0.0)] * 2
+    assert reward.score([reward_input("7", None), reward_input("", None)]) == [Score(0.0)] * 2
 
 
 def test_names_and_needs():

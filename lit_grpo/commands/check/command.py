@@ -12,7 +12,7 @@ from lit_grpo.cli.config_files import config_files
 from lit_grpo.cli.main import DONE, FAILED
 from lit_grpo.cli.training import read_configuration
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.utils.logging import at_level
+from lit_grpo.utils.logging import log_level
 
 EXAMPLES = """\
 Everything else is as for `lit-grpo fit`: several --config, and any key as --data.group_size 16.
@@ -48,7 +48,7 @@ def run(command: str, argv: list[str]) -> int:
 
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
     # Lightning's notes do not belong among the lines of the table.
-    with at_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
+    with log_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
         cli = BuildOnlyCLI(fit_argv, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)

@@ -59,11 +59,11 @@ class Preflight(Callback):
         batch: Rollout = data.initial_completions(count)
         self._announce(trainer, "comparing with the learner")
         experience = module.measure_rollout(batch)
-        judging = rollout.correct_by(data.rewards)
+        primary = rollout.correct_by(data.rewards)
         self.results += [
             prompts.round_trip(encoded, batch, tokenizer, ends),
-            rollout.signal(batch, judging),
-            rollout.spread(batch, judging, data.prompts_per_rollout),
+            rollout.signal(batch, primary),
+            rollout.spread(batch, primary, data.prompts_per_rollout),
             rollout.rewards(batch, data.rewards),
             rollout.initial_entropy(experience, self._vocabulary(module.policy_config)),
             rollout.truncation(batch, data.sampling.max_new_tokens, module.guards.max_truncated),

@@ -17,7 +17,7 @@ from lit_grpo.commands.filter.rate_journal import Rate, RateJournal, all_rates_p
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.engines import check_engine
 from lit_grpo.errors import UserError
-from lit_grpo.rollout.curriculum import judge_of, pass_rate
+from lit_grpo.rollout.curriculum import pass_rate, primary_reward_of
 from lit_grpo.rollout.generator import RolloutProducer
 from lit_grpo.rollout.refill import split
 from lit_grpo.types import Prompt, Rollout, Sampling
@@ -42,7 +42,7 @@ class FilterData(RolloutDataModule):
 
     def setup(self, stage: str) -> None:
         check_engine(self.engine_config)
-        judge_of(self.rewards, "data.rewards")
+        primary_reward_of(self.rewards, "data.rewards")
         if self.prompts is None:
             raise UserError(
                 "there are no prompts to filter, data.prompts is not set",
@@ -95,10 +95,10 @@ class FilterData(RolloutDataModule):
 
     def rates(self, rollout: Rollout) -> list[Rate]:
         """Return the pass rates of a rollout's prompts."""
-        judge, size = judge_of(self.rewards, "data.rewards"), rollout.group_size
+        primary, size = primary_reward_of(self.rewards, "data.rewards"), rollout.group_size
         rates = []
         for group in split(rollout, range(len(rollout.prompts))):
-            share = pass_rate(judge, group)
+            share = pass_rate(primary, group)
             rates.append(
                 Rate(
                     group.prompt.id,

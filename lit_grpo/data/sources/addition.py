@@ -1,4 +1,4 @@
-"""Addition problems, made on the spot: the smallest task with a verifiable answer."""
+"""Addition problems, generated: the smallest task with a verifiable answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from string import Formatter, ascii_lowercase
 from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.errors import UserError
 
-_MOST_LISTED = 1_000_000
+_MAX_LISTED = 1_000_000
 
 
 class AdditionPrompts(PromptSource):
@@ -58,7 +58,7 @@ class AdditionPrompts(PromptSource):
         self._rows: list[Row] | None = None
 
     def rows(self) -> Sequence[Row]:
-        """All problems. Ids are unique: operands in another order make another problem."""
+        """Return all problems. Ids are unique: operands in another order make another problem."""
         if self._rows is None:
             self._rows = [self._row(numbers) for numbers in self._numbers()]
         return self._rows
@@ -71,7 +71,8 @@ class AdditionPrompts(PromptSource):
         rng = random.Random(self.seed)
         if total <= sys.maxsize:
             drawn = rng.sample(range(total), self.skip + self.n)
-        else:  # random.sample takes no longer range; among so many, drawing twice is rare
+        else:
+            # random.sample takes no range longer than sys.maxsize. Among so many, drawing one twice is rare.
             distinct: dict[int, None] = {}
             while len(distinct) < self.skip + self.n:
                 distinct[rng.randrange(total)] = None
@@ -81,8 +82,8 @@ class AdditionPrompts(PromptSource):
     def _unrank(self, index: int) -> tuple[int, ...]:
         numbers = []
         for _ in self._letters:
-            index, place = divmod(index, self._count)
-            numbers.append(self._first + place)
+            index, offset = divmod(index, self._count)
+            numbers.append(self._first + offset)
         return tuple(reversed(numbers))
 
     def _row(self, numbers: tuple[int, ...]) -> Row:
@@ -93,7 +94,7 @@ class AdditionPrompts(PromptSource):
     def _check_size(self, total: int) -> None:
         if self.skip < 0 or (self.skip and self.n is None):
             raise _error("skip", f"skip is {self.skip}", "give n as well, and a number from 0")
-        if self.n is None and total > _MOST_LISTED:
+        if self.n is None and total > _MAX_LISTED:
             raise _error("n", f"there are {total:,} problems, too many to list", "say how many to draw")
         if self.n is not None and self.n < 1:
             raise _error("n", f"n is {self.n}", "draw at least 1 problem")
@@ -109,10 +110,10 @@ def _pair(digits: Sequence[int]) -> tuple[int, int]:
 
 def _check_template(template: str, letters: str) -> None:
     try:
-        found = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise _error("template", f"{template!r} is broken: {error}", "write a literal brace twice: {{ }}") from error
-    if sorted(set(found)) != list(letters):
+    if sorted(set(fields)) != list(letters):
         wanted = " ".join(f"{{{letter}}}" for letter in letters)
         raise _error("template", f"{template!r} must hold {wanted}, and no other", f"write {wanted}")
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_grpo.errors import UserError
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -18,9 +16,9 @@ class Row:
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
-    """File and line, for messages about bad rows."""
+    """File and line of the row, for messages about it."""
     source: str = ""
-    """Name of the source; empty: the one that was asked."""
+    """Name of the source; empty: the name of the source that returned the row."""
 
 
 class PromptSource:
@@ -31,28 +29,12 @@ class PromptSource:
     """
 
     name: str = ""
-    require_answer: bool = False
-    """True if every row must have a gold answer. Set before the rows are read (a reward needs it)."""
 
     @property
     def weights(self) -> Mapping[str, float] | None:
-        """Share of each ``Row.source`` in the prompts that are trained on; None: as many as it has rows."""
+        """Share of each ``Row.source`` in the prompts that are trained on; None: in proportion to its rows."""
         return None
 
     def rows(self) -> Sequence[Row]:
-        """All rows, in a fixed order. Ids are unique."""
+        """Return all rows, in a fixed order and with unique ids."""
         raise NotImplementedError(f"{type(self).__name__} must implement rows()")
-
-    def check_answers(self) -> None:
-        """Make sure that every row has a gold answer.
-
-        Raises:
-            UserError: names the first row without one.
-        """
-        for row in self.rows():
-            if row.answer is None or not row.answer.strip():
-                raise UserError(
-                    f"row {row.id!r} has no gold answer, and a reward needs one",
-                    where=row.where or self.name or type(self).__name__,
-                    remedy="add the answer, remove the row, or choose rewards that need no answer",
-                )

@@ -15,16 +15,16 @@ from lit_grpo.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set of the hub.
+    """A benchmark as a data set of the hub.
 
     Attributes:
-        dataset: its name there.
-        split: the part that is the test set, whatever it is called.
+        dataset: name of the data set.
+        split: the split that is the test set, whatever it is called.
         question: column of the question.
         answer: column of the gold answer; a list is joined with commas.
-        config: its configuration, if it has several.
-        prompts: how many questions it has.
-        about: one line.
+        config: configuration of the data set, if it has several.
+        prompts: number of questions.
+        about: description in one line.
     """
 
     dataset: str
@@ -99,7 +99,7 @@ class BenchmarkPrompts(PromptSource):
 
 
 class _OnHub(HubPrompts):
-    """The rows as the hub has them, with the gold as one text."""
+    """Rows as the hub has them, with the gold answer as one text."""
 
     def __init__(self, benchmark: str, revision: str | None, limit: int | None) -> None:
         self.benchmark = BENCHMARKS[benchmark]
@@ -127,7 +127,7 @@ class _OnHub(HubPrompts):
 
 
 def gold_text(answer: Any) -> str | None:
-    """One text of what a benchmark has in its answer column."""
+    """Make one text of what a benchmark has in its answer column."""
     if isinstance(answer, list | tuple):
         return ", ".join(str(part) for part in answer)
     if isinstance(answer, str):

@@ -1,4 +1,4 @@
-"""Countdown: given numbers and a target, find the expression. Made on the spot, every problem solvable."""
+"""Countdown problems, generated: given numbers and a target, find the expression. Every problem has a solution."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TEMPLATE = (
     "an expression equal to {target}."
 )
 _SLOTS = ("{numbers}", "{target}")
-_TRIES = 10_000
-"""Draws in a row without a new problem after which there are held to be no more."""
+_MAX_DRAWS = 10_000
+"""Draws in a row without a new problem, after which it is taken that there are no more."""
 
 
 class CountdownPrompts(PromptSource):
@@ -68,7 +68,7 @@ class CountdownPrompts(PromptSource):
         self._rows: list[Row] | None = None
 
     def rows(self) -> Sequence[Row]:
-        """All problems; levels take turns."""
+        """Return all problems; levels take turns."""
         if self._rows is None:
             self._rows = self._draw()
         return self._rows
@@ -79,7 +79,7 @@ class CountdownPrompts(PromptSource):
         rows: list[Row] = []
         for number in range(self.skip + self.n):
             level = self._levels[number % len(self._levels)]
-            for _ in range(_TRIES):
+            for _ in range(_MAX_DRAWS):
                 numbers = [draw.randint(1, self.largest) for _ in range(level)]
                 value, solution = _join(draw, numbers)
                 target = int(value)
@@ -101,14 +101,14 @@ class CountdownPrompts(PromptSource):
 
 
 def _join(draw: random.Random, numbers: Sequence[int]) -> tuple[Fraction, str]:
-    """A value that the numbers can make, each used once, and how."""
-    parts = [(Fraction(number), str(number)) for number in numbers]
-    while len(parts) > 1:
-        (a, left), (b, right) = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
+    """Draw an expression that uses each number once; return its value and its text."""
+    terms = [(Fraction(number), str(number)) for number in numbers]
+    while len(terms) > 1:
+        (a, left), (b, right) = (terms.pop(draw.randrange(len(terms))) for _ in range(2))
         sign = draw.choice("+-*/" if b else "+-*")
         value = a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b
-        parts.append((value, f"({left} {sign} {right})"))
-    value, solution = parts[0]
+        terms.append((value, f"({left} {sign} {right})"))
+    value, solution = terms[0]
     return value, solution.removeprefix("(").removesuffix(")")
 
 

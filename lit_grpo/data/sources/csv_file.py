@@ -13,12 +13,12 @@ from lit_grpo.errors import UserError
 
 
 class CsvPrompts(FileSource):
-    """A table with a header line, in UTF-8, gzip or not; a quoted field may span lines, as RFC 4180 has it.
+    r"""A table with a header line, in UTF-8, gzip or not; a quoted field may span lines, as RFC 4180 has it.
 
     Every value is text: ``where: {level: 3}`` keeps the rows that say ``3``, and an empty field is a missing one.
 
     Args:
-        delimiter: one character between two fields; ``"\\t"`` for tab-separated files.
+        delimiter: one character between two fields; ``"\t"`` for tab-separated files.
     """
 
     def __init__(self, path: str, delimiter: str = ",", **columns: Any) -> None:

@@ -1,4 +1,4 @@
-"""Files of prompts: found or explained, unpacked if they are gzip, read as UTF-8 line by line."""
+"""Files of prompts: opened, unpacked if they are gzip, and read as UTF-8 line by line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 @contextmanager
 def unpacked(path: str, key: str) -> Iterator[IO[bytes]]:
-    """The file at ``path``, opened; a gzip file is known by its first bytes, whatever its name, and unpacked.
+    """Open the file at ``path``; a gzip file is known by its first bytes, whatever its name, and unpacked.
 
     Raises:
         UserError: the file is missing (names the most similar one), cannot be read, or is damaged.
@@ -40,8 +40,9 @@ def unpacked(path: str, key: str) -> Iterator[IO[bytes]]:
 
 
 def text_lines(path: str, key: str) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line, without a byte-order mark. Only a line feed ends a line (text mode would also
-    split at U+2028 inside a string).
+    """Yield number and bytes of each line, without a byte-order mark.
+
+    Only a line feed ends a line: text mode would also split at U+2028 inside a string.
 
     Raises:
         UserError: as :func:`unpacked`; or the file is UTF-16.
@@ -61,7 +62,7 @@ def text_lines(path: str, key: str) -> Iterator[tuple[int, bytes]]:
 
 
 def decoded(line: bytes, where: str) -> str:
-    """The line as text.
+    """Decode a line.
 
     Raises:
         UserError: names the byte that is no UTF-8.
@@ -77,10 +78,10 @@ def decoded(line: bytes, where: str) -> str:
 
 
 def existing_file(path: str, key: str) -> Path:
-    """The file at ``path``.
+    """Return the path of an existing file.
 
     Raises:
-        UserError: it is missing (names the most similar file beside it) or a folder.
+        UserError: the file is missing (names the most similar file beside it) or a folder.
     """
     file = Path(path).expanduser()
     if file.is_file():

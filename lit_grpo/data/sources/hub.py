@@ -15,14 +15,14 @@ from lit_grpo.data.sources.table import Record, TableSource, in_memory
 from lit_grpo.errors import UserError, nearest
 
 REACH_SECONDS = 3.0
-"""A hub that does not answer a connection within so long is held for unreachable."""
+"""Time after which a hub that does not accept a connection counts as unreachable."""
 
 
 class HubPrompts(TableSource):
     """One row of one split is one question. Needs the extra ``hub`` (the package datasets).
 
-    Without network a copy in the cache is used, and its lack is said at once (the hub's own client tries for about
-    twenty seconds).
+    Without network a copy in the cache is used. Where there is none, that is said at once: the hub's own client would
+    try for about twenty seconds first.
 
     Args:
         dataset: name on the hub, or path of a folder.
@@ -57,12 +57,13 @@ class HubPrompts(TableSource):
         try:
             with _offline() if offline else nullcontext():
                 table = datasets.load_dataset(self.dataset, self.config, split=self.split, revision=self.revision)
-        except Exception as error:  # datasets raises a dozen unrelated kinds: network, missing, config, split, schema
+        except Exception as error:
+            # datasets raises a dozen unrelated kinds: network, missing data set, configuration, split, schema.
             raise self._explain(error, offline) from error
         yield from in_memory(table, self.place())
 
     def _unreachable(self) -> str | None:
-        """Why the hub cannot be asked; None if it can, or need not, since the data set is a folder."""
+        """Say why the hub cannot be asked; None if it can be, or need not, since the data set is a folder."""
         from datasets import config
 
         if Path(self.dataset).expanduser().exists():
@@ -94,7 +95,7 @@ class HubPrompts(TableSource):
 
 
 def reachable(host: str, port: int, seconds: float = REACH_SECONDS) -> bool:
-    """Whether a connection to ``host`` can be opened within ``seconds``, its name looked up included."""
+    """Say whether a connection to ``host`` can be opened within ``seconds``, the look-up of its name included."""
     opened = threading.Event()
 
     def connect() -> None:
@@ -113,13 +114,13 @@ def reachable(host: str, port: int, seconds: float = REACH_SECONDS) -> bool:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """The hub's client takes what is in the cache and asks nobody."""
+    """Let the hub's client take what is in the cache and ask nobody."""
     import huggingface_hub.constants
     from datasets import config
 
-    before = config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    previous = config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
     config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
+        config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = previous

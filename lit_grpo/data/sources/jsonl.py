@@ -22,10 +22,10 @@ class JsonlPrompts(FileSource):
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
-    """The object that a line holds.
+    """Read the JSON object that a line holds.
 
     Raises:
-        UserError: it holds anything else.
+        UserError: the line holds anything else.
     """
     try:
         value = json.loads(line)
@@ -35,7 +35,8 @@ def json_object(line: str, where: str) -> dict[str, Any]:
             where=where,
             remedy="each line must hold one whole object, {...}",
         ) from error
-    except (RecursionError, ValueError) as error:  # nested too deep, or a number of too many digits
+    except (RecursionError, ValueError) as error:
+        # Nested too deep, or a number of too many digits.
         raise UserError(f"the line cannot be read: {error}", where=where, remedy="mend or remove it") from error
     if not isinstance(value, dict):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Several sources as one."""
+"""A mixture of several sources in given shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lit_grpo.errors import UserError
 
 
 class MixedPrompts(PromptSource):
-    """Prompts of several sources, in shares that you give.
+    """Prompts of several sources, in given shares.
 
     With weights every 64 prompts in a row hold each source's share of them, as nearly as whole numbers can, in a seeded
     order; each source is gone through in an order of its own, and begins anew when it is at its end, so a small source
@@ -22,7 +22,7 @@ class MixedPrompts(PromptSource):
         sources: of distinct names (each has the argument ``name``).
         weights: one for each source; their ratios count: ``[3, 1]`` is three of the first to one of the second. None:
             all rows are shuffled together, so every source has the share of its size.
-        name: of the mixture.
+        name: name of the mixture.
     """
 
     def __init__(self, sources: list[PromptSource], weights: list[float] | None = None, name: str = "mixture") -> None:
@@ -57,7 +57,7 @@ class MixedPrompts(PromptSource):
         return {s.name: weight / total for s, weight in zip(self.sources, self._weights, strict=True)}
 
     def rows(self) -> Sequence[Row]:
-        """All rows of all sources, in order."""
+        """Return all rows of all sources, in order."""
         if self._rows is None:
             self._rows = [self._named(row, source.name) for source in self.sources for row in source.rows()]
         return self._rows

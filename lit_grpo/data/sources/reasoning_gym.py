@@ -1,4 +1,4 @@
-"""Procedural problems of the package reasoning-gym: one adapter for all of its tasks."""
+"""Generated problems of the package reasoning-gym: one source for all of its tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.errors import UserError, nearest
 
 COLUMN = "reasoning_gym"
-"""Row column that holds what :class:`lit_grpo.rewards.ReasoningGymReward` needs: the task and its whole entry."""
+"""Column of a row with the task and its whole entry, which :class:`lit_grpo.rewards.ReasoningGymReward` needs."""
 
 
 class ReasoningGymPrompts(PromptSource):

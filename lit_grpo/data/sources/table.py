@@ -1,4 +1,4 @@
-"""What JSONL, Parquet, hub and in-memory sources share: columns become rows, and every row is checked."""
+"""The base of JSONL, CSV, Parquet, hub and in-memory sources: columns become rows, and every row is checked."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ Record = tuple[Mapping[str, Any], str]
 """Columns of one row, and the file and line (or row) they stand in."""
 
 _ANSWER, _ID = "answer", "id"
-_NOWHERE = object()
+_MISSING = object()
 
 
 class TableSource(PromptSource):
-    """A source whose rows have named columns. A subclass gives ``records``.
+    r"""Base class of sources whose rows have named columns. A subclass implements ``records``.
 
     A column may lie inside another: ``reward_model.ground_truth``, or ``prompt.0.content`` in a list.
 
     Args:
-        question_column: must be there, and hold text in every row.
-        answer_column: gold answer, text or a number. The default may be missing from data without answers; any other
-            name must be there. None: the data has no answers.
+        question_column: column of the question; it must be there, and hold text in every row.
+        answer_column: column of the gold answer, text or a number. The default may be missing from data without
+            answers; any other name must be there. None: the data has no answers.
         answer_pattern: regular expression with one group, which is the gold answer; it is looked for in the answer
-            column and the last match counts: ``'####\\s*(.+)'`` for GSM8K as published. None: the column as it is.
-        id_column: unique in the source. None: the column ``id`` if it is there, else ``name/number of the row``.
+            column and the last match counts: ``'####\s*(.+)'`` for GSM8K as published. None: the column as it is.
+        id_column: column of an id that is unique in the source. None: the column ``id`` if it is there, else
+            ``name/number of the row``.
         where: keep the rows whose columns equal these values, for instance ``{lang: en}``.
         limit: keep the first so many rows, counted after ``where``.
-        name: of the source. None: that of the file or data set.
+        name: name of the source. None: that of the file or data set.
 
     Every other column goes into ``Row.extra``.
     """
@@ -69,43 +70,26 @@ class TableSource(PromptSource):
         return compiled
 
     def records(self) -> Iterator[Record]:
-        """All rows as they are read, in order."""
+        """Yield all rows as they are read, in order."""
         raise NotImplementedError(f"{type(self).__name__} must implement records()")
 
     def place(self) -> str:
-        """The file or data set, for messages about the whole of it."""
+        """Return the name of the file or data set, for messages about the whole of it."""
         return self.name
 
     def matches(self, value: Any, wanted: Any) -> bool:
-        """Whether a row with ``value`` in a column of ``where`` is kept."""
+        """Say whether a row with ``value`` in a column of ``where`` is kept."""
         return bool(value == wanted)
 
     def rows(self) -> Sequence[Row]:
-        """All rows that are kept; read and checked at the first call.
+        """Return the rows that are kept; they are read and checked at the first call.
 
         Raises:
-            UserError: nothing to read, a missing column, an empty prompt, a value of the wrong type, an id twice, or,
-                with ``require_answer``, a row without gold answer.
+            UserError: nothing to read, a missing column, an empty prompt, a value of the wrong type, or an id twice.
         """
         if self._rows is None:
             self._rows = self._read()
-        if self.require_answer:
-            self.check_answers()
         return self._rows
-
-    def check_answers(self) -> None:
-        """As in the base class; a column that is missing altogether is named."""
-        rows = self._rows if self._rows is not None else self._read()
-        self._rows = rows
-        for row in rows:
-            if row.answer is None or not row.answer.strip():
-                column = repr(self.answer_column) if self.answer_column else "answer_column: null"
-                columns = f" (other columns: {', '.join(map(str, row.extra))})" if row.extra else ""
-                raise UserError(
-                    f"row {row.id!r} has no gold answer in column {column}{columns}, and a reward needs one",
-                    where=row.where,
-                    remedy="name the column with answer_column, add the answer, or remove the row",
-                )
 
     def _read(self) -> list[Row]:
         rows: list[Row] = []
@@ -139,7 +123,7 @@ class TableSource(PromptSource):
         if self.id_column is not None:
             needed.append(self.id_column)
         for column in needed:
-            if value_of(record, column, _NOWHERE) is _NOWHERE:
+            if value_of(record, column, _MISSING) is _MISSING:
                 guess = nearest(column, record)
                 raise UserError(
                     f"there is no column {column!r}; the columns are {', '.join(map(repr, record)) or 'none'}",
@@ -168,15 +152,15 @@ class TableSource(PromptSource):
         gold = _text(answer, str(self.answer_column), where, "answer")
         if self.answer_pattern is None:
             return gold
-        found = self.answer_pattern.findall(gold)
-        if not found:
+        matches = self.answer_pattern.findall(gold)
+        if not matches:
             raise UserError(
                 f"the answer in column {self.answer_column!r} holds nothing like {self.answer_pattern.pattern!r}: "
                 f"{gold[-80:]!r}",
                 where=where,
                 remedy="mend the row, or change answer_pattern",
             )
-        return str(found[-1]).strip()
+        return str(matches[-1]).strip()
 
     def _question(self, record: Mapping[str, Any], where: str) -> str:
         column = self.question_column
@@ -193,10 +177,10 @@ class TableSource(PromptSource):
 
 
 class FileSource(TableSource):
-    """A table in one file.
+    """Base class of tables in one file.
 
     Args:
-        path: of the file. Packed with gzip it is known by its first bytes, whatever its name.
+        path: path of the file. A gzip file is known by its first bytes, whatever its name.
     """
 
     def __init__(self, path: str, **columns: Any) -> None:
@@ -206,7 +190,7 @@ class FileSource(TableSource):
 
     @property
     def key(self) -> str:
-        """For messages about the path."""
+        """Key of the configuration that holds the path, for messages about it."""
         return f"{type(self).__name__}.path"
 
     def place(self) -> str:
@@ -214,15 +198,15 @@ class FileSource(TableSource):
 
 
 def value_of(record: Mapping[str, Any], column: str, default: Any = None) -> Any:
-    """What stands in a column: of that very name, or else along the dots of its name."""
+    """Return the value of a column: of that very name, or else along the dots of its name."""
     if column in record:
         return record[column]
     value: Any = record
-    for part in column.split("."):
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-        elif isinstance(value, Sequence) and not isinstance(value, str) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
+    for step in column.split("."):
+        if isinstance(value, Mapping) and step in value:
+            value = value[step]
+        elif isinstance(value, Sequence) and not isinstance(value, str) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
         else:
             return default
     return value
@@ -233,7 +217,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _text(value: Any, column: str, where: str, what: str) -> str:
-    """A column as text. Whole and decimal numbers are written out; anything else would be a guess."""
+    """Return a column as text. Whole and decimal numbers are written out; anything else would be a guess."""
     if isinstance(value, str):
         return _encodable(value, column, where)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
@@ -248,17 +232,18 @@ def _text(value: Any, column: str, where: str, what: str) -> str:
 def _encodable(text: str, column: str, where: str) -> str:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and no tokenizer can read
+    except UnicodeEncodeError as error:
+        # Half of a surrogate pair, which JSON can write and no tokenizer can read.
         raise UserError(
             f"column {column!r} holds half a character ({text[error.start]!a})", where=where, remedy="mend the row"
         ) from error
     return text
 
 
-def in_memory(rows: Iterable[Mapping[str, Any]], place: str) -> Iterator[Record]:
-    """Number the rows, and refuse what is no mapping."""
+def in_memory(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Record]:
+    """Yield rows with their number as the place, and refuse what is no mapping."""
     for number, row in enumerate(rows, start=1):
-        where = f"{place}: row {number}"
+        where = f"{source}: row {number}"
         if not isinstance(row, Mapping):
             raise UserError(f"row {number} is no mapping but {type(row).__name__}", where=where)
         yield row, where

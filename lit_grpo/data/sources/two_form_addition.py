@@ -1,4 +1,4 @@
-"""Two-digit addition with a short and a long way to answer: small, and with room for length to rise and to fall."""
+"""Two-digit addition with a short and a long form of answer: a small task on which lengths can rise and fall."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class TwoFormAddition(AdditionPrompts):
 
 
 def short_form(a: int, b: int) -> str:
-    """``:42`` for 27 and 15."""
+    """Write the short answer: ``:42`` for 27 and 15."""
     return f":{a + b}"
 
 
 def long_form(a: int, b: int) -> str:
-    """``7+5=12c1:42`` for 27 and 15: units, their sum, what is carried, and the answer."""
+    """Write the long answer, ``7+5=12c1:42`` for 27 and 15: units, their sum, what is carried, and the sum."""
     units = a % 10 + b % 10
     return f"{a % 10}+{b % 10}={units}c{units // 10}:{a + b}"

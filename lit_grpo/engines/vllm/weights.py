@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_grpo.engines.base import NamedWeights
-from lit_grpo.utils.logging import at_level
+from lit_grpo.utils.logging import log_level
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns at every reload of layers that hold no weights (rotary embeddings); what matters is checked here."""
@@ -129,7 +129,7 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
     """The same for a model that packs its weights."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    with at_level(_RELOAD, logging.ERROR):
+    with log_level(_RELOAD, logging.ERROR):
         initialize_layerwise_reload(model)
         try:
             sizes = _sizes(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Iterable
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_grpo.distributed.optimizer_state import PACKAGE
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.policy.config import OptimizerConfig
 from lit_grpo.policy.optimizer.quantized_state import check_compiler, prepare, rounding_seed, rounds_stochastically
+from lit_grpo.utils.imports import import_by_path
 
 ROUNDS_TO_NEAREST = ("torch.", "bitsandbytes.", "torchao.")
 """Packages whose optimizers round to the nearest number unless they are told to do otherwise."""
@@ -134,23 +134,9 @@ def _parameter_names(optimizer_class: Any) -> frozenset[str]:
 
 
 def _imported(path: str, where: str) -> Any:
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise UserError(f"{path!r} is no import path", where=where, remedy="for example torch.optim.AdamW")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        in_extra = module.partition(".")[0] in ("bitsandbytes", PACKAGE)
-        raise UserError(
-            f"{path} cannot be imported: {error}",
-            where=where,
-            remedy="pip install 'lit-grpo[quantized]' -c constraints.txt" if in_extra else None,
-        ) from error
-    except AttributeError as error:
-        similar = nearest(name, dir(importlib.import_module(module)))
-        raise UserError(
-            f"{module} has no {name}", where=where, remedy=f"did you mean {module}.{similar}?" if similar else None
-        ) from error
+    optional = path.partition(".")[0] in ("bitsandbytes", PACKAGE)
+    install = "pip install 'lit-grpo[quantized]' -c constraints.txt"
+    return import_by_path(path, where, remedy=install if optional else "for example torch.optim.AdamW")
 
 
 @torch.no_grad()

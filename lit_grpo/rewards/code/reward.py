@@ -1,4 +1,4 @@
-"""Programs judged by unit tests, in a sandbox."""
+"""The code reward: programs run against unit tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from lit_grpo.types import RewardInput, Score
 
 _FENCE = "```"
 _LANGUAGES = ("python", "py", "python3", "")
-_LONGEST = 200_000
-"""Characters of a program."""
+_MAX_PROGRAM_LENGTH = 200_000
 
 
 class CodeReward(Reward):
@@ -51,7 +50,7 @@ class CodeReward(Reward):
         ValueError: from ``score``, if a row has no tests.
     """
 
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(
@@ -112,9 +111,8 @@ class CodeReward(Reward):
         if tests and pairs:
             raise ValueError(f"row {item.prompt.id!r} has both {self._tests!r} and {self._cases!r}: leave one out")
         for test in tests:
-            compile(
-                test, f"tests of {item.prompt.id}", "exec"
-            )  # a broken test is a mistake of the data, not a wrong answer
+            # A broken test is a mistake of the data, not a wrong answer: it raises here, before the program runs.
+            compile(test, f"tests of {item.prompt.id}", "exec")
         entry: Any = extra.get("entry_point")
         return {
             "source": program,
@@ -130,10 +128,10 @@ class CodeReward(Reward):
         if outcome.status != "ok":
             late = outcome.status == "timeout"
             return Score(0.0, timed_out=late, failed=not late, seconds=outcome.seconds)
-        found = outcome.value
-        share = found["passed"] / found["total"]
+        result = outcome.value
+        share = result["passed"] / result["total"]
         value = share if self._partial or share == 1 else 0.0
-        return Score(value, timed_out=found["timed_out"], details={"tests_passed": share}, seconds=outcome.seconds)
+        return Score(value, timed_out=result["timed_out"], details={"tests_passed": share}, seconds=outcome.seconds)
 
     def start(self) -> None:
         self._pool.start()
@@ -143,14 +141,15 @@ class CodeReward(Reward):
 
 
 def program_in(text: str) -> str | None:
-    """The last closed code block that is Python or says nothing of its language; None if there is none."""
-    found, position = None, 0
+    """Return the last closed code block that is Python or names no language; None if there is none."""
+    # By str.find, not by a regular expression: linear in the length of a hostile text.
+    program, position = None, 0
     while (start := text.find(_FENCE, position)) >= 0:
         line_end = text.find("\n", start)
         end = text.find(f"\n{_FENCE}", line_end) if line_end >= 0 else -1
         if end < 0:
             break
         if text[start + len(_FENCE) : line_end].strip().lower() in _LANGUAGES:
-            found = text[line_end + 1 : end + 1]
+            program = text[line_end + 1 : end + 1]
         position = end + 1 + len(_FENCE)
-    return found if found and found.strip() and len(found) <= _LONGEST else None
+    return program if program and program.strip() and len(program) <= _MAX_PROGRAM_LENGTH else None

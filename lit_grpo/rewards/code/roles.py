@@ -1,6 +1,6 @@
-"""The two confined processes of a code test: the candidate, which holds the completion's program and nothing else, and
-the examiner, which holds the tests. Standard library only.
+"""The two confined processes of a code test.
 
+The candidate holds the completion's program and nothing else, the test runner holds the tests. Standard library only.
 The candidate never sees a test or an expected value: it gets the arguments of one call at a time and sends back plain
 data. What it does to its own interpreter (patching ``unittest``, ``builtins`` or comparison methods, leaving with
 ``os._exit(0)``, printing what a passing test would print) stays there.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lit_grpo.rewards.code.values import MOST_BYTES, Unplain, pack, read, unpack, write
+from lit_grpo.rewards.code.values import MAX_BYTES, Unplain, pack, read, unpack, write
 
 
 def candidate(channel: Connection, script: bool) -> None:
@@ -32,11 +32,11 @@ def candidate(channel: Connection, script: bool) -> None:
         except BaseException:
             _leave(1)
         _leave(0)
-    kept: list[Any] = []
+    objects: list[Any] = []
 
     def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
+        objects.append(value)
+        return len(objects) - 1
 
     try:
         exec(compile(source, "solution.py", "exec"), names)
@@ -47,9 +47,9 @@ def candidate(channel: Connection, script: bool) -> None:
     while True:
         request = read(channel.recv_bytes())
         try:
-            arguments = unpack(request["a"], kept.__getitem__)
-            named = unpack(request["k"], kept.__getitem__)
-            owner = names if request["o"] is None else kept[request["o"]]
+            arguments = unpack(request["a"], objects.__getitem__)
+            named = unpack(request["k"], objects.__getitem__)
+            owner = names if request["o"] is None else objects[request["o"]]
             if request["o"] is None:
                 function = names[request["n"]] if request["n"] in names else getattr(builtins, request["n"])
             else:
@@ -58,8 +58,8 @@ def candidate(channel: Connection, script: bool) -> None:
             changed = [pack(x, keep) if isinstance(x, (list, dict, set)) else None for x in arguments]
             message = write({"v": pack(value, keep), "m": changed})
         except BaseException as error:
-            known = type(error).__name__ if type(error).__module__ == "builtins" else "Exception"
-            message = write({"e": known})
+            error_name = type(error).__name__ if type(error).__module__ == "builtins" else "Exception"
+            message = write({"e": error_name})
         channel.send_bytes(message)
 
 
@@ -71,7 +71,11 @@ def _leave(code: int) -> None:
 
 
 class Remote:
-    """Something in the candidate that is no plain data: its methods can be called. It equals itself only."""
+    """Stand-in for an object of the candidate that is no plain data.
+
+    Calls of its methods are sent to the candidate. It equals nothing but itself: the candidate's own ``__eq__`` may be
+    one that is always true.
+    """
 
     def __init__(self, ask: Callable[..., Any], handle: int) -> None:
         self.__ask, self.__handle = ask, handle
@@ -80,7 +84,7 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         ask, handle = self.__ask, self.__handle
-        return _Attribute(ask, handle, name)
+        return _attribute(ask, handle, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__ask(self.__handle, "__call__", True, args, kwargs)
@@ -98,40 +102,51 @@ class Remote:
         return True
 
 
-def _Attribute(ask: Callable[..., Any], handle: int, name: str) -> Any:  # noqa: N802
-    """A method as a function; a plain attribute as its value."""
+def _attribute(ask: Callable[..., Any], handle: int, name: str) -> Any:
+    """Return a method of the candidate's object as a function, a plain attribute as its value."""
     value = ask(handle, name, False, (), {})
     if isinstance(value, Remote):
         return lambda *args, **kwargs: ask(handle, name, True, args, kwargs)
     return value
 
 
-def examiner(channel: Connection, results: Connection, source: str, tests: list[str], entry: str | None) -> None:
-    """Run the tests against the candidate at the other end of the channel; one message for each. Never returns."""
+def test_runner(channel: Connection, results: Connection, source: str, tests: list[str], entry: str | None) -> None:
+    """Run the tests against the candidate at the other end of the channel, and report each. Never returns.
+
+    Args:
+        channel: to the candidate.
+        results: to the worker; one message for each test, or one that says why the program could not be loaded.
+        source: the program, which the candidate gets from here.
+        tests: Python source, each one test.
+        entry: name of the function that ``check`` of the tests is called with.
+    """
     channel.send_bytes(source.encode("utf-8", "surrogatepass"))
-    ready = read(channel.recv_bytes(MOST_BYTES))
+    ready = read(channel.recv_bytes(MAX_BYTES))
     if "ready" not in ready:
-        _tell(results, {"load": str(ready.get("failed"))[:80]})
+        _report(results, {"load": str(ready.get("failed"))[:80]})
         os._exit(0)
 
     def ask(owner: int | None, name: str, call: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packed = pack(list(args), _no_handles), pack(kwargs, _no_handles)
         request = {"o": owner, "n": name, "c": call, "a": packed[0], "k": packed[1]}
         channel.send_bytes(write(request))
-        reply = read(channel.recv_bytes(MOST_BYTES))
+        reply = read(channel.recv_bytes(MAX_BYTES))
         if "e" in reply:
-            kind = getattr(builtins, str(reply["e"]), None)
+            error_class = getattr(builtins, str(reply["e"]), None)
             # Only what a test may want to see raised; SystemExit or AssertionError of the candidate are failures.
-            if not (isinstance(kind, type) and issubclass(kind, Exception)) or kind is AssertionError:
+            if (
+                not (isinstance(error_class, type) and issubclass(error_class, Exception))
+                or error_class is AssertionError
+            ):
                 raise RuntimeError("the solution failed")
-            raise kind("raised by the solution")
+            raise error_class("raised by the solution")
         for mine, theirs in zip(args, reply.get("m") or (), strict=False):
             if theirs is not None:
                 _update(mine, unpack(theirs, lambda handle: Remote(ask, handle)))
         return unpack(reply["v"], lambda handle: Remote(ask, handle))
 
     for test in tests:
-        _tell(results, {"passed": _passes(test, entry, ask)})
+        _report(results, {"passed": _passes(test, entry, ask)})
     os._exit(0)
 
 
@@ -142,7 +157,7 @@ def _no_handles(value: Any) -> int:
 
 
 def _update(mine: Any, theirs: Any) -> None:
-    """What a call did to a list, dict or set that it was given."""
+    """Repeat what a call did to a list, dict or set that it was given: tests may look at it afterwards."""
     if isinstance(mine, list) and isinstance(theirs, list) and mine != theirs:
         mine[:] = theirs
     elif isinstance(mine, (dict, set)) and isinstance(theirs, type(mine)) and mine != theirs:
@@ -154,12 +169,12 @@ def _passes(test: str, entry: str | None, ask: Callable[..., Any]) -> bool:
     names: dict[str, Any] = {"__name__": "tests"}
     for name in unknown_names(test) | ({entry} if entry else set()):
         names[name] = _stub(name, ask)
-    given = set(names)
+    injected = set(names)
     try:
         exec(compile(test, "tests.py", "exec"), names)
         if entry and callable(names.get("check")):
             names["check"](names[entry])
-        return _run_collected({key: value for key, value in names.items() if key not in given})
+        return _run_collected({key: value for key, value in names.items() if key not in injected})
     except BaseException:
         return False
 
@@ -173,7 +188,8 @@ def _stub(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unknown_names(test: str) -> set[str]:
-    """Names that a test uses and neither defines nor imports: those of the solution. Told by the test alone."""
+    """Return the names that a test uses and neither defines nor imports: those that the solution must have."""
+    # Read from the test alone: the candidate has no say in it.
     try:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -195,7 +211,7 @@ def unknown_names(test: str) -> set[str]:
 
 
 def _run_collected(names: dict[str, Any]) -> bool:
-    """Functions ``test_*`` and unittest cases that a test defines."""
+    """Run the functions ``test_*`` and unittest cases that a test defines."""
     import unittest
 
     suite = unittest.TestSuite()
@@ -209,5 +225,5 @@ def _run_collected(names: dict[str, Any]) -> bool:
     return outcome.wasSuccessful()
 
 
-def _tell(results: Connection, message: dict[str, Any]) -> None:
+def _report(results: Connection, message: dict[str, Any]) -> None:
     results.send_bytes(json.dumps(message).encode())

@@ -1,6 +1,7 @@
-"""Plain values as text, between a process that is not trusted and one that is: never pickle, never an object of theirs.
+"""Plain values as text, between a process that is not trusted and one that is.
 
-What cannot be written as plain data becomes a handle, whose methods the other side can call. Standard library only.
+Never pickle, and never an object of theirs: unpickling runs code that the sender chooses. What cannot be written as
+plain data becomes a handle, whose methods the other side can call. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-MOST_BYTES = 4_000_000
-"""Longest message."""
-_MOST_ITEMS = 200_000
+MAX_BYTES = 4_000_000
+"""Length of the longest message."""
+_MAX_ITEMS = 200_000
 _PLAIN_INT = 1 << 53
 
 
@@ -20,7 +21,15 @@ class Unplain(Exception):  # noqa: N818 - it is an answer, not an error of ours
 
 
 def pack(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
-    """``value`` as something JSON can hold. ``keep`` stores what is not plain and gives its handle."""
+    """Write a value as something that JSON can hold.
+
+    Args:
+        value: plain data, or anything else where ``keep`` is given.
+        keep: stores an object that is no plain data and returns its handle.
+
+    Raises:
+        Unplain: it is no plain data and there is no ``keep``, or it is an iterator without end.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value if type(value) in (bool, str, type(None)) else str.__str__(value)
     if isinstance(value, int):
@@ -45,14 +54,18 @@ def pack(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
         items = []
         for item in value:
             items.append(pack(item, keep))
-            if len(items) > _MOST_ITEMS:
+            if len(items) > _MAX_ITEMS:
                 raise Unplain("an iterator that does not end")
         return {"n": items}
     return {"h": keep(value)}
 
 
 def unpack(packed: Any, handle: Callable[[int], Any]) -> Any:
-    """The value again; every part of it of a built-in type, or what ``handle`` makes of a handle."""
+    """Rebuild a value from :func:`pack`; every part is of a built-in type, or what ``handle`` makes of a handle.
+
+    Raises:
+        Unplain: the message has no known form.
+    """
     if packed is None or isinstance(packed, (bool, str, int)):
         return packed
     if not isinstance(packed, dict) or len(packed) != 1:
@@ -75,22 +88,22 @@ def unpack(packed: Any, handle: Callable[[int], Any]) -> Any:
         return items
     if tag == "r":
         return range(*items)
-    made: dict[str, Callable[[list[Any]], Any]] = {"t": tuple, "s": set, "z": frozenset, "n": iter}
-    return made[tag](items)
+    builders: dict[str, Callable[[list[Any]], Any]] = {"t": tuple, "s": set, "z": frozenset, "n": iter}
+    return builders[tag](items)
 
 
 def write(message: Any) -> bytes:
-    """A message as bytes.
+    """Encode a message.
 
     Raises:
         Unplain: it is too long.
     """
     text = json.dumps(message).encode()
-    if len(text) > MOST_BYTES:
-        raise Unplain(f"{len(text)} bytes, more than {MOST_BYTES}")
+    if len(text) > MAX_BYTES:
+        raise Unplain(f"{len(text)} bytes, more than {MAX_BYTES}")
     return text
 
 
 def read(text: bytes) -> Any:
-    """A message from its bytes."""
+    """Decode a message."""
     return json.loads(text)

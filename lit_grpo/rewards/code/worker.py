@@ -1,7 +1,7 @@
-"""Runs one program against its tests, in a worker of :class:`lit_grpo.rewards.isolation.pool.WorkerPool`.
+"""One program run against its tests, in a worker of :class:`lit_grpo.rewards.isolation.pool.WorkerPool`.
 
-Each worker has a nursery: a process forked at its birth, before it has seen any test, which forks the candidates. So no
-candidate has the memory of a process that held tests. Standard library only.
+Each worker has a process factory: a process that is forked when the worker starts, before it has seen any test, and
+that forks the candidates. So no candidate has the memory of a process that held tests. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypedDict
 
-from lit_grpo.rewards.code import roles, values  # loaded before anything is confined
+# At the top, because a confined process can no longer read them.
+from lit_grpo.rewards.code import roles, values
 from lit_grpo.rewards.isolation.sandbox import Limits, confine
 
-_MOST_OUTPUT = 1_000_000
-_GRACE = 0.05
+_MAX_OUTPUT_BYTES = 1_000_000
+_EXIT_GRACE_SECONDS = 0.05
 
 
 class Job(TypedDict):
@@ -31,45 +32,56 @@ class Job(TypedDict):
     source: str
     tests: list[str]
     entry: str | None
+    """Name of the function that ``check`` of the tests is called with."""
     cases: list[tuple[str, str]]
-    """Standard input and the output that is wanted."""
+    """Pairs of standard input and wanted output."""
     seconds: float
-    """On the clock, for everything."""
+    """Time on the clock for all tests together."""
     memory: int
+    """Bytes of address space for each process."""
     partly: bool
+    """Run without the layers of the sandbox that this machine lacks."""
 
 
-class _Nursery:
-    """Where candidates are born, seen from the worker."""
+class _ProcessFactory:
+    """The process that forks candidates, as the worker sees it: one message to spawn, one to kill."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
-            line = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
-            os.closerange(4, 65_536)  # the pool's connection among them
-            _nurse(socket.socket(fileno=line))
+            descriptor = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
+            # The worker's connection to the pool is among them.
+            os.closerange(4, 65_536)
+            _serve_spawns(socket.socket(fileno=descriptor))
         theirs.close()
-        self._line = ours
+        self._control = ours
 
-    def birth(self, files: list[int], limits: Limits, script: bool, partly: bool) -> int:
-        """A new candidate with the channel and, for a script, standard input and output; its process id."""
+    def spawn(self, files: list[int], limits: Limits, script: bool, partly: bool) -> int:
+        """Fork a candidate and return its process id.
+
+        Args:
+            files: channel of the candidate and, for a script, standard input and output.
+            limits: resources that the candidate may use.
+            script: run the program as a script, not as a module whose functions are called.
+            partly: see :class:`Job`.
+        """
         message = b"f" + struct.pack("qqqbb", *limits, script, partly)
-        socket.send_fds(self._line, [message], files)
-        return int(struct.unpack("q", self._line.recv(8))[0])
+        socket.send_fds(self._control, [message], files)
+        return int(struct.unpack("q", self._control.recv(8))[0])
 
     def end(self, pid: int) -> int:
-        """Kill it, if it is not gone; how it ended (exit status of wait)."""
-        self._line.send(b"k" + struct.pack("q", pid))
-        return int(struct.unpack("q", self._line.recv(8))[0])
+        """Kill a candidate, if it still runs, and return its exit status in the form of ``os.waitpid``."""
+        self._control.send(b"k" + struct.pack("q", pid))
+        return int(struct.unpack("q", self._control.recv(8))[0])
 
 
-_nursery: _Nursery | None = None
+_process_factory: _ProcessFactory | None = None
 
 
 def start_worker() -> None:
-    """Called by the pool in a new worker, before its first item."""
-    global _nursery
-    _nursery = _Nursery()
+    """Start this worker's process factory; called by the pool in a new worker, before its first item."""
+    global _process_factory
+    _process_factory = _ProcessFactory()
 
 
 def warm_up() -> None:
@@ -78,16 +90,17 @@ def warm_up() -> None:
     import math, operator, random, re, statistics, string, typing, unittest  # noqa: E401, F401
 
 
-def _nurse(line: socket.socket) -> NoReturn:
-    _quiet()
-    os.environ.clear()  # keys and tokens
+def _serve_spawns(control: socket.socket) -> NoReturn:
+    _silence_standard_streams()
+    # Keys and tokens stand in the environment, and every candidate is a copy of this process.
+    os.environ.clear()
     while True:
-        message, files, _, _ = socket.recv_fds(line, 64, 3)
+        message, files, _, _ = socket.recv_fds(control, 64, 3)
         if not message:
             os._exit(0)
         if message[:1] == b"k":
             (pid,) = struct.unpack("q", message[1:])
-            line.send(struct.pack("q", _end(pid)))
+            control.send(struct.pack("q", _kill_and_reap(pid)))
             continue
         *numbers, script, partly = struct.unpack("qqqbb", message[1:])
         pid = os.fork()
@@ -98,20 +111,21 @@ def _nurse(line: socket.socket) -> NoReturn:
                 os._exit(1)
         for file in files:
             os.close(file)
-        line.send(struct.pack("q", pid))
+        control.send(struct.pack("q", pid))
 
 
 def _become_candidate(files: list[int], limits: Limits, script: bool, partly: bool) -> None:
-    channel = _only(files)
+    channel = _keep_only(files)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     confine(limits, partly=partly)
     roles.candidate(channel, script)
 
 
-def _only(files: list[int]) -> Connection:
-    """Close everything but the first file, which becomes the channel, and standard input and output, if given."""
+def _keep_only(files: list[int]) -> Connection:
+    """Close every file but the channel (the first one given), and standard input and output where they are given."""
     null = os.open(os.devnull, os.O_RDWR)
+    # Copies first, far above all targets: a file may already stand on the number that another one is to take.
     kept = [os.dup(file) for file in files]
     spare = [os.dup2(kept[i], 100 + i) for i in range(len(kept))]
     os.dup2(spare[1] if len(spare) > 1 else null, 0)
@@ -122,20 +136,24 @@ def _only(files: list[int]) -> Connection:
     return Connection(channel)
 
 
-def _quiet() -> None:
+def _silence_standard_streams() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for file in (0, 1, 2):
         os.dup2(null, file)
 
 
-def _end(pid: int) -> int:
+def _kill_and_reap(pid: int) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Tests passed, tests in all, whether time ran out, and why the program could not be loaded, if so."""
+    """Run one job in a worker.
+
+    Returns:
+        ``passed`` and ``total`` tests, ``timed_out``, and ``error``: why the program could not be loaded, or "".
+    """
     deadline = time.monotonic() + job["seconds"]
     limits = Limits(job["memory"], int(job["seconds"]) + 1)
     if job["cases"]:
@@ -144,69 +162,69 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _run_tests(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
-    assert _nursery is not None
+    assert _process_factory is not None
     theirs, ours = socket.socketpair()
     reading, writing = os.pipe()
     with theirs, ours:
-        candidate = _nursery.birth([theirs.fileno()], limits, False, job["partly"])
+        candidate = _process_factory.spawn([theirs.fileno()], limits, False, job["partly"])
         theirs.close()
-        examiner = os.fork()
-        if examiner == 0:
+        test_runner = os.fork()
+        if test_runner == 0:
             try:
-                _become_examiner(ours.fileno(), writing, job, limits)
+                _become_test_runner(ours.fileno(), writing, job, limits)
             finally:
                 os._exit(1)
     os.close(writing)
-    found: dict[str, Any] = {"passed": 0, "total": len(job["tests"]), "timed_out": False, "error": ""}
-    heard = 0
+    result: dict[str, Any] = {"passed": 0, "total": len(job["tests"]), "timed_out": False, "error": ""}
+    num_reported = 0
     try:
         with Connection(reading) as results:
-            while heard < len(job["tests"]):
+            while num_reported < len(job["tests"]):
                 left = deadline - time.monotonic()
                 if left <= 0 or not wait([results], left):
-                    found["timed_out"] = True
+                    result["timed_out"] = True
                     break
                 message = values.read(results.recv_bytes(10_000))
                 if "load" in message:
-                    found["error"] = message["load"]
+                    result["error"] = message["load"]
                     break
-                found["passed"] += message["passed"] is True
-                heard += 1
+                result["passed"] += message["passed"] is True
+                num_reported += 1
     except (EOFError, OSError):
-        found["error"] = "the program ended its process"
+        result["error"] = "the program ended its process"
     finally:
-        _end(examiner)
-        _nursery.end(candidate)
-    return found
+        _kill_and_reap(test_runner)
+        _process_factory.end(candidate)
+    return result
 
 
-def _become_examiner(channel: int, results: int, job: Job, limits: Limits) -> None:
+def _become_test_runner(channel: int, results: int, job: Job, limits: Limits) -> None:
     os.dup2(channel, 100)
     os.dup2(results, 101)
-    _quiet()
+    _silence_standard_streams()
     os.dup2(100, 3)
     os.dup2(101, 4)
     os.closerange(5, 65_536)
     confine(limits, partly=job["partly"])
-    roles.examiner(Connection(3), Connection(4), job["source"], job["tests"], job["entry"])
+    roles.test_runner(Connection(3), Connection(4), job["source"], job["tests"], job["entry"])
 
 
 def _run_cases(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"passed": 0, "total": len(job["cases"]), "timed_out": False, "error": ""}
-    for given, wanted in job["cases"]:
-        output, status = _run_script(job, given, limits, deadline)
+    result: dict[str, Any] = {"passed": 0, "total": len(job["cases"]), "timed_out": False, "error": ""}
+    for stdin, expected in job["cases"]:
+        output, status = _run_script(job, stdin, limits, deadline)
         if time.monotonic() >= deadline:
-            found["timed_out"] = True
+            result["timed_out"] = True
             break
-        found["passed"] += output is not None and status == 0 and _same_output(output, wanted)
-    return found
+        result["passed"] += output is not None and status == 0 and _same_output(output, expected)
+    return result
 
 
-def _run_script(job: Job, given: str, limits: Limits, deadline: float) -> tuple[str | None, int]:
-    assert _nursery is not None
+def _run_script(job: Job, stdin: str, limits: Limits, deadline: float) -> tuple[str | None, int]:
+    assert _process_factory is not None
     theirs, ours = socket.socketpair()
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
-    candidate = _nursery.birth([theirs.fileno(), in_read, out_write], limits, True, job["partly"])
+    candidate = _process_factory.spawn([theirs.fileno(), in_read, out_write], limits, True, job["partly"])
     theirs.close()
     os.close(in_read)
     os.close(out_write)
@@ -214,25 +232,25 @@ def _run_script(job: Job, given: str, limits: Limits, deadline: float) -> tuple[
     try:
         with channel, contextlib.suppress(OSError):
             channel.send_bytes(job["source"].encode("utf-8", "surrogatepass"))
-        output = _talk(in_write, out_read, given.encode("utf-8", "surrogatepass"), deadline)
+        output = _exchange(in_write, out_read, stdin.encode("utf-8", "surrogatepass"), deadline)
     finally:
-        status = _after(candidate, min(deadline, time.monotonic() + _GRACE))
+        status = _wait_for_exit(candidate, min(deadline, time.monotonic() + _EXIT_GRACE_SECONDS))
     return output, status
 
 
-def _after(candidate: int, until: float) -> int:
-    assert _nursery is not None
+def _wait_for_exit(candidate: int, until: float) -> int:
+    assert _process_factory is not None
     while time.monotonic() < until:
-        # A child of the nursery: its end shows in /proc, and only the nursery can collect it.
+        # The candidate is a child of the factory, which alone can wait for it. Its end shows in /proc, as state Z.
         with contextlib.suppress(OSError), open(f"/proc/{candidate}/stat", "rb") as file:  # noqa: PTH123
             if file.read().rpartition(b")")[2].split()[:1] == [b"Z"]:
                 break
         time.sleep(0.001)
-    return _nursery.end(candidate)
+    return _process_factory.end(candidate)
 
 
-def _talk(in_write: int, out_read: int, given: bytes, deadline: float) -> str | None:
-    """Feed standard input and collect standard output; None if time or room ran out. Closes both."""
+def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float) -> str | None:
+    """Feed standard input and collect standard output; return None if time or room ran out. Closes both files."""
     collected = bytearray()
     with selectors.DefaultSelector() as selector:
         os.set_blocking(in_write, False)
@@ -249,15 +267,15 @@ def _talk(in_write: int, out_read: int, given: bytes, deadline: float) -> str | 
         try:
             while out_read in open_files:
                 left = deadline - time.monotonic()
-                if left <= 0 or len(collected) > _MOST_OUTPUT:
+                if left <= 0 or len(collected) > _MAX_OUTPUT_BYTES:
                     return None
                 for key, _ in selector.select(left):
                     if key.fd == in_write:
                         try:
-                            given = given[os.write(in_write, given[:65_536]) :] if given else given
+                            stdin = stdin[os.write(in_write, stdin[:65_536]) :] if stdin else stdin
                         except OSError:
-                            given = b""
-                        if not given:
+                            stdin = b""
+                        if not stdin:
                             close(in_write)
                     elif chunk := os.read(out_read, 65_536):
                         collected += chunk
@@ -269,9 +287,9 @@ def _talk(in_write: int, out_read: int, given: bytes, deadline: float) -> str | 
                 close(file)
 
 
-def _same_output(output: str, wanted: str) -> bool:
-    """Line for line, space at line ends and empty lines at the end aside."""
-    return list(_lines(output)) == list(_lines(wanted))
+def _same_output(output: str, expected: str) -> bool:
+    """Compare line for line, without space at line ends and empty lines at the end."""
+    return list(_lines(output)) == list(_lines(expected))
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -279,4 +297,5 @@ def _lines(text: str) -> Iterator[str]:
     yield from lines
 
 
+# A candidate that crashes must not leave a file of its whole memory behind; forked processes inherit this.
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

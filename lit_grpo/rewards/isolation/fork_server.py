@@ -1,10 +1,9 @@
-"""The process that forks the workers of :mod:`lit_grpo.rewards.isolation.pool`. Run as a script; the standard
-library alone.
+"""The process that forks the workers of :mod:`lit_grpo.rewards.isolation.pool`.
 
-It imports the function once (SymPy takes 1.5 s), then a new worker costs one fork, about 10 ms. It has a single thread,
-so forking is safe, and it is the only one to reap its children, so it can never kill a process that took over an id.
-It ends, and its workers with it, when the pool closes the control socket, which the kernel does at the latest when the
-pool's process dies, however it dies.
+It is run as a script, with the standard library alone. It imports the function once (SymPy takes 1.5 s), then a new
+worker costs one fork, about 10 ms. It has a single thread, so forking is safe, and it is the only one to reap its
+children, so it can never kill a process that took over an id. It ends, and its workers with it, when the pool
+closes the control socket, which the kernel does at the latest when the pool's process dies, however it dies.
 
 Messages on the control socket, in: the set-up as JSON, then ``start`` followed by one descriptor, or ``kill <pid>``;
 out: an empty message or the text of an error, then the process id after each ``start``.
@@ -25,8 +24,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-MOST_BYTES = 16_000
-"""Longest result: short enough to be written in one piece, so that the pool never waits for the rest of a message."""
+MAX_BYTES = 16_000
+"""Length of the longest result: it is written in one piece, so that the pool never waits for the rest of a message."""
 
 _POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -65,12 +64,14 @@ def main(control_fd: int, parent: int) -> None:
                 os.close(fd)
                 messages.send_bytes(str(child).encode())
         except (EOFError, OSError):
-            pass  # the pool is gone
+            # The pool is gone.
+            pass
         finally:
             for child in list(children):
                 _kill(child, children)
 
 
+# Its own import by path: this file is run as a script, before lit_grpo can be imported.
 def _import(module: str, name: str) -> tuple[Callable[[Any], Any], Callable[[], None] | None]:
     imported = importlib.import_module(module)
     warm_up = getattr(imported, "warm_up", None)
@@ -82,9 +83,10 @@ def _import(module: str, name: str) -> tuple[Callable[[Any], Any], Callable[[], 
 def _serve(
     connection: Connection, function: Callable[[Any], Any], memory: int | None, prepare: Callable[[], None] | None
 ) -> None:
-    """The life of a worker: one item in, one result out, until the pool hangs up. Never returns."""
+    """Serve items in a worker, one in and one result out, until the pool hangs up. Never returns."""
     try:
-        os.setsid()  # whatever it starts is killed with it
+        # With a process group of its own, whatever the worker starts is killed with it.
+        os.setsid()
         _limit(memory)
         if prepare is not None:
             prepare()
@@ -101,9 +103,9 @@ def _result(function: Callable[[Any], Any], item: Any) -> bytes:
     # JSON, not pickle: only plain values can leave, and nothing that a worker sends can run code in the pool.
     try:
         result = json.dumps({"value": function(item)}).encode()
-        if len(result) <= MOST_BYTES:
+        if len(result) <= MAX_BYTES:
             return result
-        error = f"the result has {len(result)} bytes, more than {MOST_BYTES}"
+        error = f"the result has {len(result)} bytes, more than {MAX_BYTES}"
     except BaseException as raised:
         # Type and place only: the message may hold an object whose repr never ends.
         frame = traceback.extract_tb(raised.__traceback__, limit=-1)[0]
@@ -122,7 +124,7 @@ def _limit(memory: int | None) -> None:
 
 
 def _die_with_parent() -> Callable[[], object]:
-    """What a worker calls to be killed when this process dies. Linux; elsewhere this process kills its workers."""
+    """Return what a worker calls to be killed when this process dies, on Linux; elsewhere this process kills it."""
     if sys.platform != "linux":
         return lambda: None
     import ctypes
@@ -132,10 +134,12 @@ def _die_with_parent() -> Callable[[], object]:
 
 
 def _kill(pid: int, children: set[int]) -> None:
-    if pid in children:  # else reaped already, and the id may be another process's by now
+    # A child that is reaped already must not be killed: its id may be another process's by now.
+    if pid in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)  # it may not have come to setsid yet
+        # By itself too: it may not have come to setsid yet.
+        os.kill(pid, signal.SIGKILL)
 
 
 def _reap(children: set[int]) -> None:

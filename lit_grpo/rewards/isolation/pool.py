@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-_MOST_ITEMS = 2_000
-"""Items after which a worker is replaced, before what it has cached fills its memory limit."""
+# A worker is replaced after so many items, before what it has cached fills its memory limit.
+_MAX_ITEMS_PER_WORKER = 2_000
 _START_SECONDS = 120.0
 
 
@@ -37,14 +37,14 @@ class PoolError(RuntimeError):
 
 
 class Outcome(NamedTuple):
-    """What became of one item."""
+    """Result of one item."""
 
     status: Literal["ok", "timeout", "error", "crash"]
     """``error``: the function raised. ``crash``: the worker died of itself (segfault, ``os._exit``, out of memory)."""
     value: Any = None
-    """What the function returned, if it did."""
+    """Return value of the function; None where it returned nothing."""
     seconds: float = 0.0
-    """From the moment a worker took the item."""
+    """Time from the moment a worker took the item."""
     error: str = ""
 
 
@@ -107,7 +107,7 @@ class WorkerPool:
         _POOLS.add(self)
 
     def map(self, items: Sequence[Any]) -> list[Outcome]:
-        """The outcome of every item, in the order of the items. Blocks; never longer than the limits allow.
+        """Return the outcome of every item, in the order of the items. Blocks, never longer than the limits allow.
 
         Raises:
             PoolError: the function cannot be imported, or no process can be started.
@@ -127,9 +127,9 @@ class WorkerPool:
         return [task.future for task in tasks]
 
     def start(self) -> None:
-        """Begin to import the function, in a thread, so that the first item need not wait for that."""
+        """Begin to import the function in a thread, so that the first item need not wait for that."""
         with self._lock:
-            self._early = True
+            self._start_requested = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._dispatch, name="lit-grpo-pool", daemon=True)
                 self._thread.start()
@@ -164,17 +164,18 @@ class WorkerPool:
         self._tasks: deque[_Task] = deque()
         self._thread = None
         self._closing = False
-        self._early = False
-        self._bell, self._rope = Pipe(duplex=False)
-        os.set_blocking(self._rope.fileno(), False)
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._start_requested = False
+        self._wakeup_reader, self._wakeup_writer = Pipe(duplex=False)
+        os.set_blocking(self._wakeup_writer.fileno(), False)
+        self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._messages: Connection | None = None
-        self._all: list[_Worker] = []
+        self._workers: list[_Worker] = []
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
-            self._rope.send_bytes(b"!")
+        # A full pipe wakes just as well.
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup_writer.send_bytes(b"!")
 
     # Everything below runs in the dispatcher's thread alone, which owns the workers; the queue is shared under a lock.
 
@@ -182,16 +183,19 @@ class WorkerPool:
         error: PoolError | None = None
         try:
             while not self._closing:
-                if self._early and self._zygote is None:
-                    self._start_zygote()
-                self._early = False
+                if self._start_requested and self._fork_server is None:
+                    self._start_fork_server()
+                self._start_requested = False
                 self._hand_out()
-                if not self._closing:  # the bell that told of it may have been read already
+                # Asked once more: the message that woke this thread for close() may have been read already, and the
+                # wait in _collect would then have no end.
+                if not self._closing:
                     self._collect()
         except BaseException as raised:
             error = raised if isinstance(raised, PoolError) else PoolError(f"the worker pool stopped: {raised!r}")
         self._stop("the pool was closed", error)
-        with self._lock:  # from here on a new item starts a new thread
+        # From here on a new item starts a new thread.
+        with self._lock:
             left = list(self._tasks)
             self._tasks.clear()
             self._thread = None
@@ -200,11 +204,12 @@ class WorkerPool:
 
     def _hand_out(self) -> None:
         while self._tasks:
-            worker = next((w for w in self._all if w.task is None), None)
+            worker = next((w for w in self._workers if w.task is None), None)
             if worker is None:
-                if len(self._all) >= self.workers:
+                if len(self._workers) >= self.workers:
                     return
-                worker = self._start()  # may raise, so the item stays in the queue until then
+                # May raise, so the item stays in the queue until then.
+                worker = self._start()
                 if worker is None:
                     return
             with self._lock:
@@ -214,7 +219,8 @@ class WorkerPool:
             try:
                 worker.connection.send_bytes(worker.task.payload)
             except OSError:
-                if worker.served > 1:  # died while idle: not the item's doing
+                # A worker that has served before died while it was idle, so the item is not at fault.
+                if worker.served > 1:
                     with self._lock:
                         self._tasks.appendleft(worker.task)
                     worker.task = None
@@ -223,15 +229,16 @@ class WorkerPool:
                 self._discard(worker)
 
     def _collect(self) -> None:
-        busy = [w for w in self._all if w.task is not None]
+        busy = [w for w in self._workers if w.task is not None]
         deadline = min((w.started for w in busy), default=None)
         patience = None if deadline is None else max(0.0, deadline + self.limit - time.monotonic())
-        ready = wait([self._bell, *(w.connection for w in busy)], patience)
-        while self._bell.poll():
-            self._bell.recv_bytes()
+        ready = wait([self._wakeup_reader, *(w.connection for w in busy)], patience)
+        while self._wakeup_reader.poll():
+            self._wakeup_reader.recv_bytes()
         for worker in busy:
             seconds = time.monotonic() - worker.started
-            # Answers first: a pool that was kept from running must not take a late look for a late answer.
+            # Answers come before limits: where this thread itself was kept from running, an answer that was in time
+            # is waiting to be read.
             if worker.connection in ready or worker.connection.poll():
                 self._receive(worker, seconds)
             elif seconds >= self.limit:
@@ -246,22 +253,26 @@ class WorkerPool:
         except (EOFError, OSError, ValueError, TypeError, AttributeError):
             outcome = Outcome("crash", seconds=seconds, error="the worker process died")
         _finish(worker, outcome)
-        if outcome.status == "crash" or outcome.error.startswith("MemoryError") or worker.served >= _MOST_ITEMS:
+        if (
+            outcome.status == "crash"
+            or outcome.error.startswith("MemoryError")
+            or worker.served >= _MAX_ITEMS_PER_WORKER
+        ):
             self._discard(worker)
 
     def _discard(self, worker: _Worker) -> None:
-        self._all.remove(worker)
+        self._workers.remove(worker)
         worker.connection.close()
         with contextlib.suppress(OSError):
             assert self._messages is not None
             self._messages.send_bytes(f"kill {worker.pid}".encode())
 
     def _start(self) -> _Worker | None:
-        """A new worker; None if the pool is being closed."""
+        """Have a new worker forked; return None if the pool is being closed."""
         for attempt in range(2):
-            if self._zygote is None:
-                self._start_zygote()
-            if self._zygote is None:
+            if self._fork_server is None:
+                self._start_fork_server()
+            if self._fork_server is None:
                 return None
             assert self._control is not None
             assert self._messages is not None
@@ -271,29 +282,31 @@ class WorkerPool:
                     self._messages.send_bytes(b"start")
                     socket.send_fds(self._control, [b"f"], [theirs.fileno()])
                     pid = int(self._messages.recv_bytes())
-                except (OSError, EOFError) as error:  # killed from outside, for instance when memory ran out
+                except (OSError, EOFError) as error:
+                    # The fork server was killed from outside, for instance when memory ran out: a second one is tried.
                     ours.close()
                     self._stop("the workers were killed")
                     if attempt:
                         raise PoolError(f"no worker can be started: {error!r}") from error
                     continue
             worker = _Worker(pid, Connection(ours.detach()))
-            self._all.append(worker)
+            self._workers.append(worker)
             return worker
         raise AssertionError("unreachable")
 
-    def _start_zygote(self) -> None:
+    def _start_fork_server(self) -> None:
         script = Path(__file__).with_name("fork_server.py")
         ours, theirs = socket.socketpair()
         with theirs:
-            self._zygote = subprocess.Popen(
+            self._fork_server = subprocess.Popen(
                 # -P: the script's own folder must not come first among the places to import from.
                 [sys.executable, "-P", str(script), str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt from the keyboard is the pool's affair
+                # An interrupt from the keyboard goes to the whole session; the pool decides what ends.
+                start_new_session=True,
                 env={**self._variables(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
             )
         self._control, self._messages = ours, Connection(os.dup(ours.fileno()))
@@ -301,12 +314,14 @@ class WorkerPool:
         self._messages.send_bytes(json.dumps({**self._setup, "path": path}).encode())
         deadline = time.monotonic() + _START_SECONDS
         while not self._closing and (left := deadline - time.monotonic()) > 0:
-            if self._messages in wait([self._messages, self._bell], left):
+            if self._messages in wait([self._messages, self._wakeup_reader], left):
                 break
-            while self._bell.poll():  # a new item, which waits in the queue, or close()
-                self._bell.recv_bytes()
+            # Woken by a new item, which waits in the queue, or by close().
+            while self._wakeup_reader.poll():
+                self._wakeup_reader.recv_bytes()
         if self._closing:
-            self._zygote.kill()  # it is still importing and would not notice
+            # It is still importing and would not notice that its control socket is closed.
+            self._fork_server.kill()
             self._stop("the pool was closed")
             return
         try:
@@ -322,26 +337,32 @@ class WorkerPool:
         return {key: value for key, value in os.environ.items() if self._environment or key in kept}
 
     def _stop(self, reason: str, error: PoolError | None = None) -> None:
-        """Hang up: the helper kills its workers and ends."""
-        for worker in self._all:
+        """Close the control socket: the fork server then kills its workers and ends."""
+        for worker in self._workers:
             if worker.task is not None:
                 _finish(worker, Outcome("crash", error=reason), error)
             worker.connection.close()
-        self._all = []
+        self._workers = []
         if self._messages is not None and self._control is not None:
             self._messages.close()
             self._control.close()
         self._messages = self._control = None
-        if self._zygote is not None:
-            self._zygote.wait()
-            self._zygote = None
+        if self._fork_server is not None:
+            self._fork_server.wait()
+            self._fork_server = None
 
     def _forget(self) -> None:
-        """In a forked child: let go of the parent's workers and sockets."""
-        for held in (self._bell, self._rope, self._control, self._messages, *(w.connection for w in self._all)):
-            if held is not None:
+        """Close the copies of the parent's sockets in a forked child, which starts workers of its own."""
+        for channel in (
+            self._wakeup_reader,
+            self._wakeup_writer,
+            self._control,
+            self._messages,
+            *(w.connection for w in self._workers),
+        ):
+            if channel is not None:
                 with contextlib.suppress(OSError):
-                    held.close()
+                    channel.close()
         self._reset()
 
 
@@ -352,7 +373,8 @@ def _finish(worker: _Worker, outcome: Outcome, error: PoolError | None = None) -
 
 
 def _answer(task: _Task, outcome: Outcome, error: PoolError | None = None) -> None:
-    with contextlib.suppress(InvalidStateError):  # the caller cancelled it
+    # The caller may have cancelled the future.
+    with contextlib.suppress(InvalidStateError):
         if error is None:
             task.future.set_result(outcome)
         else:

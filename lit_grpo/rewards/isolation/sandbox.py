@@ -1,4 +1,4 @@
-"""Confine this process, for good, before it runs code that nobody has read. Linux; the standard library alone.
+"""The sandbox: confines this process for good before it runs code that nobody has read. Linux, standard library alone.
 
 Four layers, none of which needs privileges, and all of which work in a container with Docker's default profile:
 
@@ -27,17 +27,17 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """What a confined process may use."""
+    """Resources that a confined process may use."""
 
     memory: int
     """Bytes of address space."""
     cpu: int
-    """Seconds."""
+    """Seconds of CPU time."""
     open_files: int = 64
 
 
 class SandboxError(OSError):
-    """A layer cannot be put on here."""
+    """Error for a layer that cannot be put on here."""
 
 
 # Numbers of system calls: (x86-64, aarch64); None where the call does not exist.
@@ -75,14 +75,14 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 
 
 def confine(limits: Limits, *, partly: bool = False) -> list[str]:
-    """Put on every layer; there is no way back.
+    """Put every layer on this process; there is no way back.
 
     Args:
-        limits: see :class:`Limits`.
+        limits: resources that it may use from now on.
         partly: go on without the layers that cannot be put on.
 
     Returns:
-        What is missing; empty unless ``partly``.
+        The layers that are missing, with the reason; empty unless ``partly``.
 
     Raises:
         SandboxError: a layer is missing.
@@ -100,7 +100,7 @@ def confine(limits: Limits, *, partly: bool = False) -> list[str]:
 
 
 def readable_paths() -> list[str]:
-    """What confined code may read."""
+    """Return the files and folders that confined code may read."""
     library = Path(os.__file__).parent
     return [
         str(library), "/usr/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime",
@@ -133,7 +133,8 @@ def _drop_privileges(libc: ctypes.CDLL, limits: Limits) -> None:
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     for capability in range(64):
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break  # no more of them, or not privileged: then there is none to lose
+            # No more of them; or the process is not privileged, and then there is none to lose.
+            break
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0), 8)
     nothing = ctypes.create_string_buffer(bytes(24), 24)
     _check(libc.syscall(_CAPSET[_architecture()[0]], header, nothing), "capset")
@@ -151,12 +152,12 @@ def _close_file_system(libc: ctypes.CDLL, limits: Limits) -> None:
     )
     for path in readable_paths():
         with contextlib.suppress(FileNotFoundError):
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             access = _READ_FILE | (_READ_DIR if Path(path).is_dir() else 0)
             access |= _WRITE_FILE if path == "/dev/null" else 0
-            rule = struct.pack("<Qi", access, place)
+            rule = struct.pack("<Qi", access, descriptor)
             _check(libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0), f"landlock_add_rule {path}")
-            os.close(place)
+            os.close(descriptor)
     _check(libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
@@ -182,7 +183,7 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
 def filter_program(pid: int) -> bytes:
-    """The BPF program of the filter, for a process of this id."""
+    """Assemble the BPF program of the filter, for a process of this id."""
     index, architecture = _architecture()
     program: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH),
@@ -203,7 +204,8 @@ def filter_program(pid: int) -> bytes:
 
     for numbers in _ALLOWED.values():
         when(numbers[index], [allow])
-    when(_CLONE3[index], [(_RETURN, 0, 0, _NO_CALL)])  # its flags cannot be seen; the C library falls back to clone
+    # A filter cannot see the flags of clone3, which lie in memory; without it the C library falls back to clone.
+    when(_CLONE3[index], [(_RETURN, 0, 0, _NO_CALL)])
     when(
         _CLONE[index],  # threads, no processes
         [(_LOAD, 0, 0, _ARGUMENTS), (_BITS, 1, 0, _CLONE_NEW), (_BITS, 1, 0, _CLONE_THREAD), refuse, allow],
@@ -224,7 +226,7 @@ def filter_program(pid: int) -> bytes:
 
 
 def check() -> str:
-    """Why the sandbox does not work here; empty if it does. Confines a process to find out."""
+    """Say why the sandbox does not work here; empty if it does. Confines a process to find out."""
     import subprocess
 
     if sys.platform != "linux":
@@ -237,10 +239,10 @@ def check() -> str:
 
 
 def _try_to_get_out() -> None:
-    """One forbidden thing of each layer.
+    """Try one forbidden thing of each layer.
 
     Raises:
-        SandboxError: it went through.
+        SandboxError: one went through.
     """
     import socket
 

@@ -1,7 +1,8 @@
-"""Find the final answer in a text. Standard library only, linear in the length of the text, never raises.
+r"""The final answer of a text: where it stands and how it is cut out.
 
-Order of trust: the last ``\\boxed``; else the last of ``#### ...`` and ``answer is ...``; else, only where the text is
-not cut off, what its last sentence ends in. An answer that was mentioned on the way is not a final answer.
+Standard library only, linear in the length of the text, never raises. Order of trust: the last ``\boxed``; else
+the last of ``#### ...`` and ``answer is ...``; else, only where the text is not cut off, what its last sentence ends
+in. An answer that was mentioned on the way is not a final answer.
 """
 
 from __future__ import annotations
@@ -51,21 +52,20 @@ _LONE_OPTION = re.compile(r"^[\s*(]*([A-J])[\s).*]*$")
 
 _LONGEST_CLAUSE = 2_000
 _WINDOW = 50_000
-"""Characters from the end in which "answer is" is looked for; a box counts wherever it stands."""
-
-_MOST_QUESTIONS = 20
+"""Number of characters from the end in which "answer is" is looked for; a box counts wherever it stands."""
+_MAX_NEXT_QUESTIONS = 20
 
 Kind = Literal["number", "option", "other"]
-"""What the gold answer is decides how prose is read."""
+"""Kind of a gold answer, which decides how prose around an answer is read."""
 
 
 def final_answer(text: str, kind: Kind = "other", truncated: bool = False) -> str | None:
-    """The last final answer of a completion, or None.
+    """Return the last final answer of a completion, or None.
 
     Args:
-        text: of any length.
-        kind: of the gold answer; its value is not looked at.
-        truncated: the length limit cut the text; then only a closed box or an explicit answer counts.
+        text: the completion, of any length.
+        kind: kind of the gold answer; its value is not looked at.
+        truncated: True if the length limit cut the text; then only a closed box or an explicit answer counts.
     """
     text = _before_next_question(text)
     boxed, found = _last_box(text)
@@ -78,7 +78,7 @@ def final_answer(text: str, kind: Kind = "other", truncated: bool = False) -> st
 
 
 def gold_answer(gold: str) -> str:
-    """The answer within a gold: whole solutions with a box or ``####`` are allowed."""
+    """Return the answer within a gold, which may be a whole solution with a box or ``####``."""
     boxed, found = _last_box(gold)
     if found and boxed is not None:
         return boxed
@@ -86,14 +86,17 @@ def gold_answer(gold: str) -> str:
 
 
 def _before_next_question(text: str) -> str:
-    for cut in itertools.islice(_NEXT_QUESTION.finditer(text), _MOST_QUESTIONS):
+    for cut in itertools.islice(_NEXT_QUESTION.finditer(text), _MAX_NEXT_QUESTIONS):
         if _BOX.search(text, 0, cut.start()) or _ANCHOR.search(text, max(0, cut.start() - _WINDOW), cut.start()):
             return text[: cut.start()]
     return text
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    """(content, True) of the last box, or of several joined by "or" or a comma; (None, True) if it is not closed."""
+    """Return the content of the last box, or of several joined by "or" or a comma, and whether there is a box.
+
+    The content is None for a box that is not closed.
+    """
     starts = list(_BOX.finditer(text))
     if not starts:
         return None, False
@@ -115,7 +118,7 @@ def _last_box(text: str) -> tuple[str | None, bool]:
 
 
 def _box_at(text: str, position: int, limit: int | None = None) -> tuple[str | None, int]:
-    """Content of the box whose argument begins at ``position``, and where it ends."""
+    """Return the content of the box whose argument begins at ``position``, and where it ends."""
     limit = len(text) if limit is None else limit
     if text[position : position + 1] != "{":
         # \boxed 5: up to the end of the formula or line. TeX would take one sign, a writer means the whole.
@@ -146,7 +149,7 @@ def _after_last_anchor(text: str, kind: Kind) -> str | None:
 
 
 def _first_clause(text: str, kind: Kind) -> str | None:
-    """The answer at the start of ``text``: a formula, a number, or the words up to the end of the clause."""
+    """Return the answer at the start of ``text``: a formula, a number, or the words up to the end of the clause."""
     formulas = [formula for formula in [_MATH.match(text)] if formula]
     while formulas:
         following = _MATH.search(text, formulas[-1].end())
@@ -197,7 +200,8 @@ def _end_of_last_sentence(text: str, kind: Kind) -> str | None:
         numbers = list(_NUMBER.finditer(sentence))
         finished = bool(_FINISHED.search(tail))
         if not numbers or not (finished or len(sentence[numbers[-1].end() :].split()) <= 2):
-            return None  # the sentence breaks off behind its last number
+            # The sentence breaks off behind its last number.
+            return None
         return _joined(sentence, numbers) or _with_unit(sentence, numbers[-1])
     said = re.split(r"\b(?:is|are|equals)\b|:", sentence)[-1].strip()
     return said if said and not _is_prose(said) else None
@@ -208,7 +212,7 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
-    """Several numbers offered with "or" are a list: a guess among many is no answer."""
+    """Join numbers that are offered with "or" into a list: a guess among many is no answer."""
     for before, after in itertools.pairwise(numbers):
         if re.fullmatch(r"[\s,$]*(?:or|或)[\s,$]*", clause[before.end() : after.start()]):
             return ", ".join(n[0] for n in numbers)
@@ -216,7 +220,7 @@ def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
 
 
 def _with_unit(clause: str, number: re.Match[str]) -> str:
-    """The number and the word behind it, which may be its unit."""
+    """Return the number and the word behind it, which may be its unit."""
     unit = _UNIT.match(clause, number.end())
     return clause[number.start() : unit.end() if unit else number.end()]
 
@@ -230,7 +234,7 @@ def _trim(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """True if the text has words that are neither LaTeX commands nor functions nor the unit of a number."""
+    """Say whether a text has words that are neither LaTeX commands nor functions nor the unit of a number."""
     bare = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}", " ", text)
     words = [w[0] for w in _WORD.finditer(bare) if w[0].lower() not in _FUNCTIONS]
     return len(words) > 1 or (len(words) == 1 and len(bare.split()) > 2)

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers agree: by their written form where that decides, else by math-verify and SymPy.
+"""Comparison of two mathematical answers: by their written form where that decides, else by math-verify and SymPy.
 
 :func:`grade_quickly` needs neither and runs anywhere. :func:`grade` may take for ever, or all memory, on hostile input:
 it belongs in a worker of :class:`lit_grpo.rewards.isolation.pool.WorkerPool`. Rules that depend on taste are listed in
@@ -31,16 +31,16 @@ from lit_grpo.rewards.math.text import (
 
 Symbolic = Callable[[str, str], bool]
 
-_MOST_ITEMS = 60
-_DEEPEST = 8
+_MAX_ITEMS = 60
+_MAX_DEPTH = 8
 
 
 class _UndecidedError(Exception):
-    """The written form does not decide."""
+    """Raised where the written form does not decide."""
 
 
 def grade_quickly(gold: str, answer: str) -> bool | None:
-    """The verdict on two raw answers, or None where SymPy has to decide."""
+    """Return the verdict on two raw answers, or None where SymPy has to decide."""
 
     def give_up(gold: str, answer: str) -> bool:
         raise _UndecidedError
@@ -52,7 +52,7 @@ def grade_quickly(gold: str, answer: str) -> bool | None:
 
 
 def grade(pair: tuple[str, str]) -> bool:
-    """The verdict on (gold, answer). May not return: see above."""
+    """Return the verdict on (gold, answer). May not return at all, see the head of the module."""
     from lit_grpo.rewards.math.symbolic import symbolically_equal
 
     return _grade(*pair, symbolically_equal)
@@ -65,7 +65,7 @@ def warm_up() -> None:
 
 
 def kind_of(gold: str) -> Kind:
-    """How prose around an answer to this gold is to be read."""
+    """Decide how prose around an answer to this gold is to be read."""
     cleaned = clean(gold)
     if as_option(cleaned):
         return "option"
@@ -73,7 +73,7 @@ def kind_of(gold: str) -> Kind:
 
 
 def normal_form(answer: str) -> str:
-    """One text for the same answer written differently, as far as its form shows: for counting votes, not for grading.
+    """Return one text for an answer that is written in different ways, for counting votes, not for grading.
 
     A number is its exact value without unit or percent sign, a lone option its letter; of anything else spacing,
     wrappers and Unicode variants are made alike.
@@ -95,7 +95,7 @@ def _grade(gold: str, answer: str, symbolic: Symbolic) -> bool:
 
 def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     gold, answer = gold.strip(), answer.strip()
-    if not gold or not answer or depth > _DEEPEST:
+    if not gold or not answer or depth > _MAX_DEPTH:
         return False
     if _squeeze(gold) == _squeeze(answer):
         return True
@@ -127,11 +127,12 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # 4 2 is not 42
+    # Space between two digits stays: 4 2 is not 42.
+    return re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)
 
 
 _LEAD = re.compile(r"(?:[A-Za-z]+ ){1,6}(?:is|are|equals)\s*:? (?=\S)")
-"""Words in a box before the answer: The answer is 17."""
+"""Words in a box before the answer, as in "The answer is 17"."""
 
 
 def _agree_in_words(gold: str, answer: str) -> bool | None:
@@ -146,7 +147,8 @@ def _agree_in_words(gold: str, answer: str) -> bool | None:
 
 
 def _agree_by_value(gold: str, answer: str) -> bool | None:
-    """Of whole numbers and sums, products, quotients of them, where one is no plain number; SymPy takes 20 ms."""
+    # Sums, products and quotients of whole numbers are computed here, where one of the two is no plain number: SymPy
+    # takes 20 ms for it.
     if "." in gold + answer or (parse_number(gold) and parse_number(answer)):
         return None
     g = evaluate(gold)
@@ -162,6 +164,7 @@ class _Parts(NamedTuple):
     """``one``, ``many`` (list, set or union, in any order) or ``tuple`` (interval, point or vector, in order)."""
     items: list[str]
     brackets: str = ""
+    """Opening and closing bracket of a tuple."""
 
 
 _CONJUNCTION = re.compile(r"\s*[,;]?(?:\s+(?:and|or)\s+|\s*[和或]\s*|\s*\\l?or(?![a-zA-Z])\s*)|\s*\\cup(?![a-zA-Z])\s*")
@@ -184,7 +187,7 @@ def _parts(text: str) -> _Parts:
 
 def _items(text: str) -> list[str]:
     items = [item.strip() for item in split_top(_CONJUNCTION.sub(",", text), ",;")]
-    return list(dict.fromkeys(item for item in items if item)) if len(items) > _MOST_ITEMS else [i for i in items if i]
+    return list(dict.fromkeys(item for item in items if item)) if len(items) > _MAX_ITEMS else [i for i in items if i]
 
 
 def _closes_at_end(text: str) -> bool:
@@ -197,7 +200,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _builder(inside: str) -> str | None:
-    """The condition of a set in builder notation: ``x | x < 3``."""
+    """Return the condition of a set in builder notation: ``x < 3`` of ``x | x < 3``."""
     for bar in (r"\mid", r"\vert", "|", ":"):
         head, found, condition = inside.partition(bar)
         if found and re.fullmatch(r"\s*[a-zA-Z](?:\s*\\in\s*\\mathbb\{?R\}?)?\s*", head):
@@ -207,18 +210,20 @@ def _builder(inside: str) -> str | None:
 
 def _agree_as_tuples(g: _Parts, a: _Parts, gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     if len(g.items) != len(a.items):
-        # an interval against an inequality, or a point against a column vector
+        # An interval may stand against an inequality, or a point against a column vector.
         return "one" in (g.kind, a.kind) and _agree_singly(gold, answer, symbolic, depth)
     if g.kind == a.kind and g.brackets != a.brackets and len(g.items) == 2:
-        return False  # (2,5) is not [2,5)
+        # (2,5) is not [2,5).
+        return False
     if "tuple" in (g.kind, a.kind) and is_wrapped(gold if a.kind == "tuple" else answer, r"\{", r"\}"):
-        return False  # a set has no order, a tuple has
+        # A set has no order, a tuple has.
+        return False
     return all(_agree(x, y, symbolic, depth + 1) for x, y in zip(g.items, a.items, strict=True))
 
 
 def _agree_unordered(gold: list[str], answer: list[str], symbolic: Symbolic, depth: int) -> bool:
     gold, answer = _distinct(gold), _distinct(answer)
-    if len(gold) != len(answer) or len(gold) > _MOST_ITEMS:
+    if len(gold) != len(answer) or len(gold) > _MAX_ITEMS:
         return False
     names = [_name_of(item) for item in gold]
     if len(gold) > 1 and len({*names} - {None}) == len(gold) and not any(map(_name_of, answer)):
@@ -261,7 +266,8 @@ def _agree_singly(gold: str, answer: str, symbolic: Symbolic, depth: int) -> boo
         if verdict is not None:
             return verdict
     if r"\ldots" in gold + answer or re.search(r"\\forall|\\exists", gold + answer):
-        return False  # a statement or a sequence: equal in writing or not at all
+        # A statement or a sequence is equal in writing or not at all.
+        return False
     matrices = _rows(gold), _rows(answer)
     if matrices != (None, None):
         return _agree_as_matrices(gold, answer, *matrices, symbolic, depth)
@@ -332,7 +338,7 @@ def _agree_as_ratios(gold: str, answer: str) -> bool | None:
 
 
 def _is_time(gold: str) -> bool:
-    """9:15 is a time and no ratio, which would be written 3:5; likewise nobody writes 3:05 for a ratio."""
+    """Say whether 9:15 is a time: a ratio would be written in lowest terms, as 3:5."""
     hours, minutes = map(int, gold.split(":"))
     return math.gcd(hours, minutes) > 1
 
@@ -383,7 +389,7 @@ _MEMBERSHIP = re.compile(rf"{_NAME.pattern}\s*\\in(?![a-zA-Z])")
 
 
 def _without_membership(text: str) -> str:
-    """``x \\in [1,2]`` and ``\\{x | x < 3\\}`` name the set behind them."""
+    r"""``x \in [1,2]`` and ``\{x | x < 3\}`` name the set behind them."""
     match = _MEMBERSHIP.match(text)
     if match and text[match.end() :].strip():
         return text[match.end() :].strip()
@@ -402,7 +408,7 @@ class _Range(NamedTuple):
 
 
 def _as_range(text: str) -> _Range | None:
-    """An interval, or an inequality that says the same."""
+    """Read an interval, or an inequality that says the same; None for anything else."""
     parts = _parts(text)
     if parts.kind == "tuple" and len(parts.items) == 2:
         return _Range(None, parts.brackets, (parts.items[0], parts.items[1]))
@@ -435,7 +441,7 @@ def _agree_as_ranges(gold: str, answer: str, symbolic: Symbolic, depth: int) -> 
 
 
 def _name_of(text: str) -> str | None:
-    """The name that an assignment gives to its value: x for ``x = 5``, f(x) for ``f(x) = x + 1``."""
+    """Return the name that an assignment gives to its value: x for ``x = 5``, f(x) for ``f(x) = x + 1``."""
     sides = split_top(text, "=")
     name = sides[0].strip()
     named = _NAME.fullmatch(name) or _NAMES.fullmatch(name) or as_words(name)

@@ -1,4 +1,4 @@
-"""Numeric answers: right within a relative tolerance."""
+"""The numeric reward: a number within a relative tolerance of the gold number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NumericReward(Reward):
     """
 
     needs_answer = True
-    finds_answer = True
+    extracts_answer = True
     range = (0.0, 1.0)
 
     def __init__(self, tolerance: float = 1e-4, weight: float = 1.0, name: str | None = "numeric") -> None:
@@ -55,13 +55,13 @@ class NumericReward(Reward):
         return Score(float(abs(value - gold) <= self._tolerance * abs(gold)))
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
-        found = [final_answer(item.text, "number", item.completion.truncated) for item in batch]
-        values = [None if answer is None else number_in(answer) for answer in found]
+        answers = [final_answer(item.text, "number", item.completion.truncated) for item in batch]
+        values = [None if answer is None else number_in(answer) for answer in answers]
         return [None if value is None else str(value) for value in values]
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number that a written answer is, or None; ``x = 5 cm`` is 5."""
+    """Return the number that a written answer is, or None; ``x = 5 cm`` is 5."""
     number = parse_number(split_unit(clean(text).rpartition("=")[2].strip())[0])
     if number is None:
         return None

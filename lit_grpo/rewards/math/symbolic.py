@@ -1,4 +1,4 @@
-"""The part of the math verifier that needs math-verify and SymPy. Imported in worker processes only: it may hang."""
+"""Comparison of answers by math-verify and SymPy. Imported in worker processes only, because it may hang."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ _CONFIG = [LatexExtractionConfig(boxed_match_priority=0)]
 _DIGITS = 40
 _EXACT = Fraction(1, 10**25)
 _ROUNDED = Fraction(1, 10**6)
-"""Relative tolerance where an expression holds a decimal such as 0.333333 x."""
-_PLACES = (
+"""Relative tolerance for expressions that hold a decimal such as 0.333333 x."""
+_POINTS = (
     (Fraction(37, 100), Fraction(271, 97), Fraction(1201, 700), Fraction(53, 89)),
     (Fraction(193, 71), Fraction(19, 41), Fraction(83, 29), Fraction(307, 113)),
     (Fraction(-61, 43), Fraction(-17, 59), Fraction(-149, 67), Fraction(-71, 31)),
     (Fraction(-7, 23), Fraction(101, 47), Fraction(-211, 83), Fraction(13, 37)),
 )
-"""Where expressions with variables are compared. Below zero only real values count, since roots are written as if their
-arguments were positive."""
+"""Values of the variables at which expressions are compared. Below zero only real values count, since roots are written
+as if their arguments were positive."""
 
 
 class _UnknownError(Exception):
-    """The value of an expression could not be computed."""
+    """Raised where the value of an expression cannot be computed."""
 
 
 def symbolically_equal(gold: str, answer: str) -> bool:
-    """Whether two cleaned LaTeX answers are equal. math-verify's own time limits are off: the pool kills."""
+    """Say whether two cleaned LaTeX answers are equal."""
+    # math-verify's own time limits are off: the pool of workers kills what takes too long.
     g, a = _parse(gold), _parse(answer)
     if g is None or a is None:
         return False
     if _is_relation(g) != _is_relation(a) and not isinstance(g, sympy.Set) and not isinstance(a, sympy.Set):
         return False
     if isinstance(g, Relational) and isinstance(a, Relational):
-        found = _same_relation(g, a)
-        if found is not None:
-            return found
+        verdict = _same_relation(g, a)
+        if verdict is not None:
+            return verdict
     elif isinstance(g, sympy.Expr) and isinstance(a, sympy.Expr):
         try:
             return _same_value(gold, answer, g, a)
@@ -53,8 +54,8 @@ def symbolically_equal(gold: str, answer: str) -> bool:
 
 
 def _parse(text: str) -> Any:
-    found = parse(f"\\boxed{{{text}}}", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found and not isinstance(found[0], str) else None
+    parsed = parse(f"\\boxed{{{text}}}", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
+    return parsed[0] if parsed and not isinstance(parsed[0], str) else None
 
 
 def _is_relation(value: Any) -> bool:
@@ -62,7 +63,8 @@ def _is_relation(value: Any) -> bool:
 
 
 def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
-    """Compare values, relative to their size and at several points; subtracting first would hide that both are tiny."""
+    """Compare values at several points, relative to their size."""
+    # Subtracting first would hide that both are tiny.
     g, a = _prepared(g), _prepared(a)
     if g == a or g.is_infinite or a.is_infinite:
         return bool(g == a)
@@ -73,10 +75,10 @@ def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
         return _same_decimal(gold, answer, g, a)
     tolerance = _ROUNDED if g.has(sympy.Float) or a.has(sympy.Float) else _EXACT
     compared = 0
-    for place in _PLACES[: 1 if not symbols else None]:
-        point = {symbol: sympy.Rational(place[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
+    for values in _POINTS[: 1 if not symbols else None]:
+        point = {symbol: sympy.Rational(values[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
         x, y = _value(g, point), _value(a, point)
-        if place[0] < 0 and not (x.is_real and y.is_real):
+        if values[0] < 0 and not (x.is_real and y.is_real):
             continue
         if abs(x - y) > sympy.Rational(tolerance) * max(abs(x), abs(y)):
             return False
@@ -85,7 +87,7 @@ def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
 
 
 def _prepared(value: sympy.Expr) -> sympy.Expr:
-    """Evaluate what is written unevaluated; in answers, i is the imaginary unit and e Euler's number."""
+    """Evaluate what is written unevaluated; i is the imaginary unit and e Euler's number."""
     # The parser gives symbols assumptions that depend on the text around them, and then x is not x.
     names = {symbol: _CONSTANTS.get(str(symbol), sympy.Symbol(str(symbol))) for symbol in value.free_symbols}
     return value.subs(names).doit()
@@ -121,7 +123,7 @@ def _same_decimal(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
 
 
 def _same_relation(g: Relational, a: Relational) -> bool | None:
-    """Equations are the same if their sides differ by one factor at every point; inequalities if it is positive."""
+    """Compare relations: equations agree if their sides differ by one factor, inequalities if it is positive."""
     same_way = type(g) is type(a)
     if not same_way and type(g) is not a.reversed.func:
         return False if {type(g), type(a)} <= _ORDERS else None
@@ -131,8 +133,8 @@ def _same_relation(g: Relational, a: Relational) -> bool | None:
     symbols = sorted(left.free_symbols, key=str)
     try:
         factors = []
-        for place in _PLACES:
-            point = {symbol: sympy.Rational(place[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
+        for values in _POINTS:
+            point = {symbol: sympy.Rational(values[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
             x, y = _value(left, point), _value(right, point)
             if not (x.is_real and y.is_real) or y == 0:
                 return None

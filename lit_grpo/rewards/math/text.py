@@ -1,4 +1,4 @@
-"""The written form of mathematical answers: cleaning, numbers, units, and the parts of lists, intervals and matrices.
+"""The written form of mathematical answers: cleaning, numbers, units, and items of lists, intervals and matrices.
 
 Standard library only and linear in the length of the text: most answers are decided here, without SymPy.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST = 20_000
-"""Characters; a longer answer is compared as it stands."""
+"""Length in characters above which an answer is compared as it stands."""
 
 _SIGNS = {
     **dict.fromkeys("−–—‐‑‒﹣－", "-"), **dict.fromkeys("×✕", r"\times "), **dict.fromkeys("·⋅∙•", r"\cdot "),
@@ -77,7 +77,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def clean(text: str) -> str:
-    """One way of writing for what is written in many: spacing, wrappers, Unicode, brackets that change nothing."""
+    """Bring what is written in many ways into one: spacing, wrappers, Unicode, brackets that change nothing."""
     if len(text) > LONGEST:
         return text.strip()
     text = text.strip()
@@ -144,7 +144,7 @@ def _strip_outer(text: str) -> str:
 
 
 def _strip_brackets(text: str) -> str:
-    """``{{{1}}}`` and ``((1))`` are 1; ``(1,2)`` and ``\\{1\\}`` stay."""
+    r"""Take away brackets that change nothing: ``{{{1}}}`` and ``((1))`` are 1; ``(1,2)`` and ``\{1\}`` stay."""
     if text[:1] not in {"{", "("}:
         return text
     match: dict[int, int] = {}
@@ -180,7 +180,8 @@ _GROUPED = re.compile(
 
 
 def _join_thousands(text: str) -> str:
-    """1,000,000 and 1 000 000 are one number; within brackets, as in (100,200), a comma separates."""
+    """Join groups of three digits: 1,000,000 and 1 000 000 are one number."""
+    # Within brackets, as in (100,200), a comma separates. \ue000 stands for a thin space or {,} between digits.
     text = _GROUPED.sub(lambda m: re.sub(r"[,\ue000 ]", "", m[0]), text)
     return text.replace("\ue000", " ")
 
@@ -190,13 +191,13 @@ def _join_thousands(text: str) -> str:
 
 @dataclass(frozen=True)
 class Number:
-    """A written number with the precision it was written in."""
+    """A number with the precision it was written in."""
 
     value: Fraction
     decimals: int | None = None
-    """Decimal places, or None if it is exact: an integer or a fraction."""
+    """Number of decimal places; None for an integer or a fraction, which are exact."""
     digits: int = 0
-    """Significant digits of a decimal."""
+    """Number of significant digits of a decimal."""
     percent: bool = False
 
 
@@ -211,16 +212,16 @@ _FRACTION = re.compile(
 )
 _MIXED = re.compile(r"(-?)\s*(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
-_MOST_DIGITS = 4_000
-_MOST_EXPONENT = 4_000
+_MAX_NUMBER_LENGTH = 4_000
+_MAX_EXPONENT = 4_000
 
 
 def parse_number(text: str) -> Number | None:
-    """The number a cleaned text writes out: integer, decimal, fraction, mixed, scientific, repeating; maybe %."""
+    """Read a cleaned text as a number: integer, decimal, fraction, mixed, scientific or repeating, maybe with %."""
     text = text.strip()
     percent = text.endswith("%")
     text = text.removesuffix("%").rstrip()
-    if not text or len(text) > _MOST_DIGITS or not (text[0].isdigit() or text[0] in "-.\\"):
+    if not text or len(text) > _MAX_NUMBER_LENGTH or not (text[0].isdigit() or text[0] in "-.\\"):
         return None
     number = _parse(text)
     if number is None or not percent:
@@ -241,7 +242,7 @@ def _parse(text: str) -> Number | None:
         return Number((-1 if match[1] else 1) * (int(match[2]) + Fraction(match[3] or match[5]) / bottom))
     if match := _SCIENTIFIC.fullmatch(text):
         exponent = int(match[2] or match[3] or match[4])
-        if abs(exponent) > _MOST_EXPONENT:
+        if abs(exponent) > _MAX_EXPONENT:
             return None
         base = _decimal(match[1])
         value, places = base.value * Fraction(10) ** exponent, None
@@ -250,7 +251,7 @@ def _parse(text: str) -> Number | None:
         return Number(value, places, base.digits)
     if match := _POWER_OF_TEN.fullmatch(text):
         exponent = int(match[2] or match[3])
-        return Number((-1 if match[1] else 1) * Fraction(10) ** exponent) if abs(exponent) <= _MOST_EXPONENT else None
+        return Number((-1 if match[1] else 1) * Fraction(10) ** exponent) if abs(exponent) <= _MAX_EXPONENT else None
     if match := _REPEATING.fullmatch(text):
         fixed, cycle = match[3], match[4]
         value = Fraction(int(match[2] + fixed or "0"), 10 ** len(fixed))
@@ -269,14 +270,16 @@ def _decimal(text: str) -> Number:
 
 
 def same_number(gold: Number, answer: Number, places: int | None = None) -> bool:
-    """Whether two written numbers agree.
+    """Say whether two written numbers agree.
 
     Exact numbers must be equal. A decimal of at least six significant digits also agrees with a number that it rounds
     or truncates. A gold decimal of at least three is taken as rounded: an exact answer, or one with three more places,
     needs to agree to its last place. A percentage agrees with its plain figure and with its value.
 
     Args:
-        places: precision of the vector or matrix the gold stands in, instead of the gold's own.
+        gold: the gold number.
+        answer: the other number.
+        places: decimal places of the vector or matrix that the gold stands in, instead of its own.
     """
     if gold.percent != answer.percent:
         plain = lambda n: Number(n.value, n.decimals, n.digits)  # noqa: E731
@@ -291,7 +294,8 @@ def same_number(gold: Number, answer: Number, places: int | None = None) -> bool
         return False
     gap = abs(gold.value - answer.value)
     if gap * 10**9 < abs(gold.value):
-        return True  # the last digits of binary floating point
+        # The last digits of binary floating point may differ.
+        return True
     coarse = min((n for n in (gold, answer) if n.decimals is not None), key=lambda n: n.decimals or 0)
     if coarse.digits >= 6 and gap < Fraction(1, 10 ** (coarse.decimals or 0)):
         return True
@@ -330,14 +334,14 @@ _QUANTITY = re.compile(
 
 @dataclass(frozen=True)
 class Unit:
-    """What stands behind a number. ``dimension`` is empty for a word that is no known unit."""
+    """A unit behind a number; ``dimension`` is empty for a word that is no known unit."""
 
     dimension: str
     factor: Fraction = Fraction(1)
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """(``5 cm^2``) -> (``5``, square centimetre). Only behind something that ends like a number."""
+    """Split ``5 cm^2`` into ``5`` and square centimetre, where something that ends like a number stands before it."""
     if text.endswith(r"^\circ"):
         return text.removesuffix(r"^\circ").rstrip(), Unit("angle")
     match = _QUANTITY.fullmatch(text) if len(text) < 200 else None
@@ -345,7 +349,8 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         return text, None
     number, area, word, power = match[1], match[2] or "", match[3].strip(), match[4]
     if len(word) == 1 and word.isascii() and not text[: match.start(3)].endswith(" "):
-        return text, None  # 5m is five times m, 5 m five metres
+        # 5m is five times m, 5 m are five metres.
+        return text, None
     exponent = int(power or (2 if area.startswith("s") else 3 if area else 1))
     units = [_unit_of(part) for part in re.split(r"\s*/\s*|\s+per\s+", word)]
     if None in units:
@@ -369,7 +374,7 @@ def _unit_of(word: str) -> tuple[str, Fraction] | None:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split at characters that stand in no bracket. ``\\{`` counts as a bracket too."""
+    r"""Split at separators that stand in no bracket. ``\{`` counts as a bracket too."""
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         if char in "([{":
@@ -383,7 +388,7 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def is_wrapped(text: str, opening: str, closing: str) -> bool:
-    """Whether the first bracket closes at the very end."""
+    """Say whether the opening bracket is closed at the very end of the text."""
     if not (text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing)):
         return False
     depth = 0
@@ -401,7 +406,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z'\-]*(?: [A-Za-z'\-]+)*")
 
 
 def as_words(text: str) -> str | None:
-    """Prose or a name, folded to lower case; None for anything that could be a formula."""
+    """Return prose or a name in lower case; None for anything that could be a formula."""
     words = re.sub(r"\s+", " ", text).strip()
     return words.casefold() if _WORDS.fullmatch(words) and any(len(w) > 1 for w in words.split()) else None
 
@@ -411,12 +416,12 @@ _OPTION_WITH_VALUE = re.compile(r"\(([A-J])\)\s*\S.*|([A-J])\s*[:.)]\s*\S.*", re
 
 
 def as_option(text: str) -> str | None:
-    """The letter of a multiple-choice answer, alone."""
+    """Return the letter of a multiple-choice answer that stands alone, or None."""
     match = _OPTION.fullmatch(text)
     return match[1] if match else None
 
 
 def as_option_with_value(text: str) -> str | None:
-    """The letter of ``C``, ``(C) 12`` or ``C: 12``."""
+    """Return the letter of ``C``, ``(C) 12`` or ``C: 12``, or None."""
     match = _OPTION_WITH_VALUE.fullmatch(text)
     return (match[1] or match[2]) if match else as_option(text)

@@ -16,29 +16,29 @@ from lit_grpo.types import RewardInput, Score
 
 
 class Verdict(NamedTuple):
-    """What the verifier says of one completion."""
+    """Verdict of the verifier on one completion."""
 
     correct: bool
     timed_out: bool = False
     seconds: float = 0.0
     """Time in a worker; 0 where the written form decided."""
     answer: str | None = None
-    """The final answer that was found in the text."""
+    """Final answer found in the text; None if there is none."""
     error: str = ""
-    """Why a worker could not judge it; such an answer counts as wrong."""
+    """Reason why a worker could not decide; such an answer counts as wrong."""
     crashed: bool = False
-    """The worker process died of it."""
+    """True if the worker process died."""
     reading: float = 0.0
     """Seconds to find the answer in the text and to look at its written form."""
 
 
 class MathReward(Reward):
-    """1 for a right final answer, else 0, judged by its written form where that is enough and by math-verify otherwise.
+    r"""1 for a right final answer, else 0: by its written form where that is enough, by math-verify otherwise.
 
     math-verify and SymPy run in processes that are killed at the time limit, so no answer can hold up or end a run. A
     timeout is a wrong answer with ``Score.timed_out``, a worker that died of it one with ``Score.failed``.
 
-    Which answer counts: the last ``\\boxed`` (several joined by "or" are a list); else what follows the last ``####``
+    Which answer counts: the last ``\boxed`` (several joined by "or" are a list); else what follows the last ``####``
     or "answer is"; else what the last sentence ends in, unless the completion was cut off or refuses. What a base model
     adds after inventing a next question is ignored.
 
@@ -60,7 +60,7 @@ class MathReward(Reward):
 
     needs_answer = True
     range = (0.0, 1.0)
-    finds_answer = True
+    extracts_answer = True
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class MathReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         golds = [x.prompt.answer or "" for x in batch]
-        verdicts = self.judge(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
+        verdicts = self.verify(golds, [x.text for x in batch], [x.completion.truncated for x in batch])
         return [
             Score(float(v.correct), v.timed_out, v.crashed, no_answer=not v.answer, seconds=v.reading + v.seconds)
             for v in verdicts
@@ -94,22 +94,29 @@ class MathReward(Reward):
             out.append(normal_form(answer) if answer else None)
         return out
 
-    def judge(
+    def verify(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None
     ) -> list[Verdict]:
-        """Verdicts on ready texts, in order. ``truncated``: texts cut by a length limit; None: none is."""
-        cut = truncated or [False] * len(texts)
-        known = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
-        # The samples of one prompt often agree: judge each pair once.
+        """Return the verdicts on ready texts, in order.
+
+        Args:
+            golds: gold answer of each text; whole solutions with a box or ``####`` are allowed.
+            texts: whole completions.
+            truncated: True for each text that the length limit cut; None: none was cut.
+        """
+        was_cut = truncated or [False] * len(texts)
+        cleaned = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
+        # The samples of one prompt often agree, so each pair of gold and answer is compared once.
         quick: dict[tuple[str, str | None], bool | None] = {}
         hard: dict[tuple[str, str | None], Future[Outcome]] = {}
         read: list[tuple[tuple[str, str | None], float]] = []
-        for gold, text, short in zip(golds, texts, cut, strict=True):
+        for gold, text, short in zip(golds, texts, was_cut, strict=True):
             began = time.perf_counter()
-            pair = known[gold][0], final_answer(text, known[gold][1], short)
+            pair = cleaned[gold][0], final_answer(text, cleaned[gold][1], short)
             if pair not in quick:
                 quick[pair] = grade_quickly(pair[0], pair[1]) if pair[1] else False
-                if quick[pair] is None:  # the workers begin while the other texts are read
+                if quick[pair] is None:
+                    # Submitted at once: the workers begin while the other texts are read.
                     (hard[pair],) = self._pool.submit([pair])
             read.append((pair, time.perf_counter() - began))
         verdicts = []

@@ -118,7 +118,7 @@ def test_more_problems_than_there_are_is_said():
 # reasoning-gym.
 
 
-def judged(row: Row, text: str) -> RewardInput:
+def reward_input(row: Row, text: str) -> RewardInput:
     prompt = Prompt(row.id, row.question, (1,), row.answer, "", row.extra)
     return RewardInput(prompt, Completion(0, 0, (1,), (0.0,), "stop", 0), text)
 
@@ -136,11 +136,11 @@ def test_tasks_of_reasoning_gym_and_their_own_scores():
     try:
         scores = reward.score(
             [
-                judged(rows[0], f"Let me count. <answer> {rows[0].answer} </answer>"),
-                judged(rows[0], f"<answer>{rows[0].answer}</answer> or rather <answer>no idea</answer>"),
-                judged(rows[1], str(rows[1].answer)),
-                judged(free, f"<answer>{entry['metadata']['expression']}</answer>"),
-                judged(free, "<answer>__import__('os')._exit(1)</answer>"),
+                reward_input(rows[0], f"Let me count. <answer> {rows[0].answer} </answer>"),
+                reward_input(rows[0], f"<answer>{rows[0].answer}</answer> or rather <answer>no idea</answer>"),
+                reward_input(rows[1], str(rows[1].answer)),
+                reward_input(free, f"<answer>{entry['metadata']['expression']}</answer>"),
+                reward_input(free, "<answer>__import__('os')._exit(1)</answer>"),
             ]
         )
     finally:
@@ -165,7 +165,7 @@ def test_bad_reasoning_gym_arguments_are_refused():
     with pytest.raises(UserError, match="does not take"):
         ReasoningGymPrompts("leg_counting", config={"min_animals": -3}).rows()
     with pytest.raises(UserError, match="is no problem of reasoning-gym"):
-        ReasoningGymReward(extract=None).score([judged(Row("x", "q"), "1")])
+        ReasoningGymReward(extract=None).score([reward_input(Row("x", "q"), "1")])
     for broken in ("(", "x", "(a)(b)"):
         with pytest.raises(UserError, match="the pattern"):
             ReasoningGymReward(extract=broken)

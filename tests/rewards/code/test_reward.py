@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - programs in one line each
-"""Programs judged by tests: right ones pass, and no other can fool, leave or hold up the sandbox."""
+"""Programs run against tests: right ones pass, and no other can fool, leave or hold up the sandbox."""
 
 import os
 import subprocess
@@ -162,7 +162,7 @@ def test_no_process_is_left(impatient):
         return [
             line
             for line in every.splitlines()
-            if line.split()[0] == "1" and "zygote.py" in line and str(os.getpid()) in line
+            if line.split()[0] == "1" and "fork_server.py" in line and str(os.getpid()) in line
         ]
 
     wait_until(lambda: not orphans(), "its processes end")

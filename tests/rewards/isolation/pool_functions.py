@@ -71,9 +71,9 @@ def statuses(pool: Any, queue: Any) -> None:
     queue.put([o.status for o in pool.map(["sleep", "good"])])
 
 
-def judge(reward: Any, queue: Any) -> None:
+def verify(reward: Any, queue: Any) -> None:
     """Runs in a spawned process."""
-    queue.put([v.correct for v in reward.judge(["4", "4"], [r"\boxed{\sqrt{16}}", r"\boxed{9^{9^{9^9}}}"])])
+    queue.put([v.correct for v in reward.verify(["4", "4"], [r"\boxed{\sqrt{16}}", r"\boxed{9^{9^{9^9}}}"])])
 
 
 def heavy_modules(_: int) -> list[str]:

@@ -119,12 +119,12 @@ def test_several_threads_share_a_pool(pool):
 def test_an_asyncio_task_is_not_held_up(pool):
     async def main() -> tuple[list[Outcome], Outcome, int]:
         loop, ticks = asyncio.get_running_loop(), 0
-        judged = loop.run_in_executor(None, pool.map, ["sleep", "good"])
+        scored = loop.run_in_executor(None, pool.map, ["sleep", "good"])
         single = asyncio.wrap_future(pool.submit(["good"])[0])
-        while not judged.done():
+        while not scored.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        return await judged, await single, ticks
+        return await scored, await single, ticks
 
     outcomes, single, ticks = asyncio.run(main())
     assert [o.status for o in outcomes] == ["timeout", "ok"]
@@ -177,8 +177,8 @@ def test_no_worker_outlives_a_parent_that_is_killed():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_helper_process_may_be_killed_too(pool):
     pool.map(["good"])
-    os.kill(pool._zygote.pid, signal.SIGKILL)
-    wait_until(lambda: pool._zygote.poll() is not None, "the helper ends")
+    os.kill(pool._fork_server.pid, signal.SIGKILL)
+    wait_until(lambda: pool._fork_server.poll() is not None, "the helper ends")
     assert pool.map(["good"] * 3)[-1].status == "ok"
 
 
@@ -194,7 +194,7 @@ def test_close_ends_open_items_and_a_later_item_starts_anew(pool):
 def test_no_worker_starts_before_the_first_item():
     before = threading.active_count()
     with WorkerPool(work.double, limit=1.0) as pool:
-        assert pool._zygote is None
+        assert pool._fork_server is None
         assert threading.active_count() == before
 
 
@@ -236,5 +236,5 @@ def test_a_pool_that_is_still_starting_closes_at_once():
 def test_a_pool_that_was_started_early_has_its_helper_ready():
     with WorkerPool(work.double, limit=30.0, workers=1) as pool:
         pool.start()
-        wait_until(lambda: pool._zygote is not None, "the helper is ready")
+        wait_until(lambda: pool._fork_server is not None, "the helper is ready")
         assert [o.value for o in pool.map([1, 2])] == [2, 4]

@@ -31,7 +31,7 @@ AMPLE = 30.0
 """Limit where verdicts matter and nothing hangs: a busy machine must not turn a right answer into a wrong one."""
 
 KNOWN_EXCEPTIONS: dict[str, str] = {}
-"""Ids of the shared cases that are judged otherwise than the file expects, each with its reason."""
+"""Ids of the shared cases that are graded otherwise than the file expects, each with its reason."""
 
 needs_cases = pytest.mark.skipif(
     not (SHARED / "verifier/cases.jsonl").exists(), reason="the shared verifier cases are not beside the checkout"
@@ -63,7 +63,7 @@ def impatient() -> Iterator[MathReward]:
 def test_the_shared_cases_are_judged_as_expected():
     verifier = MathReward(limit=LIMIT, workers=2)
     cases = [json.loads(line) for line in (SHARED / "verifier/cases.jsonl").read_text("utf-8").splitlines()]
-    verdicts = verifier.judge([c["gold"] for c in cases], [c["prediction"] for c in cases])
+    verdicts = verifier.verify([c["gold"] for c in cases], [c["prediction"] for c in cases])
     verifier.close()
     wrong = {
         case["id"]: case["why"] for case, verdict in zip(cases, verdicts, strict=True)
@@ -76,7 +76,7 @@ def test_the_shared_cases_are_judged_as_expected():
 
 
 def test_answers_in_many_ways_of_writing(verifier):
-    verdicts = verifier.judge([gold for gold, _, _ in CASES], [text for _, text, _ in CASES])
+    verdicts = verifier.verify([gold for gold, _, _ in CASES], [text for _, text, _ in CASES])
     wrong = [
         (gold[:80], text[-80:], verdict)
         for (gold, text, right), verdict in zip(CASES, verdicts, strict=True)
@@ -87,7 +87,7 @@ def test_answers_in_many_ways_of_writing(verifier):
 
 @pytest.mark.slow
 def test_more_answers_of_every_kind(verifier):
-    verdicts = verifier.judge([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
+    verdicts = verifier.verify([gold for gold, _, _ in MORE], [text for _, text, _ in MORE])
     wrong = [(gold[:80], text[-80:], verdict) for (gold, text, right), verdict in zip(MORE, verdicts, strict=True)
              if verdict.correct != right or (verdict.timed_out and right)]  # fmt: skip
     assert not wrong
@@ -99,7 +99,7 @@ def test_more_answers_of_every_kind(verifier):
 def test_golds_agree_with_themselves_and_not_with_others(verifier, name):
     with gzip.open(SHARED / "data" / name, "rt", encoding="utf-8") as lines:
         golds = [json.loads(line)["answer"] for line in lines]
-    verdicts = verifier.judge(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
+    verdicts = verifier.verify(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
     assert [gold for gold, v in zip(golds, verdicts, strict=True) if not v.correct] == []
     rng = random.Random(1)
     some = rng.sample(golds, min(40, len(golds)))
@@ -107,7 +107,7 @@ def test_golds_agree_with_themselves_and_not_with_others(verifier, name):
     # Two golds of a set may be equal in other words; plain numbers cannot.
     pairs = [(g, o) for g, o in zip(some, others, strict=True) if parse_number(clean(g)) and parse_number(clean(o))]
     pairs = [(g, o) for g, o in pairs if parse_number(clean(g)) != parse_number(clean(o))]
-    verdicts = verifier.judge([g for g, _ in pairs], [f"\\boxed{{{o}}}" for _, o in pairs])
+    verdicts = verifier.verify([g for g, _ in pairs], [f"\\boxed{{{o}}}" for _, o in pairs])
     assert [pair for pair, v in zip(pairs, verdicts, strict=True) if v.correct] == []
 
 
@@ -137,24 +137,24 @@ HOSTILE = {
 @pytest.mark.parametrize("gold", ["42", r"\frac{x^2+1}{3}"])
 @pytest.mark.slow
 def test_hostile_answers_cost_their_limit_at_most(impatient, gold):
-    verdicts = impatient.judge([gold] * len(HOSTILE), list(HOSTILE.values()))
+    verdicts = impatient.verify([gold] * len(HOSTILE), list(HOSTILE.values()))
     assert not any(v.correct for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 
 
 @pytest.mark.slow
-def test_a_timeout_is_a_wrong_answer_and_says_so(judged):
+def test_a_timeout_is_a_wrong_answer_and_says_so(reward_input):
     reward = MathReward(limit=AMPLE / 10, workers=1)
-    bad, good = judged(r"\boxed{9^{9^{9^{9}}}}", "1"), judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
+    bad, good = reward_input(r"\boxed{9^{9^{9^{9}}}}", "1"), reward_input(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
     scores = said(reward.score([bad, good]))
     reward.close()
     assert scores[0] == Score(0.0, timed_out=True)
     assert scores[1] == Score(1.0)
 
 
-def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
+def test_a_crash_is_a_wrong_answer_and_says_so(reward_input, monkeypatch):
     reward = MathReward(limit=30.0, workers=1)
-    item = judged(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
+    item = reward_input(r"\boxed{\frac{\sqrt{4}}{2}}", "1")
     futures = []
     submit = reward._pool.submit
 
@@ -165,19 +165,19 @@ def test_a_crash_is_a_wrong_answer_and_says_so(judged, monkeypatch):
 
     monkeypatch.setattr(reward._pool, "submit", watched)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        scores = threads.submit(reward.score, [judged(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
-        wait_until(lambda: len(futures) == 2 and reward._pool._all, "a worker is at work")
+        scores = threads.submit(reward.score, [reward_input(r"\boxed{9^{9^{9^{9}}}}", "1"), item])
+        wait_until(lambda: len(futures) == 2 and reward._pool._workers, "a worker is at work")
         reward.close()  # the worker is killed from outside, as when memory runs out
         assert all(score == Score(0.0, failed=True) for score in said(scores.result(timeout=PATIENCE)))
 
 
-def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, judged):
-    scores = said(verifier.score([judged(rf"\boxed{{\frac{{{2 * n}}}{{2}}}}", str(n)) for n in range(1000)]))
+def test_a_thousand_good_answers_at_once_have_no_false_zero(verifier, reward_input):
+    scores = said(verifier.score([reward_input(rf"\boxed{{\frac{{{2 * n}}}{{2}}}}", str(n)) for n in range(1000)]))
     assert all(score == Score(1.0) for score in scores)
 
 
-def test_from_threads_and_asyncio(verifier, judged):
-    batch = [judged(r"\boxed{\sqrt{16}}", "4"), judged(r"\boxed{\sqrt{15}}", "4")]
+def test_from_threads_and_asyncio(verifier, reward_input):
+    batch = [reward_input(r"\boxed{\sqrt{16}}", "4"), reward_input(r"\boxed{\sqrt{15}}", "4")]
     expected = [Score(1.0), Score(0.0)]
 
     async def main() -> list:
@@ -193,22 +193,25 @@ def test_from_threads_and_asyncio(verifier, judged):
 def test_from_a_spawned_process():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=work.judge, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
+    process = context.Process(target=work.verify, args=(MathReward(limit=3.0, workers=1), queue), daemon=True)
     process.start()
     assert queue.get(timeout=PATIENCE) == [True, False]
     process.join(PATIENCE)
 
 
-def test_plain_answers_start_no_worker(judged):
+def test_plain_answers_start_no_worker(reward_input):
     reward = MathReward()
-    assert [s.value for s in reward.score([judged("#### 42", "42"), judged(r"\boxed{1,000}", "1000")])] == [1.0, 1.0]
-    assert reward._pool._zygote is None
+    assert [s.value for s in reward.score([reward_input("#### 42", "42"), reward_input(r"\boxed{1,000}", "1000")])] == [
+        1.0,
+        1.0,
+    ]
+    assert reward._pool._fork_server is None
 
 
-def test_a_cut_off_completion_needs_an_explicit_answer(judged):
+def test_a_cut_off_completion_needs_an_explicit_answer(reward_input):
     reward = MathReward()
     cases = [("so he has 42", True), (r"\boxed{42} and then", True), ("so he has 42", False)]
-    scores = reward.score([judged(text, "42", truncated=cut) for text, cut in cases])
+    scores = reward.score([reward_input(text, "42", truncated=cut) for text, cut in cases])
     assert [s.value for s in scores] == [0.0, 1.0, 1.0]
 
 
@@ -243,8 +246,8 @@ def test_reading_never_raises_and_always_agrees_with_itself(gold, text):
 
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=20, max_size=20))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
-def test_judging_never_raises(impatient, pairs):
-    verdicts = impatient.judge([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
+def test_verifying_never_raises(impatient, pairs):
+    verdicts = impatient.verify([g for g, _ in pairs], [f"\\boxed{{{t}}}" for _, t in pairs])
     assert len(verdicts) == len(pairs)
     assert not any(v.crashed for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
@@ -258,7 +261,7 @@ def test_mutated_answers_never_crash_a_worker(impatient):
         change = rng.choice(["{", "}", r"\frac", "^", ",", "=", "x", "!", text[:place], r"\sqrt{"])
         golds.append(gold)
         texts.append(text[:place] + change + text[place + rng.randrange(3) :])
-    verdicts = impatient.judge(golds, texts)
+    verdicts = impatient.verify(golds, texts)
     assert not any(v.crashed for v in verdicts)
     assert max(v.seconds for v in verdicts) < 1.0 + GRACE
 

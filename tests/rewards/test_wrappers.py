@@ -1,4 +1,4 @@
-"""RewardBySource: each completion is judged by the reward of its prompt's source, and nothing by none."""
+"""RewardBySource: each completion is scored by the reward of its prompt's source, and nothing by none."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from lit_grpo.rewards import (
     CountdownReward,
     ExactMatch,
     FormatReward,
-    NoisyReward,
     NumericReward,
-    OverlongPenalty,
     Reward,
     RewardBySource,
     SourceReward,
-    judging_reward,
+    primary_reward,
 )
-from lit_grpo.rewards.combine import refuse_doubles, score_all
+from lit_grpo.rewards.combine import score_all
 from lit_grpo.types import Completion, Prompt, RewardInput, Score
 
 
@@ -81,8 +79,13 @@ def test_real_rewards_judge_by_their_own_rules():
     scores = score_all([reward], batch)["by_source"]
     assert [reward.correct(score.value) for score in scores] == [True, True, False, False]
     assert [scores[i].no_answer for i in (0, 1, 3)] == [False, False, True]
-    assert judging_reward([FormatReward(), reward]) is reward
-    assert (reward.range, reward.finds_answer, reward.needs_answer, reward.correct_at) == ((0.0, 1.0), True, True, 1.0)
+    assert primary_reward([FormatReward(), reward]) is reward
+    assert (reward.range, reward.extracts_answer, reward.needs_answer, reward.correct_threshold) == (
+        (0.0, 1.0),
+        True,
+        True,
+        1.0,
+    )
 
 
 def test_votes_are_those_of_each_source():
@@ -129,15 +132,6 @@ WRONG = {
 def test_what_would_mean_nothing_is_refused(rewards, said):
     with pytest.raises(UserError, match=said):
         RewardBySource(rewards)
-
-
-def test_what_is_inside_is_not_applied_twice():
-    shaping = SimpleNamespace(label_noise=0.1, overlong_penalty=True)
-    noisy = NoisyReward(ExactMatch(), 0.1)
-    for reward in (noisy, by_source(a=noisy), by_source(a=OverlongPenalty(10, 5))):
-        with pytest.raises(UserError, match="together they count twice"):
-            refuse_doubles([reward], shaping)
-    refuse_doubles([by_source(a=CosineReward(ExactMatch(), 10))], shaping)
 
 
 def test_score_takes_the_source_from_the_line(tmp_path, monkeypatch, capsys):
@@ -188,12 +182,12 @@ class NeverRight(Reward):
 def test_a_reward_around_it_asks_the_one_of_the_source():
     free = Seen(1.0)
     free.range = (0.0, 1.0)
-    around = NoisyReward(by_source(sums=ExactMatch(), essays=free), 0.1)
+    around = CosineReward(by_source(sums=ExactMatch(), essays=free), max_tokens=10)
     with pytest.raises(UserError, match="no reward is given for prompts of the source 'zzz'"):
         around.for_source("zzz")
     assert around.for_source("sums").needs_answer
     assert not around.for_source("essays").needs_answer
     assert around.for_source("sums") is around.for_source("sums"), "what is grouped by it stays together"
     assert by_source(sums=around).for_source("sums") is around.for_source("sums")
-    plain = NoisyReward(ExactMatch(), 0.1)
+    plain = CosineReward(ExactMatch(), max_tokens=10)
     assert plain.for_source("sums") is plain

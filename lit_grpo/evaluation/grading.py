@@ -1,4 +1,4 @@
-"""Which completions are right, and which give the same answer."""
+"""Grades of a scored batch: which completions are right, and which give the same answer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lit_grpo.evaluation.sets import LOGPROB, TOTAL, EvaluationPart
-from lit_grpo.rewards.base import Reward, judging_reward
+from lit_grpo.rewards.base import Reward, primary_reward
 from lit_grpo.types import RewardInput, Rollout
 
 
 @dataclass
-class Judged:
-    """What an evaluation knows of a batch besides its rewards; ``Rollout.evaluation`` holds it."""
+class Graded:
+    """Grades of a batch, kept in ``Rollout.evaluation``."""
 
     part: EvaluationPart
     correct: Tensor | None
@@ -23,30 +23,30 @@ class Judged:
     answers: list[str | None] | None
     """Normal form of each final answer, None where there is none; None altogether where no reward gives one."""
     seeds: list[int]
-    """Of each completion."""
+    """Seed that each completion was sampled with."""
 
 
-def judge(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, seeds: list[int]) -> Judged:
-    """Judge a scored rollout by the first of ``rewards`` that says what is right."""
-    reward = judging_reward(rewards)
+def grade(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, seeds: list[int]) -> Graded:
+    """Grade a scored rollout by the primary reward: the first of ``rewards`` that says what is right."""
+    reward = primary_reward(rewards)
     if reward is None:
-        return Judged(part, None, None, seeds)
+        return Graded(part, None, None, seeds)
     size = rollout.group_size
     items = [
         RewardInput(rollout.prompts[i // size], completion, text)
         for i, (completion, text) in enumerate(zip(rollout.completions, rollout.texts, strict=True))
     ]
-    given = reward.final_answers(items)
-    answers = None if given is None else list(given)
-    right = [reward.correct(value) for value in rollout.rewards[reward.name].tolist()]
-    return Judged(part, torch.tensor(right, dtype=torch.bool), answers, seeds)
+    final_answers = reward.final_answers(items)
+    answers = None if final_answers is None else list(final_answers)
+    correct = [reward.correct(value) for value in rollout.rewards[reward.name].tolist()]
+    return Graded(part, torch.tensor(correct, dtype=torch.bool), answers, seeds)
 
 
 def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: int) -> Tensor:
-    """Which completions of a prompt give the same answer, [prompts, group_size] int64; -1 where there is none.
+    """Number the distinct answers of each prompt, [prompts, group_size] int64; -1 where a completion has none.
 
-    Right answers all equal the gold and so each other, however they are written; wrong ones are equal where their
-    normal forms are.
+    Right answers all equal the gold and so each other, however they are written: class 0. Wrong ones are equal where
+    their normal forms are.
     """
     rows = []
     for start in range(0, len(answers), group_size):
@@ -63,7 +63,7 @@ def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: i
 
 
 def selector_scores(rollout: Rollout, selector: str) -> Tensor:
-    """[prompts, group_size] float64: what best-of-k chooses by. NaN where the log-probabilities are not known."""
+    """Return the scores that best-of-k chooses by, [prompts, group_size] float64; NaN where log-probs are not known."""
     if selector == TOTAL:
         values = rollout.reward.double()
     elif selector == LOGPROB:

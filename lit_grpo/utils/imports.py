@@ -1,0 +1,66 @@
+"""Imports that are decided at run time: by a path in a configuration, or when a name is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lit_grpo.errors import UserError, nearest
+
+
+def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_package.my_module.my_name") -> Any:
+    """Import ``package.module.name`` and return what stands under the name.
+
+    Args:
+        path: import path of a function, class or other value.
+        where: key of the configuration that holds the path, for the message.
+        remedy: what to do where the module cannot be imported, or the path is none.
+
+    Raises:
+        UserError: ``path`` is no import path, its module cannot be imported, or has nothing of that name; with the
+            nearest name it has.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        raise UserError(f"{path!r} is no import path", where=where, remedy=remedy)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{path} cannot be imported: {error}", where=where, remedy=remedy) from error
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        near = nearest(name, dir(module))
+        raise UserError(
+            f"{module_name} has no {name}",
+            where=where,
+            remedy=f"did you mean {module_name}.{near}?" if near else None,
+        ) from error
+
+
+def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a package that imports its modules when their names are first asked for.
+
+    The package lists the names once more under ``TYPE_CHECKING``, for type checkers and editors.
+
+        if TYPE_CHECKING:
+            from lit_grpo.report.writer import ReportWriter as ReportWriter
+
+        __getattr__ = lazy_attributes(__name__, {"ReportWriter": "writer"})
+
+    Args:
+        package: ``__name__`` of the package.
+        modules: module below the package, by the name that it holds.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        # Found without this function from now on.
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get
