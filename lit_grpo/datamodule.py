@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
-from lit_grpo.engines import check_engine, make_engine
+from lit_grpo.engines import EngineContext, check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.judging import judge
@@ -330,8 +330,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._producer is None:
             module = self._module
             longest = max(len(p.token_ids) for prompts in self._encoded.values() for p in prompts)
-            engine = make_engine(
-                self.engine_config,
+            context = EngineContext(
                 policy=module.policy,
                 policy_config=module.policy_config,
                 tokenizer=module.tokenizer,
@@ -339,8 +338,9 @@ class RolloutDataModule(pl.LightningDataModule):
                 max_model_len=longest + self._most_new_tokens,
                 seed=rng.run_seed(),
                 beside_learner=self._ahead > 0,
-                experts=self._wants_experts,
+                wants_experts=self._wants_experts,
             )
+            engine = make_engine(self.engine_config, context)
             self._producer = RolloutProducer(
                 engine,
                 module,

@@ -63,7 +63,7 @@ class FilterData(RolloutDataModule):
             "data.format": self.format.identity(module.tokenizer),
             "data.sampling": asdict(self.sampling),
             "data.rewards": self.rewards_config,
-            "data.engine.name": self.engine_config.name,
+            "data.engine.name": self.engine_config.custom_engine or self.engine_config.name,
             "--samples": self.samples,
             "seed_everything": rng.run_seed(),
         }
