@@ -84,7 +84,7 @@ def test_a_setting_of_another_engine_is_refused_and_its_default_is_not() -> None
     assert error.value.where == "data.engine.max_num_seqs"
     with pytest.raises(UserError, match="batch_size is a setting of the engine transformers"):
         engine_settings(EngineConfig(name="vllm", batch_size=8))
-    with pytest.raises(UserError, match="samples with tests.engines.test_registry.RandomEngine"):
+    with pytest.raises(UserError, match=r"samples with tests\.engines\.test_registry\.RandomEngine"):
         check_engine(EngineConfig(custom_engine="tests.engines.test_registry.RandomEngine", batch_size=8))
     with pytest.raises(UserError, match="init_args"):
         check_engine(EngineConfig(init_args={"length": 2}))

@@ -17,8 +17,8 @@ from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.engines import check_engine
 from lit_grpo.errors import UserError
 from lit_grpo.rollout.curriculum import judge_of, pass_rate
-from lit_grpo.rollout.generator import RolloutProducer
-from lit_grpo.rollout.refill import split
+from lit_grpo.rollout.dynamic_sampling import split_groups
+from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 
@@ -84,7 +84,7 @@ class FilterData(RolloutDataModule):
         """What a rollout says of its prompts."""
         judge, size = judge_of(self.rewards, "data.rewards"), batch.group_size
         found = []
-        for group in split(batch, range(len(batch.prompts))):
+        for group in split_groups(batch, range(len(batch.prompts))):
             share = pass_rate(judge, group)
             found.append(
                 Rate(
@@ -104,7 +104,7 @@ class Once:
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        producer: RolloutGenerator,
         prompts: Sequence[tuple[int, Prompt]],
         *,
         batch: int,
@@ -125,7 +125,7 @@ class Once:
                 self.samples,
                 index=0,
                 purpose="filter",
-                places=[place for place, _ in batch],
+                positions=[place for place, _ in batch],
             )
 
 

@@ -274,8 +274,8 @@ class VLLMEngine:
         self._require_open()
         if self._running_requests:
             raise EngineError(
-                f"weights of version {version} came while {len(self._running_requests)} samples of version {self._version} are "
-                "running: exhaust or close the generation first"
+                f"weights of version {version} came while {len(self._running_requests)} samples of version "
+                f"{self._version} are running: exhaust or close the generation first"
             )
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
         if self._asleep:

@@ -1,5 +1,6 @@
 """Each check on made-up rollouts and tokenizers: what passes, what does not, and what is said."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests import tiny
 def scored(rewards: list[float], group_size: int = 4, **changes: Any):
     values = torch.tensor(rewards)
     made = tiny.rollout(rewards, changes.pop("lengths", [3] * len(rewards)), group_size, **changes)
-    made.rewards = {"right": values}
-    return made
+    return replace(made, rewards={"right": values})
 
 
 RIGHT: Any = SimpleNamespace(name="right", weight=1.0, needs_answer=True)
