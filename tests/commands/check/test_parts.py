@@ -110,7 +110,8 @@ def test_no_log_probabilities():
 @pytest.mark.parametrize(("cut", "most", "status"), [(0, 0.9, "pass"), (2, 0.9, "warn"), (4, 0.9, "fail")])
 def test_truncation(cut, most, status):
     made = scored([0.0] * 4)
-    made.completions = [Completion(0, i, (1, 2), (0.0, 0.0), "length" if i < cut else "stop", 0) for i in range(4)]
+    completions = [Completion(0, i, (1, 2), (0.0, 0.0), "length" if i < cut else "stop", 0) for i in range(4)]
+    made = replace(made, completions=completions)
     assert rollout.truncation(made, 2, most).status == status
 
 
@@ -180,8 +181,8 @@ def test_template(form, own, status):
 
 def completions(*rows: tuple[tuple[int, ...], str, str]):
     made = scored([0.0] * len(rows), group_size=len(rows), lengths=[1] * len(rows))
-    made.completions = [Completion(0, i, ids, (0.0,) * len(ids), why, 0) for i, (ids, why, _) in enumerate(rows)]  # type: ignore[arg-type]
-    made.texts = [text for _, _, text in rows]
+    completions = [Completion(0, i, ids, (0.0,) * len(ids), why, 0) for i, (ids, why, _) in enumerate(rows)]  # type: ignore[arg-type]
+    made = replace(made, completions=completions, texts=[text for _, _, text in rows])
     return made
 
 
