@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
-from lit_grpo.engines import check_engine, make_engine
+from lit_grpo.engines import EngineContext, check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.grading import grade
@@ -23,11 +24,11 @@ from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import primary_reward
 from lit_grpo.rewards.combine import OnError
 from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty, primary_reward_of
-from lit_grpo.rollout.generator import RolloutProducer
+from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
+from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
-from lit_grpo.rollout.refill import OnShort, alone
-from lit_grpo.rollout.supervised import DemonstrationFormat, DemonstrationProducer, encode_demonstrations
+from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 
@@ -98,7 +99,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.on_reward_error = on_reward_error
         self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
         self._sets: dict[str, PromptSet] = {}
-        self._producer: RolloutProducer | None = None
+        self._producer: RolloutGenerator | None = None
         self.evaluations: dict[str, list[ResolvedSet]] = {}
         """Sets of ``val`` and ``test``, once they are set up."""
         self._check_arguments()
@@ -333,13 +334,12 @@ class RolloutDataModule(pl.LightningDataModule):
             )
 
     @property
-    def producer(self) -> RolloutProducer:
+    def producer(self) -> RolloutGenerator:
         """Engine and rewards, made when the first rollout is wanted."""
         if self._producer is None:
             module = self._module
             longest = max(len(p.token_ids) for prompts in self._encoded.values() for p in prompts)
-            engine = make_engine(
-                self.engine_config,
+            context = EngineContext(
                 policy=module.policy,
                 policy_config=module.policy_config,
                 tokenizer=module.tokenizer,
@@ -347,9 +347,10 @@ class RolloutDataModule(pl.LightningDataModule):
                 max_model_len=longest + self._most_new_tokens,
                 seed=rng.run_seed(),
                 beside_learner=self._ahead > 0,
-                experts=self._wants_experts,
+                wants_experts=self._wants_experts,
             )
-            self._producer = RolloutProducer(
+            engine = make_engine(self.engine_config, context)
+            self._producer = RolloutGenerator(
                 engine,
                 module,
                 module.tokenizer,
@@ -381,11 +382,9 @@ class RolloutDataModule(pl.LightningDataModule):
     # ---------------------------------------------------------------------------------------------- loaders
 
     def train_dataloader(self) -> RolloutLoader:
-        module, producer = self._module, None
-        if self._supervised:
-            producer = DemonstrationProducer(self._solutions, module, module.tokenizer, rng.run_seed())
+        module, source = self._module, self.producer if not self._supervised else None
         return RolloutLoader(
-            cast(RolloutProducer, producer or self.producer),
+            source or SupervisedSource(self._solutions, module, module.tokenizer, rng.run_seed()),
             self._encoded["train"],
             count=self.rollouts,
             prompts_per_rollout=self.prompts_per_rollout,
@@ -396,10 +395,10 @@ class RolloutDataModule(pl.LightningDataModule):
             dynamic=self._module.objective.dynamic_sampling,
             max_rounds=self.max_generation_rounds,
             on_short=self.on_short_rollout,
-            gather=_Gather() if self._trainer.world_size > 1 else alone,
+            gather=_Gather() if self._trainer.world_size > 1 else no_exchange,
             weights=self._sets["train"].weights,
             difficulty=self._running_difficulty(),
-            ahead=self._ahead,
+            num_prefetch=self._ahead,
         )
 
     def _running_difficulty(self) -> RunningDifficulty | None:
@@ -438,8 +437,8 @@ class RolloutDataModule(pl.LightningDataModule):
             for part in one.parts
         ]
 
-    def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> None:
-        rollout.evaluation = grade(rollout, self.rewards, part, seeds)
+    def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
+        return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))
 
 
 class _Gather:

@@ -110,7 +110,7 @@ class RewardInput:
     """The completion, decoded once, special tokens left out."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rollout:
     """One Lightning batch: whole groups, in order (completion ``i`` belongs to group ``i // group_size``)."""
 

@@ -47,7 +47,8 @@ def main() -> int:
     args = parser.parse_args()
 
     from lit_grpo.engines import ServerConfig
-    from lit_grpo.engines.vllm_server.engine import VLLMServer, _sampling_params
+    from lit_grpo.engines.vllm.settings import sampling_settings
+    from lit_grpo.engines.vllm_server.engine import VLLMServer
 
     model = load(args)
     vocabulary = model.config.get_text_config().vocab_size
@@ -64,7 +65,7 @@ def main() -> int:
     try:
         syncs = [timed(lambda: engine.sync(model.named_parameters(), 0))[0] for _ in range(3)]
         bodies = [
-            {"token_ids": list(r.token_ids), "sampling_params": _sampling_params(sampling, (), seed)}
+            {"token_ids": list(r.token_ids), "sampling_params": sampling_settings(sampling, (), seed)}
             for r in requests
             for seed in r.seeds
         ]

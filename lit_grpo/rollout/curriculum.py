@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward, primary_reward
-from lit_grpo.rollout.refill import Group
+from lit_grpo.rollout.dynamic_sampling import CandidateGroup
 from lit_grpo.types import Prompt
 from lit_grpo.utils.random import derive_seed
 
@@ -91,12 +91,12 @@ class RunningDifficulty:
         chance = self.chance(self.prompts[number].id)
         return chance >= 1 or derive_seed("difficulty", self.seed, position) / _RANGE < chance
 
-    def outcome(self, groups: Sequence[Group]) -> list[tuple[int, str, float]]:
-        """(place, prompt's id, share of right completions) of each group."""
-        return [(group.place, group.prompt.id, pass_rate(self.primary_reward, group)) for group in groups]
+    def outcome(self, groups: Sequence[CandidateGroup]) -> list[tuple[int, str, float]]:
+        """(position, prompt's id, share of right completions) of each group."""
+        return [(group.position, group.prompt.id, pass_rate(self.primary_reward, group)) for group in groups]
 
     def update(self, outcomes: Sequence[tuple[int, str, float]]) -> None:
-        """Take in what a rollout found, in the order of its places, over all ranks."""
+        """Take in what a rollout found, in the order of its positions, over all ranks."""
         for _, prompt_id, share in sorted(outcomes):
             visits, rate = self.rates.get(prompt_id, (0, share))
             self.rates[prompt_id] = (visits + 1, rate + self.config.smoothing * (share - rate))
@@ -134,7 +134,7 @@ def primary_reward_of(rewards: Sequence[Reward], where: str) -> Reward:
     return reward
 
 
-def pass_rate(reward: Reward, group: Group) -> float:
+def pass_rate(reward: Reward, group: CandidateGroup) -> float:
     """Share of a group's completions that are right."""
     values = group.rewards[reward.name].tolist()
     return sum(reward.correct(value) for value in values) / len(values)

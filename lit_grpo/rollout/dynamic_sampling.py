@@ -1,171 +1,336 @@
-"""Active sampling: keep the engine busy with prompts until enough groups have unequal rewards, then drop the rest."""
+"""Dynamic sampling: sample prompts until a rollout is full of groups whose rewards differ, and drop the rest.
+
+DAPO, 2503.14476 Eq. 11: a group of equal rewards has no advantage, so it is replaced. Judged by the weighted sum of the
+rewards as they were given, before the objective shapes it (label noise, length penalty, map): that is what can be
+known before the learner has seen the rollout. What shaping makes uniform, the objective's own filter drops.
+
+One algorithm serves any number of ranks. Every rank samples its part of the positions, and after each group the ranks
+exchange which groups are mixed, so that all of them take the same decisions from the same facts.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from lit_grpo.rollout.generator import RolloutProducer, Scored
-from lit_grpo.rollout.refill import OnShort, Refilled, ask, choose, join, split
-from lit_grpo.types import Completion, Prompt, Sampling
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
-LAG = 4
-"""A group's score is looked at when so many later groups have been sampled. Nearly always it is ready by then, and the
-moment depends on the order of sampling alone, not on how fast a reward was: what is asked for next, and with it the
-batches of an engine in this process, are the same in every run."""
+from lit_grpo.errors import StopRun
+from lit_grpo.rollout.generator import RolloutGenerator, Scored
+from lit_grpo.types import Completion, Prompt, Rollout, Sampling
+
+OnShort = Literal["fill", "error"]
+Gather = Callable[[Any], list[Any]]
+"""Exchanges a value between the ranks and returns those of all, by rank."""
+
+# A score is read when so many later groups have been sampled. Nearly always it is ready by then, and the moment depends
+# on the order of sampling alone, not on how fast a reward was: what is asked for next, and with it the batches of an
+# engine in this process, are the same in every run.
+MAX_PENDING_SCORES = 4
+MOST_AT_ONCE = 3
+"""At most this many times the prompts of a rollout are asked for at once."""
 
 
-def active_sampling(
-    producer: RolloutProducer,
-    prompt_at: Callable[[int], Prompt],
-    sampling: Sampling,
-    group_size: int,
-    *,
-    index: int,
-    groups: int,
-    max_rounds: int = 10,
-    on_short: OnShort = "fill",
-    sync: bool = True,
-) -> Refilled:
-    """A rollout of the first ``groups`` prompts, in their order, whose groups have unequal rewards.
+def no_exchange(value: Any) -> list[Any]:
+    """Return the value of the only rank: the :data:`Gather` of a run of one process."""
+    return [value]
 
-    As :func:`lit_grpo.rollout.refill.refill` for one process, without rounds: as soon as it can be foreseen that the
-    prompts
-    under way will not do, more are given to the engine, and what is no longer needed is cancelled. "First" is by the
-    prompts' order and not by who finished first, which would favour short completions; prompts behind the last one
-    chosen count as not used, whatever was sampled for them, and begin the next rollout.
+
+@dataclass(frozen=True)
+class CandidateGroup:
+    """All completions of one prompt, scored."""
+
+    position: int
+    """How many prompts after the start of the rollout, over all ranks."""
+    prompt: Prompt
+    completions: list[Completion]
+    texts: list[str]
+    rewards: dict[str, Tensor]
+    """Each reward by name, [G]."""
+    reward: Tensor
+    """Weighted sum, [G]."""
+    no_answer: Tensor | None
+    """Completions without a parsable answer, [G]; None where no reward looks for one."""
+
+
+@dataclass(frozen=True)
+class SamplingResult:
+    """This rank's part of a full rollout, and how many prompts the rollout took over all ranks."""
+
+    rollout: Rollout
+    prompts: int
+    skipped: list[int]
+    """Positions of the prompts whose groups had equal rewards and were left out, over all ranks."""
+    tried: list[CandidateGroup]
+    """All groups of those prompts that this rank sampled, left out or not."""
+
+
+class DynamicSampler:
+    """Makes rollouts of the first prompts, in their order, whose groups have unequal rewards.
+
+    As soon as it can be foreseen that the prompts under way will not do, more are given to the engine, and what is no
+    longer needed is cancelled. "First" is by the prompts' order and not by who finished first, which would favour short
+    completions. Prompts behind the last one chosen count as not used, whatever was sampled for them, and begin the next
+    rollout.
+
+    The rollout does not depend on the number of ranks: seeds derive from positions, and which groups are chosen follows
+    from the positions and rewards alone. A rank with more than its share of them hands whole groups to one with fewer.
 
     Args:
-        producer: engine and rewards.
-        prompt_at: the prompt so many places after the start of the rollout.
+        generator: engine and rewards.
         sampling: how to draw.
         group_size: samples of each prompt.
-        index: number of the rollout.
-        groups: of the rollout.
+        groups: of the whole rollout, over all ranks; a multiple of ``world_size``.
+        rank: of this process.
+        world_size: number of processes.
+        gather: exchange between them.
         max_rounds: at most ``max_rounds * groups`` prompts are tried.
-        on_short: what happens if they do not suffice.
-        sync: bring the engine's weights up to date first.
-
-    Raises:
-        StopRun: see :func:`lit_grpo.rollout.refill.refill`.
+        on_short: what happens if they do not suffice: uniform groups, which have no gradient, fill the rollout up, with
+            a warning (``fill``), or the run ends (``error``).
     """
-    seconds_sync = producer.sync() if sync else 0.0
-    started = time.perf_counter()
-    most = max_rounds * groups
-    stream = _Groups(producer, prompt_at, sampling, group_size, index)
-    flags: dict[int, bool] = {}
-    rewards: list[float] = []
-    asked, waves, settled = 0, 0, 0
-    results: dict[int, Scored] = {}
-    try:
-        while True:
-            mixed = sum(flags.values())
-            under_way = asked - len(flags)
-            # Groups to be expected of those under way, at the share seen so far; all of them while nothing is known.
-            expected = under_way * (mixed / len(flags) if flags else 1.0)
-            if asked < most and mixed + expected < groups and (under_way == 0 or len(flags) >= groups // 2):
-                more = min(most - asked, ask(groups, mixed, len(flags)) - under_way if flags else groups)
+
+    def __init__(
+        self,
+        generator: RolloutGenerator,
+        sampling: Sampling,
+        group_size: int,
+        groups: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        gather: Gather = no_exchange,
+        max_rounds: int = 10,
+        on_short: OnShort = "fill",
+    ) -> None:
+        self.generator, self.sampling, self.group_size, self.groups = generator, sampling, group_size, groups
+        self.rank, self.world_size, self.gather = rank, world_size, gather
+        self.max_prompts, self.on_short = max_rounds * groups, on_short
+
+    def sample(self, prompt_at: Callable[[int], Prompt], *, index: int, sync: bool = True) -> SamplingResult:
+        """Make rollout ``index``.
+
+        Args:
+            prompt_at: the prompt so many positions after the start of the rollout.
+            index: number of the rollout, part of every seed.
+            sync: bring the engine's weights up to date first.
+
+        Raises:
+            StopRun: too few mixed groups with ``on_short="error"``; not a single one with ``fill``.
+        """
+        seconds_sync = self.generator.sync() if sync else 0.0
+        started = time.perf_counter()
+        stream = _GroupStream(self.generator, prompt_at, self.sampling, self.group_size, index)
+        mixed_at: dict[int, bool] = {}  # over all ranks
+        results: dict[int, Scored] = {}
+        totals: list[float] = []
+        asked, rounds, settled = 0, 0, 0
+        try:
+            while sum(mixed_at[p] for p in range(settled)) < self.groups:
+                more = self._more(mixed_at, asked)
                 if more > 0:
-                    stream.add(range(asked, asked + more))
-                    asked, waves = asked + more, waves + 1
-            found = stream.next()
-            if found is None:
-                if asked >= most:
+                    stream.add([p for p in range(asked, asked + more) if p % self.world_size == self.rank])
+                    asked, rounds = asked + more, rounds + 1
+                found = stream.next()
+                outcome = None
+                if found is not None:
+                    position, result = found
+                    results[position] = result
+                    own = self.generator.totals(result)
+                    totals += own
+                    outcome = position, any(value != own[0] for value in own)
+                # One exchange for each group, and not one for each round: a rank never runs its engine dry while it
+                # waits for the last long completion of another's round.
+                outcomes = [one for one in self.gather(outcome) if one is not None]
+                if not outcomes and asked >= self.max_prompts:
                     break
-                continue
-            place, result = found
-            results[place] = result
-            totals = producer.totals(result)
-            rewards += totals
-            flags[place] = any(value != totals[0] for value in totals)
-            while settled in flags:
-                settled += 1
-            if sum(flags[p] for p in range(settled)) >= groups:
-                break
-    finally:
-        stream.close()
-    sampled = time.perf_counter()
-    known = {place: flags[place] for place in range(settled)}  # behind the first gap nothing counts
-    mixed = sum(known.values())
-    chosen = choose(known, groups, mixed, waves, on_short)
-    used = chosen[-1] + 1 if mixed >= groups else settled
-    order = sorted(results)
-    times = {"sync": seconds_sync, "generate": sampled - started, "reward": 0.0}
-    whole = producer.assemble(
-        [prompt_at(p) for p in order],
-        [stream.completions[p] for p in order],
-        [results[p] for p in order],
-        sampling,
-        index,
-        times,
-    )
-    own = {group.place: group for group in split(whole, order)}
-    metrics = whole.metrics | {
-        "sampling/rounds": float(waves),
-        "sampling/prompts": float(used),
-        "sampling/kept": float(min(mixed, groups)),
-        "sampling/surplus": float(sum(flags.values()) - min(mixed, groups)),
-        "sampling/short": float(max(0, groups - mixed)),
-        "sampling/cancelled": float(asked - len(order)),
-        "sampling/reward": sum(rewards) / len(rewards),
-    }
-    skipped = [place for place in range(used) if not flags[place] and place not in chosen]
-    return Refilled(join([own[p] for p in chosen], whole, metrics), used, skipped, [own[p] for p in order if p < used])
+                mixed_at |= dict(outcomes)
+                while settled in mixed_at:
+                    settled += 1
+        finally:
+            stream.close()
+        times = {"sync": seconds_sync, "generate": time.perf_counter() - started, "reward": 0.0}
+
+        # Behind the first position that is not known yet nothing counts, or the order of finishing would choose.
+        known = {position: mixed_at[position] for position in range(settled)}
+        mixed = sum(known.values())
+        chosen = choose_groups(known, self.groups, rounds, self.on_short)
+        used = chosen[-1] + 1 if mixed >= self.groups else settled
+        order = sorted(results)
+        sampled = self.generator.build_rollout(
+            [prompt_at(p) for p in order],
+            [stream.completions[p] for p in order],
+            [results[p] for p in order],
+            self.sampling,
+            index,
+            times,
+            self.group_size,
+        )
+        candidates = {group.position: group for group in split_groups(sampled, order)}
+        told = self.gather((sum(totals), len(totals)))
+        metrics = sampled.metrics | {
+            "sampling/rounds": float(rounds),
+            "sampling/prompts": float(used),
+            "sampling/kept": float(min(mixed, self.groups)),
+            "sampling/surplus": float(sum(mixed_at.values()) - min(mixed, self.groups)),
+            "sampling/short": float(max(0, self.groups - mixed)),
+            "sampling/cancelled": float(asked - len(mixed_at)),
+            "sampling/reward": sum(total for total, _ in told) / sum(count for _, count in told),
+        }
+        share = self._share(candidates, chosen)
+        return SamplingResult(
+            join_groups(share, sampled, metrics),
+            used,
+            [p for p in range(used) if not mixed_at[p] and p not in chosen],
+            [candidates[p] for p in order if p < used],
+        )
+
+    def _more(self, mixed_at: dict[int, bool], asked: int) -> int:
+        """How many further prompts to ask for now."""
+        mixed, scored = sum(mixed_at.values()), len(mixed_at)
+        under_way = asked - scored
+        # Mixed groups to be expected of those under way, at the share seen so far; all while nothing is known.
+        expected = under_way * (mixed / scored if scored else 1.0)
+        if asked >= self.max_prompts or mixed + expected >= self.groups:
+            return 0
+        # A share seen in a few groups means little, so half a rollout is waited for.
+        if under_way and scored < self.groups // 2:
+            return 0
+        wanted = prompts_to_ask(self.groups, mixed, scored) - under_way if scored else self.groups
+        return min(self.max_prompts - asked, wanted)
+
+    def _share(self, candidates: dict[int, CandidateGroup], chosen: Sequence[int]) -> list[CandidateGroup]:
+        """This rank's groups: equally many on each, its own as far as possible."""
+        own = [position for position in chosen if position in candidates]
+        size = len(chosen) // self.world_size
+        kept, spare = own[:size], own[size:]
+        kept_of_rank: list[int] = self.gather(len(kept))
+        pool = [group for given in self.gather([candidates[p] for p in spare]) for group in given]
+        start = sum(size - count for count in kept_of_rank[: self.rank])
+        received = pool[start : start + size - len(kept)]
+        return sorted([candidates[p] for p in kept] + received, key=lambda group: group.position)
 
 
-class _Groups:
+class _GroupStream:
     """Whole groups in the order in which they were sampled, with more prompts added at any time."""
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        generator: RolloutGenerator,
         prompt_at: Callable[[int], Prompt],
         sampling: Sampling,
         group_size: int,
         index: int,
     ) -> None:
-        self.producer, self.prompt_at, self.sampling = producer, prompt_at, sampling
+        self.generator, self.prompt_at, self.sampling = generator, prompt_at, sampling
         self.group_size, self.index = group_size, index
         self.completions: dict[int, list[Completion]] = {}
-        self._parts: dict[int, list[Completion]] = {}
-        self._open: deque[Iterator[Completion]] = deque()
+        self._incomplete: dict[int, list[Completion]] = {}
+        self._generations: deque[Iterator[Completion]] = deque()
         self._scores: deque[tuple[int, Future[Scored]]] = deque()
 
-    def add(self, places: Sequence[int]) -> None:
-        """Ask for the prompts at these places too."""
-        make = self.producer.request
-        requests = [make(p, p, self.prompt_at(p), self.group_size, self.index) for p in places]
-        self._parts |= {place: [] for place in places}
-        self._open.append(self.producer.sampled(requests, self.sampling))
+    def add(self, positions: Sequence[int]) -> None:
+        """Ask for the prompts at these positions too."""
+        if not positions:
+            return
+        make = self.generator.request
+        requests = [make(p, p, self.prompt_at(p), self.group_size, self.index) for p in positions]
+        self._incomplete |= {position: [] for position in positions}
+        self._generations.append(self.generator.generate(requests, self.sampling))
 
     def next(self) -> tuple[int, Scored] | None:
-        """Place and scores of the next group; None if nothing is under way."""
-        while self._open and len(self._scores) <= LAG:
-            completion = next(self._open[0], None)
+        """Return position and scores of the next group; None if nothing is under way."""
+        while self._generations and len(self._scores) <= MAX_PENDING_SCORES:
+            completion = next(self._generations[0], None)
             if completion is None:
-                self._open.popleft()
+                self._generations.popleft()
                 continue
-            self._open.rotate(-1)
-            place = completion.request
-            group = self._parts[place]
+            self._generations.rotate(-1)
+            position = completion.request
+            group = self._incomplete[position]
             group.append(completion)
             if len(group) == self.group_size:
-                del self._parts[place]
-                self.completions[place] = sorted(group, key=lambda c: c.sample)
-                self._scores.append((place, self.producer.scored(self.prompt_at(place), self.completions[place])))
+                del self._incomplete[position]
+                group = self.completions[position] = sorted(group, key=lambda c: c.sample)
+                self._scores.append((position, self.generator.score_group(self.prompt_at(position), group)))
         if not self._scores:
-            if self._parts:
-                raise RuntimeError(f"the engine ended with {len(self._parts)} groups incomplete")
+            if self._incomplete:
+                raise RuntimeError(f"the engine ended with {len(self._incomplete)} groups incomplete")
             return None
-        place, future = self._scores.popleft()
-        return place, future.result()
+        position, future = self._scores.popleft()
+        return position, future.result()
 
     def close(self) -> None:
         """Cancel what is under way."""
-        for generation in self._open:
+        for generation in self._generations:
             # An iterator by its type, a generator in fact.
             generation.close()  # type: ignore[attr-defined]
         for _, future in self._scores:
             future.cancel()
+
+
+def prompts_to_ask(groups: int, mixed: int, scored: int) -> int:
+    """Return how many prompts to have under way: the missing groups over the share of mixed ones so far."""
+    missing = groups - mixed
+    expected = missing if not scored else math.ceil(missing * scored / max(1, mixed))
+    return max(missing, min(expected, MOST_AT_ONCE * groups))
+
+
+def choose_groups(mixed_at: dict[int, bool], groups: int, rounds: int, on_short: OnShort) -> list[int]:
+    """Return the positions of the groups of the rollout, in order.
+
+    Raises:
+        StopRun: see :meth:`DynamicSampler.sample`.
+    """
+    mixed = sum(mixed_at.values())
+    good = sorted(position for position, is_mixed in mixed_at.items() if is_mixed)[:groups]
+    if mixed >= groups:
+        return good
+    what = f"{len(mixed_at)} prompts in {rounds} rounds gave {mixed} of {groups} groups with unequal rewards"
+    if on_short == "error" or not mixed:
+        raise StopRun(f"dynamic sampling: {what}; the prompts are solved, far too hard, or their rewards are broken")
+    rank_zero_warn(
+        f"dynamic sampling: {what}. The rollout is filled up with groups of equal rewards, which teach nothing "
+        "(sampling/short counts them). Raise data.max_generation_rounds, or choose prompts of another difficulty."
+    )
+    uniform = sorted(position for position, is_mixed in mixed_at.items() if not is_mixed)
+    return sorted(good + uniform[: groups - mixed])
+
+
+def split_groups(rollout: Rollout, positions: Sequence[int]) -> list[CandidateGroup]:
+    """Return the groups of a rollout, at these positions."""
+    size = rollout.group_size
+    return [
+        CandidateGroup(
+            position,
+            prompt,
+            rollout.completions[g * size : (g + 1) * size],
+            rollout.texts[g * size : (g + 1) * size],
+            {name: values[g * size : (g + 1) * size] for name, values in rollout.rewards.items()},
+            rollout.reward[g * size : (g + 1) * size],
+            None if rollout.no_answer is None else rollout.no_answer[g * size : (g + 1) * size],
+        )
+        for g, (position, prompt) in enumerate(zip(positions, rollout.prompts, strict=True))
+    ]
+
+
+def join_groups(groups: Sequence[CandidateGroup], like: Rollout, metrics: dict[str, float]) -> Rollout:
+    """Return one rollout of whole groups; its completions are numbered anew."""
+    return replace(
+        like,
+        prompts=[group.prompt for group in groups],
+        completions=[replace(c, request=g) for g, group in enumerate(groups) for c in group.completions],
+        texts=[text for group in groups for text in group.texts],
+        rewards={name: torch.cat([group.rewards[name] for group in groups]) for name in like.rewards},
+        reward=torch.cat([group.reward for group in groups]),
+        no_answer=None
+        if like.no_answer is None
+        else torch.cat([group.no_answer for group in groups if group.no_answer is not None]),
+        metrics=metrics,
+    )

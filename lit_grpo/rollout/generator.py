@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine
+from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.combine import OnError, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
@@ -26,7 +26,7 @@ Scored = tuple[list[str], dict[str, list[Score]]]
 
 
 class Cancelled(Exception):  # noqa: N818 - it is an order, not an error
-    """The producer was closed while a rollout was being made in another thread."""
+    """The generator was closed while a rollout was being made in another thread."""
 
 
 class PolicySource(Protocol):
@@ -37,7 +37,42 @@ class PolicySource(Protocol):
     def named_weights(self) -> NamedWeights: ...
 
 
-class RolloutProducer:
+class RolloutSource(Protocol):
+    """Where the train loader's rollouts come from: generated, or the solutions of the data."""
+
+    seed: int
+    """Of the run; the order of prompts derives from it."""
+    policy: PolicySource
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next rollout is made with, unless it is synced first."""
+        ...
+
+    def produce(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        group_size: int,
+        *,
+        index: int,
+        purpose: str = "train",
+        positions: Sequence[int | str] | None = None,
+        sync: bool = True,
+    ) -> Rollout:
+        """Make rollout ``index`` of ``group_size`` completions of every prompt."""
+        ...
+
+    def sync(self) -> float:
+        """Bring the weights up to date and return the seconds that it took."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the memory that the learner may use until the next rollout."""
+        ...
+
+
+class RolloutGenerator:
     """Turns prompts into scored rollouts of whole groups.
 
     Args:
@@ -45,7 +80,7 @@ class RolloutProducer:
         policy: where the weights come from.
         tokenizer: decodes each completion once, for the rewards.
         rewards: named and weighted.
-        seed: of the run. The seeds of a completion derive from (seed, purpose, rollout, place of the prompt, sample).
+        seed: of the run. The seeds of a completion derive from (seed, purpose, rollout, position, sample).
         on_reward_error: ``raise`` or ``zero``, see :func:`lit_grpo.rewards.score_all`.
         retries: how often sampling is tried again when memory ran out. Only what has not been delivered is asked
             for, with the seeds it had, in ever smaller portions: half as many samples at once each time.
@@ -67,6 +102,8 @@ class RolloutProducer:
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
         self.retries, self.sleep_level = retries, sleep_level
+        if sleep_level and not isinstance(engine, SleepingEngine):
+            raise ValueError(f"{type(engine).__name__} cannot sleep")
         self._engine_lock = threading.RLock()  # several generations of one thread may be open
         """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
         self._closing = threading.Event()
@@ -80,7 +117,7 @@ class RolloutProducer:
         *,
         index: int,
         purpose: str = "train",
-        places: Sequence[int | str] | None = None,
+        positions: Sequence[int | str] | None = None,
         sync: bool = True,
     ) -> Rollout:
         """Sample ``group_size`` completions of every prompt, and score them.
@@ -91,7 +128,7 @@ class RolloutProducer:
             group_size: samples of each prompt.
             index: number of the rollout; part of every seed.
             purpose: keeps the random numbers of training and evaluation apart.
-            places: place of each prompt among those of all ranks, part of its seeds, so that what is sampled does not
+            positions: of each prompt among those of all ranks, part of its seeds, so that what is sampled does not
                 depend on how prompts are spread over ranks; in evaluation its id; None: 0, 1, 2, ...
             sync: bring the engine's weights up to date first. False in a thread beside the learner, which may be
                 changing them.
@@ -99,22 +136,22 @@ class RolloutProducer:
         Raises:
             EngineError: the engine failed and went on failing.
         """
-        places = range(len(prompts)) if places is None else places
+        positions = range(len(prompts)) if positions is None else positions
         seconds_sync = self.sync() if sync else 0.0
         requests = [
-            self.request(i, place, prompt, group_size, index, purpose)
-            for i, (place, prompt) in enumerate(zip(places, prompts, strict=True))
+            self.request(i, position, prompt, group_size, index, purpose)
+            for i, (position, prompt) in enumerate(zip(positions, prompts, strict=True))
         ]
         started = time.perf_counter()
         groups: list[list[Completion | None]] = [[None] * group_size for _ in prompts]
         missing = [group_size] * len(prompts)
         scores: list[Future[Scored] | None] = [None] * len(prompts)
-        for completion in self.sampled(requests, sampling):
+        for completion in self.generate(requests, sampling):
             i = completion.request
             groups[i][completion.sample] = completion
             missing[i] -= 1
             if not missing[i]:  # a whole group: score it while the engine goes on
-                scores[i] = self.scored(prompts[i], [c for c in groups[i] if c is not None])
+                scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None])
         if any(missing):
             raise RuntimeError(f"the engine ended with {sum(missing)} completions missing")
         sampled = time.perf_counter()
@@ -123,25 +160,25 @@ class RolloutProducer:
 
         times = {"sync": seconds_sync, "generate": sampled - started, "reward": rewarded - sampled}
         whole = [[c for c in group if c is not None] for group in groups]
-        return self.assemble(prompts, whole, results, sampling, index, times)
+        return self.build_rollout(prompts, whole, results, sampling, index, times, group_size)
 
     def request(
-        self, number: int, place: int | str, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
+        self, number: int, position: int | str, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
     ) -> Request:
-        """What the engine is asked for one prompt. Its seeds derive from the prompt's place in the rollout."""
-        seeds = (derive_seed(self.seed, purpose, index, place, sample) for sample in range(group_size))
+        """Return what the engine is asked for one prompt; seeds derive from its position in the rollout."""
+        seeds = (derive_seed(self.seed, purpose, index, position, sample) for sample in range(group_size))
         return Request(number, prompt.token_ids, tuple(seeds))
 
-    def scored(self, prompt: Prompt, group: list[Completion]) -> Future[Scored]:
-        """Texts and scores of a whole group, made in another thread while the engine goes on."""
+    def score_group(self, prompt: Prompt, group: list[Completion]) -> Future[Scored]:
+        """Decode and score a whole group in another thread, while the engine goes on."""
         return self._scorers.submit(self._score, prompt, group)
 
     def totals(self, result: Scored) -> list[float]:
-        """The weighted sum of the rewards of each completion of a group."""
+        """Return the weighted sum of the rewards of each completion of a group."""
         columns = [[reward.weight * score.value for score in result[1][reward.name]] for reward in self.rewards]
         return [sum(row) for row in zip(*columns, strict=True)]
 
-    def assemble(
+    def build_rollout(
         self,
         prompts: Sequence[Prompt],
         groups: Sequence[Sequence[Completion]],
@@ -149,8 +186,9 @@ class RolloutProducer:
         sampling: Sampling,
         index: int,
         times: dict[str, float],
+        group_size: int,
     ) -> Rollout:
-        """A rollout of whole, scored groups, one for each prompt."""
+        """Build a rollout of whole, scored groups, one for each prompt."""
         completions = [c for group in groups for c in group]
         rewards, total, metrics = self._combine([by_name for _, by_name in results])
         metrics |= {f"time/{part}": seconds for part, seconds in times.items()}
@@ -163,21 +201,26 @@ class RolloutProducer:
             rewards=rewards,
             reward=total,
             no_answer=self._without_answer([by_name for _, by_name in results]),
-            group_size=len(groups[0]) if groups else 1,
+            group_size=group_size,
             temperature=sampling.temperature or 1.0,
             metrics=metrics,
         )
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in the engine."""
+        return self.engine.policy_version
+
     def sync(self) -> float:
-        """Bring the engine's weights up to date; seconds it took."""
+        """Bring the engine's weights up to date and return the seconds that it took."""
         started = time.perf_counter()
         with self._engine_lock:
             if self.engine.policy_version != self.policy.policy_version:
                 self.engine.sync(self.policy.named_weights(), self.policy.policy_version)
         return time.perf_counter() - started
 
-    def sampled(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """What the engine yields, each sample once, also where it has to be asked again after a failure."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield every sample once, also where the engine has to be asked again after a failure."""
         left = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
         with self._engine_lock:
             for attempt in range(self.retries + 1):
@@ -201,11 +244,11 @@ class RolloutProducer:
                         f"{max(1, len(left) >> (attempt + 1))} at a time."
                     )
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Let an engine that can sleep give its memory to the learner until it is asked again."""
-        if self.sleep_level:
+        if self.sleep_level and isinstance(self.engine, SleepingEngine):
             with self._engine_lock:
-                cast(Any, self.engine).sleep(self.sleep_level)
+                self.engine.sleep(self.sleep_level)
 
     def _score(self, prompt: Prompt, group: list[Completion]) -> Scored:
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]

@@ -6,18 +6,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lit_grpo.rollout.curriculum import RunningDifficulty
-from lit_grpo.rollout.dynamic_sampling import active_sampling
-from lit_grpo.rollout.generator import RolloutProducer
-from lit_grpo.rollout.prompt_order import Order, Picks, make_order
+from lit_grpo.rollout.dynamic_sampling import DynamicSampler, Gather, OnShort, SamplingResult, no_exchange, split_groups
+from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
+from lit_grpo.rollout.prompt_order import Order, PromptCursor, make_order
 from lit_grpo.rollout.prompt_order import PromptOrder as PromptOrder
-from lit_grpo.rollout.refill import Gather, OnShort, Refilled, alone, refill, split
 from lit_grpo.types import Prompt, Rollout, Sampling
 
 
-class Made(NamedTuple):
+class ProducedRollout(NamedTuple):
     """A rollout and what was done with prompts to make it."""
 
     rollout: Rollout
@@ -26,7 +26,7 @@ class Made(NamedTuple):
     skipped: list[str]
     """Ids of those that dynamic sampling left out."""
     outcomes: list[tuple[int, str, float]]
-    """Place, id and pass rate of every prompt sampled, over all ranks; empty where nobody asks."""
+    """Position, id and pass rate of every prompt sampled, over all ranks; empty where nobody asks."""
 
 
 class RolloutLoader:
@@ -34,13 +34,13 @@ class RolloutLoader:
 
     Without ``__len__`` Lightning would fetch one batch ahead, sampled with weights one step old.
 
-    With ``ahead`` above 0 the next rollouts are sampled in a thread while the learner trains on this one. Weights go to
-    the engine only between two steps, when the learner stands still, and no rollout is sampled with weights more than
-    ``ahead`` rollouts older than those it will train. A checkpoint holds no rollout that was not trained on: a resumed
-    run samples those anew, with the newest weights.
+    With ``num_prefetch`` above 0 the next rollouts are sampled in a thread while the learner trains on this one.
+    Weights go to the engine only between two steps, when the learner stands still, and no rollout is sampled with
+    weights more than ``num_prefetch`` rollouts older than those it will train. A checkpoint holds no rollout that was
+    not trained on: a resumed run samples those anew, with the newest weights.
 
     Args:
-        producer: makes the rollouts.
+        source: makes the rollouts.
         prompts: all training prompts.
         count: rollouts in the run.
         prompts_per_rollout: over all ranks.
@@ -48,18 +48,19 @@ class RolloutLoader:
         sampling: how to draw.
         rank: of this process.
         world_size: number of processes; divides ``prompts_per_rollout``.
-        dynamic: go on sampling until all groups have unequal rewards, see :func:`lit_grpo.rollout.refill.refill`.
-        max_rounds: bound on the rounds of that.
-        on_short: what happens then.
+        dynamic: go on sampling until all groups have unequal rewards, see
+            :class:`lit_grpo.rollout.dynamic_sampling.DynamicSampler`.
+        max_rounds: with ``dynamic``: at most ``max_rounds * prompts_per_rollout`` prompts are tried.
+        on_short: with ``dynamic``: what happens if they do not suffice.
         gather: exchange over ranks, needed by ``dynamic`` and ``difficulty``.
         weights: share of each source in the prompts; None: all are shuffled together.
         difficulty: passes over prompts that are too easy or too hard.
-        ahead: rollouts that may be sampled before their turn.
+        num_prefetch: rollouts that may be sampled before their turn.
     """
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        source: RolloutSource,
         prompts: Sequence[Prompt],
         *,
         count: int,
@@ -71,29 +72,44 @@ class RolloutLoader:
         dynamic: bool = False,
         max_rounds: int = 10,
         on_short: OnShort = "fill",
-        gather: Gather = alone,
+        gather: Gather = no_exchange,
         weights: Mapping[str, float] | None = None,
         difficulty: RunningDifficulty | None = None,
-        ahead: int = 0,
+        num_prefetch: int = 0,
     ) -> None:
-        self.producer, self.prompts, self.count = producer, prompts, count
+        self.source, self.prompts, self.count = source, prompts, count
         self.prompts_per_rollout, self.group_size, self.sampling = prompts_per_rollout, group_size, sampling
         self.rank, self.world_size = rank, world_size
-        self.order: Order = make_order(prompts, producer.seed, weights)
+        self.order: Order = make_order(prompts, source.seed, weights)
         self.difficulty = difficulty
         names = tuple(dict.fromkeys(prompt.source for prompt in prompts))
         self.sources = names if len(names) > 1 else ()
-        self.dynamic, self.max_rounds, self.on_short, self.gather = dynamic, max_rounds, on_short, gather
-        self.ahead = ahead
+        self.gather = gather
+        self.sampler: DynamicSampler | None = None
+        if dynamic:
+            if not isinstance(source, RolloutGenerator):
+                raise ValueError("dynamic sampling needs a source that generates")
+            self.sampler = DynamicSampler(
+                source,
+                sampling,
+                group_size,
+                prompts_per_rollout,
+                rank=rank,
+                world_size=world_size,
+                gather=gather,
+                max_rounds=max_rounds,
+                on_short=on_short,
+            )
+        self.num_prefetch = num_prefetch
         self.next_rollout = 0
         self.produced = 0
         """Rollouts of all epochs; ``next_rollout`` starts again with each."""
         self.position = 0
-        """Place in the order, over all ranks: prompts that were left out or passed over are behind it too."""
+        """Position in the order, over all ranks: prompts that were left out or passed over are behind it too."""
         self.skipped: Counter[str] = Counter()
         """How often dynamic sampling left out each prompt, by id."""
-        self._life = 0
-        """Counts restored states: what was sampled ahead in another life is dropped."""
+        self._restore_generation = 0
+        """Number of ``load_state_dict`` calls so far: rollouts sampled before the last one are dropped."""
 
     def __len__(self) -> int:
         return self.count
@@ -101,7 +117,7 @@ class RolloutLoader:
     def __iter__(self) -> Iterator[Rollout]:
         if self.next_rollout >= self.count:  # another epoch over the same number of rollouts
             self.next_rollout = 0
-        for made in self._ahead() if self.ahead else self._one_by_one():
+        for made in self._prefetched() if self.num_prefetch else self._one_by_one():
             # Before the yield: Lightning stops asking after the last item, so nothing behind it would run. All at once
             # and only here: a run cut in the middle of a rollout begins that rollout again.
             self.next_rollout += 1
@@ -112,20 +128,20 @@ class RolloutLoader:
                 self.difficulty.update(made.outcomes)
             yield made.rollout
 
-    def _one_by_one(self) -> Iterator[Made]:
+    def _one_by_one(self) -> Iterator[ProducedRollout]:
         while self.next_rollout < self.count:
             made = self._make(self.produced, self.position, self.difficulty)
-            self.producer.rest()
+            self.source.sleep()
             yield made
 
-    def _ahead(self) -> Iterator[Made]:
+    def _prefetched(self) -> Iterator[ProducedRollout]:
         """Rollouts in order; while the learner has one, the next ones are sampled in a thread."""
-        waiting: deque[Future[Made]] = deque()
+        waiting: deque[Future[ProducedRollout]] = deque()
         worker = ThreadPoolExecutor(1, "rollout")
-        life, index, end, seconds_sync = -1, 0, 0, 0.0
+        generation, index, end, seconds_sync = -1, 0, 0, 0.0
         rates = self.difficulty  # as of the last rollout made, not of the last one given out
 
-        def make(which: int) -> Made:
+        def make(which: int) -> ProducedRollout:
             nonlocal end  # of the prompts taken so far; touched by the one worker thread alone
             made = self._make(which, end, rates, sync=False)
             end += made.prompts
@@ -135,82 +151,66 @@ class RolloutLoader:
 
         def submit(steps_until_trained: int) -> None:
             nonlocal index, seconds_sync
-            trained_at = self.producer.policy.policy_version + steps_until_trained
-            too_old = trained_at - self.producer.engine.policy_version > self.ahead
+            trained_at = self.source.policy.policy_version + steps_until_trained
+            too_old = trained_at - self.source.policy_version > self.num_prefetch
             # The learner stands still here, so its weights may be read; but the engine must stand still too.
             if too_old or all(future.done() for future in waiting):
                 wait(waiting)
-                seconds_sync += self.producer.sync()
+                seconds_sync += self.source.sync()
             waiting.append(worker.submit(make, index))
             index += 1
 
         try:
             while self.next_rollout < self.count:
-                if life != self._life:
+                if generation != self._restore_generation:
                     for future in waiting:
                         future.cancel()
                     wait(waiting)
                     waiting.clear()
-                    life, index, end = self._life, self.produced, self.position
+                    generation, index, end = self._restore_generation, self.produced, self.position
                     rates = None if self.difficulty is None else self.difficulty.copy()
                 if not waiting:
                     submit(0)
                 started = time.perf_counter()
                 made = waiting.popleft().result()
                 waited = time.perf_counter() - started
-                while len(waiting) < self.ahead and self.next_rollout + 1 + len(waiting) < self.count:
+                while len(waiting) < self.num_prefetch and self.next_rollout + 1 + len(waiting) < self.count:
                     submit(1 + len(waiting))
-                made.rollout.metrics |= {"time/wait": waited, "time/sync": seconds_sync}
+                metrics = made.rollout.metrics | {"time/wait": waited, "time/sync": seconds_sync}
+                made = made._replace(rollout=replace(made.rollout, metrics=metrics))
                 seconds_sync = 0.0
                 yield made
         finally:
             worker.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, index: int, position: int, rates: RunningDifficulty | None, sync: bool = True) -> Made:
-        """This rank's part of rollout ``index``, and how far in the order all ranks went for it."""
-        picks = Picks(self.order, position, rates.accepts if rates is not None else None)
-        full = self._sample(picks, index, sync)
+    def _make(self, index: int, position: int, rates: RunningDifficulty | None, sync: bool = True) -> ProducedRollout:
+        """Make this rank's part of rollout ``index``, from a position of the order on."""
+        cursor = PromptCursor(self.order, position, rates.accepts if rates is not None else None)
+        result = self._sample(lambda offset: self.prompts[cursor[offset]], index, sync)
         outcomes: list[tuple[int, str, float]] = []
+        metrics = dict(result.rollout.metrics)
         if rates is not None:
-            outcomes = [one for told in self.gather(rates.outcome(full.tried)) for one in told]
-            full.rollout.metrics |= rates.metrics()
-            full.rollout.metrics["difficulty/passed_over"] = float(picks.used(full.prompts) - full.prompts)
-        full.rollout.sources = self.sources
-        skipped = [self.prompts[picks[place]].id for place in full.skipped]
-        return Made(full.rollout, picks.used(full.prompts), skipped, outcomes)
+            outcomes = [one for of_rank in self.gather(rates.outcome(result.tried)) for one in of_rank]
+            metrics |= rates.metrics()
+            metrics["difficulty/passed_over"] = float(cursor.used(result.prompts) - result.prompts)
+        rollout = replace(result.rollout, metrics=metrics, sources=self.sources)
+        skipped = [self.prompts[cursor[offset]].id for offset in result.skipped]
+        return ProducedRollout(rollout, cursor.used(result.prompts), skipped, outcomes)
 
-    def _sample(self, picks: Picks, index: int, sync: bool) -> Refilled:
-        def sample(places: Sequence[int]) -> Rollout:
-            """A rollout of the prompts at these places."""
-            chosen = [self.prompts[picks[place]] for place in places]
-            return self.producer.produce(chosen, self.sampling, self.group_size, index=index, places=places, sync=sync)
-
-        if self.dynamic and self.world_size == 1:
-            return active_sampling(
-                self.producer,
-                lambda place: self.prompts[picks[place]],
-                self.sampling,
-                self.group_size,
-                index=index,
-                groups=self.prompts_per_rollout,
-                max_rounds=self.max_rounds,
-                on_short=self.on_short,
-                sync=sync,
-            )
-        if self.dynamic:
-            return refill(
-                sample,
-                groups=self.prompts_per_rollout,
-                rank=self.rank,
-                world_size=self.world_size,
-                gather=self.gather,
-                max_rounds=self.max_rounds,
-                on_short=self.on_short,
-            )
+    def _sample(self, prompt_at: Callable[[int], Prompt], index: int, sync: bool) -> SamplingResult:
+        if self.sampler is not None:
+            return self.sampler.sample(prompt_at, index=index, sync=sync)
         share = self.prompts_per_rollout // self.world_size
-        places = range(self.rank * share, (self.rank + 1) * share)
-        rollout = sample(places)
-        return Refilled(rollout, self.prompts_per_rollout, [], split(rollout, places))
+        positions = range(self.rank * share, (self.rank + 1) * share)
+        rollout = self.source.produce(
+            [prompt_at(p) for p in positions],
+            self.sampling,
+            self.group_size,
+            index=index,
+            positions=positions,
+            sync=sync,
+        )
+        return SamplingResult(rollout, self.prompts_per_rollout, [], split_groups(rollout, positions))
 
     def state_dict(self) -> dict[str, Any]:
         """Which prompts were used follows from the position, since their order does from the seed."""
@@ -224,7 +224,7 @@ class RolloutLoader:
         self.skipped = Counter(state.get("skipped", {}))
         if self.difficulty is not None:
             self.difficulty.load_state_dict(state.get("difficulty", {}))
-        self._life += 1
+        self._restore_generation += 1
 
 
 class EvaluationLoader:
@@ -242,12 +242,12 @@ class EvaluationLoader:
         rank: of this process.
         world_size: number of processes.
         purpose: keeps the random numbers of different evaluations apart.
-        finish: adds to a scored rollout what the evaluation needs, given the seeds of its completions.
+        finish: returns a scored rollout with what the evaluation needs, given the seeds of its completions.
     """
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        producer: RolloutGenerator,
         prompts: Sequence[Prompt],
         *,
         batch_prompts: int,
@@ -256,7 +256,7 @@ class EvaluationLoader:
         rank: int = 0,
         world_size: int = 1,
         purpose: str = "val",
-        finish: Callable[[Rollout, list[int]], None] | None = None,
+        finish: Callable[[Rollout, list[int]], Rollout] | None = None,
     ) -> None:
         self.producer, self.sampling, self.group_size, self.purpose = producer, sampling, group_size, purpose
         self.finish = finish
@@ -271,13 +271,12 @@ class EvaluationLoader:
         for number, batch in enumerate(self._batches, 1):
             ids = [prompt.id for prompt in batch]
             rollout = self.producer.produce(
-                batch, self.sampling, self.group_size, index=0, purpose=self.purpose, places=ids
+                batch, self.sampling, self.group_size, index=0, purpose=self.purpose, positions=ids
             )
-            rollout.group_size = self.group_size  # of an empty batch too
             if self.finish is not None:
-                self.finish(rollout, [seed for prompt in batch for seed in self._seeds(prompt)])
+                rollout = self.finish(rollout, [seed for prompt in batch for seed in self._seeds(prompt)])
             if number == len(self._batches):
-                self.producer.rest()
+                self.producer.sleep()
             yield rollout
 
     def _seeds(self, prompt: Prompt) -> tuple[int, ...]:

@@ -29,11 +29,11 @@ class PromptOrder:
         self._order: list[int] = []
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self.count)
+        epoch, offset = divmod(position, self.count)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derive_seed(self.purpose, self.seed, epoch))
             self._order, self._epoch = torch.randperm(self.count, generator=generator).tolist(), epoch
-        return self._order[place]
+        return self._order[offset]
 
 
 class MixedOrder:
@@ -57,11 +57,11 @@ class MixedOrder:
         self._sources: list[int] = []
 
     def __getitem__(self, position: int) -> int:
-        block, place = divmod(position, _BLOCK)
+        block, offset = divmod(position, _BLOCK)
         if block != self._block:
             self._sources, self._block = self._fill(block), block
-        source = self._sources[place]
-        earlier = self._given[block][source] + self._sources[:place].count(source)
+        source = self._sources[offset]
+        earlier = self._given[block][source] + self._sources[:offset].count(source)
         return self.members[source][self._orders[source][earlier]]
 
     def _fill(self, block: int) -> list[int]:
@@ -93,7 +93,7 @@ def make_order(prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float
     return MixedOrder(list(members.values()), list(weights.values()), seed)
 
 
-class Picks:
+class PromptCursor:
     """Prompts from ``start`` on in an order, without those that are passed over.
 
     Args:
@@ -107,14 +107,14 @@ class Picks:
         self._taken: list[tuple[int, int]] = []  # position, number of the prompt
         self._next = start
 
-    def __getitem__(self, place: int) -> int:
-        """Number of the prompt so many places after the first."""
-        while len(self._taken) <= place:
+    def __getitem__(self, offset: int) -> int:
+        """Return the number of the prompt so many taken prompts after the first."""
+        while len(self._taken) <= offset:
             number = self.order[self._next]
             if self.accepts is None or self.accepts(number, self._next):
                 self._taken.append((self._next, number))
             self._next += 1
-        return self._taken[place][1]
+        return self._taken[offset][1]
 
     def used(self, count: int) -> int:
         """Positions that the first ``count`` prompts took up, those passed over before them included."""

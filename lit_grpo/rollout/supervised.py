@@ -127,8 +127,8 @@ def encode_demonstrations(
     return found
 
 
-class DemonstrationProducer:
-    """Stands where :class:`lit_grpo.rollout.generator.RolloutProducer` does, and gives solutions instead of samples.
+class SupervisedSource:
+    """A :class:`lit_grpo.rollout.generator.RolloutSource` that gives the solutions of the data instead of samples.
 
     The rollouts have no rewards (``rewards`` is empty, ``reward`` is 1 for each) and no sampler log-probabilities; they
     carry the present policy version, as nothing in them depends on the weights.
@@ -146,9 +146,17 @@ class DemonstrationProducer:
         self.solutions, self.policy, self.tokenizer, self.seed = solutions, policy, tokenizer, seed
 
     def produce(
-        self, prompts: Sequence[Prompt], sampling: Sampling, group_size: int, *, index: int, **_: Any
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        group_size: int,
+        *,
+        index: int,
+        purpose: str = "train",
+        positions: Sequence[int | str] | None = None,
+        sync: bool = True,
     ) -> Rollout:
-        """The solutions of ``prompts``, one each."""
+        """Make a rollout of the solutions of ``prompts``, one each."""
         if group_size != 1:
             raise ValueError(f"a prompt has one solution, not {group_size}")
         version = self.policy.policy_version
@@ -167,5 +175,14 @@ class DemonstrationProducer:
             metrics={"tokens": float(sum(len(c.token_ids) for c in completions))},
         )
 
-    def rest(self) -> None:
-        """No engine, nothing to put to sleep."""
+    @property
+    def policy_version(self) -> int:
+        """The learner's own version: solutions are as new as the newest weights."""
+        return self.policy.policy_version
+
+    def sync(self) -> float:
+        """Do nothing: there is no engine to hand weights to."""
+        return 0.0
+
+    def sleep(self) -> None:
+        """Do nothing: there is no engine that holds memory."""

@@ -22,7 +22,7 @@ from lit_grpo.learner.engine_agreement import GuardConfig
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
 from lit_grpo.rewards import ExactMatch
-from lit_grpo.rollout.generator import RolloutProducer
+from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.types import Rollout, Sampling
 from scripts.diagnosis.cases import Case, Job, find
 from scripts.diagnosis.sabotage import Sabotage
@@ -41,7 +41,7 @@ class SabotagedData(RolloutDataModule):
         self._sabotage = sabotage
 
     @property
-    def producer(self) -> RolloutProducer:
+    def producer(self) -> RolloutGenerator:
         fresh = self._producer is None
         producer = super().producer
         if fresh:

@@ -113,7 +113,7 @@ def main() -> None:
     Passes.fill = clock.timed(Passes.fill, "other passes")  # type: ignore[method-assign]
     if work.exact_length:
         lit_grpo.datamodule.end_token_ids = lambda *_: ()  # type: ignore[assignment]
-    produce = lit_grpo.datamodule.RolloutProducer.sampled
+    produce = lit_grpo.datamodule.RolloutGenerator.generate
 
     def sampled(*args: Any, **kwargs: Any) -> Any:
         """CPU seconds of sampling, a generator that others work between."""
@@ -121,8 +121,8 @@ def main() -> None:
         step = clock.timed(lambda: next(made, None), "generate")
         return iter(step, None)
 
-    lit_grpo.datamodule.RolloutProducer.sampled = sampled  # type: ignore[method-assign,assignment]
-    score = lit_grpo.datamodule.RolloutProducer._score
+    lit_grpo.datamodule.RolloutGenerator.generate = sampled  # type: ignore[method-assign,assignment]
+    score = lit_grpo.datamodule.RolloutGenerator._score
 
     def scored(*args: Any) -> Any:
         """In a thread of its own."""
@@ -131,8 +131,8 @@ def main() -> None:
         clock.add("reward", time.perf_counter() - before[0], time.thread_time() - before[1])
         return made
 
-    lit_grpo.datamodule.RolloutProducer._score = scored  # type: ignore[method-assign]
-    lit_grpo.datamodule.RolloutProducer.sync = clock.timed(lit_grpo.datamodule.RolloutProducer.sync, "sync")  # type: ignore
+    lit_grpo.datamodule.RolloutGenerator._score = scored  # type: ignore[method-assign]
+    lit_grpo.datamodule.RolloutGenerator.sync = clock.timed(lit_grpo.datamodule.RolloutGenerator.sync, "sync")  # type: ignore
     module = LitGRPO(
         policy=PolicyConfig(**policy),
         # TRL's default loss: tokens of the whole step weigh alike, and 1e-4 is added to the standard deviation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,7 @@ def test_local_copies_have_the_questions_of_the_benchmark(name: str) -> None:
 def texts(*given: str, gold: str = "12") -> Rollout:
     count = len(given)
     rollout = tiny.rollout([0.0] * count, [2] * count, count)
-    rollout.prompts = [Prompt("p", "", (1,), gold)]
-    rollout.texts = list(given)
-    return rollout
+    return replace(rollout, prompts=[Prompt("p", "", (1,), gold)], texts=list(given))
 
 
 def test_right_answers_are_one_answer_and_wrong_ones_by_their_normal_form() -> None:
@@ -133,7 +132,8 @@ def test_right_answers_are_one_answer_and_wrong_ones_by_their_normal_form() -> N
     reward = MathReward(workers=1)
     try:
         items = [RewardInput(rollout.prompts[0], c, t) for c, t in zip(rollout.completions, rollout.texts, strict=True)]
-        rollout.rewards = {"math": torch.tensor([score.value for score in reward.score(items)])}
+        rewards = {"math": torch.tensor([score.value for score in reward.score(items)])}
+        rollout = replace(rollout, rewards=rewards)
         graded = grade(rollout, [reward], EvaluationPart("s", 6, TRAINING), list(range(6)))
     finally:
         reward.close()
@@ -154,7 +154,8 @@ def test_without_a_primary_reward_nothing_is_called_right() -> None:
 def test_the_log_probability_of_a_sample_is_the_mean_of_its_tokens() -> None:
     rollout = texts("a", "b", "c")
     logprobs = [(-1.0, -3.0), (-0.5,), ()]
-    rollout.completions = [Completion(0, i, (1,) * len(p), p, "stop", 0) for i, p in enumerate(logprobs)]
+    completions = [Completion(0, i, (1,) * len(p), p, "stop", 0) for i, p in enumerate(logprobs)]
+    rollout = replace(rollout, completions=completions)
     scores = selector_scores(rollout, "logprob")
     assert scores[0, :2].tolist() == [-2.0, -0.5]
     assert scores[0, 2].isnan()

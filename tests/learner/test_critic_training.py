@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,9 +47,7 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
         minibatch_prompts=size,
         micro_batch_size=3,
     )
-    batches = [rollout(seed=k) for k in range(rollouts)]
-    for place, batch in enumerate(batches):
-        batch.index = place
+    batches = [replace(rollout(seed=k), index=k) for k in range(rollouts)]
     module.prepare_for(rollouts=rollouts, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
     start(module)
     reference, watch = Reference(module, settings, RATE, CRITIC_RATE, EPS), Watch()

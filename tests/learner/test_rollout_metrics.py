@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_lost_end_tokens_and_shuffled_groups():
     lengths = torch.tensor([len(i) - 1 for i in IDS])
     assert audit(batch, lengths=lengths)["tokens/missing"] == pytest.approx(8 / sum(map(len, IDS)))
     assert audit(batch, group_ids=torch.tensor([0, 1] * 4))["groups/mixed_prompts"] == 0.5
-    batch.completions = [batch.completions[i] for i in (4, 1, 2, 3, 0, 5, 6, 7)]
+    batch = replace(batch, completions=[batch.completions[i] for i in (4, 1, 2, 3, 0, 5, 6, 7)])
     assert audit(batch)["groups/mixed_prompts"] == 2 / 8
 
 

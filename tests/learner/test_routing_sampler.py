@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.engines import EngineConfig, make_engine
+from lit_grpo.engines import EngineConfig, EngineContext, make_engine
 from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.forward import OptimizerStep
@@ -25,14 +25,16 @@ def sampled(module: Any, *, beside: bool = False) -> Any:
     """A rollout of 4 prompts of 2 completions each, sampled by the transformers engine, experts recorded."""
     engine = make_engine(
         EngineConfig(batch_size=5),  # cuts a group
-        policy=module.policy,
-        policy_config=module.policy_config,
-        tokenizer=None,
-        end_token_ids=(0, 3, 5, 7),
-        max_model_len=64,
-        seed=0,
-        beside_learner=beside,
-        experts=True,
+        EngineContext(
+            policy=module.policy,
+            policy_config=module.policy_config,
+            tokenizer=None,
+            end_token_ids=(0, 3, 5, 7),
+            max_model_len=64,
+            seed=0,
+            beside_learner=beside,
+            wants_experts=True,
+        ),
     )
     engine.sync(module.named_weights(), 0)
     batch = rollout()

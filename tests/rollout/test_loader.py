@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ from lit_grpo.errors import StopRun
 from lit_grpo.module import make_experience
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import pad_rows, share_prompts
-from lit_grpo.rollout.generator import RolloutProducer
+from lit_grpo.rollout.dynamic_sampling import prompts_to_ask
+from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.rollout.loader import EvaluationLoader, PromptOrder, RolloutLoader
-from lit_grpo.rollout.refill import ask
 from lit_grpo.types import Completion, Prompt, Request, Sampling, Score
 from tests import tiny
 from tests.tiny import EvenReward, Reward
@@ -69,8 +69,8 @@ class NoDecoder:
         return " ".join(map(str, ids))
 
 
-def producer(engine: Any, rewards: Sequence[Reward] | None = None, seed: int = 7) -> RolloutProducer:
-    return RolloutProducer(engine, Source(), NoDecoder(), rewards or [EvenReward()], seed)
+def producer(engine: Any, rewards: Sequence[Reward] | None = None, seed: int = 7) -> RolloutGenerator:
+    return RolloutGenerator(engine, Source(), NoDecoder(), rewards or [EvenReward()], seed)
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -317,24 +317,32 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
         except StopRun:
             assert not any(mixed[: 4 * max_rounds])
             return
+        one = next(iter(make()))
     rollouts, state = [rank[0][0] for rank in ranks], ranks[0][0][1]
     assert all(rank[0][1] == state for rank in ranks)
     metrics = rollouts[0].metrics
     taken = state["position"]
-    assert metrics["sampling/prompts"] == taken <= 12 * max_rounds
+    assert metrics["sampling/prompts"] == taken <= 4 * max_rounds
     assert metrics["sampling/rounds"] >= 1
-    assert world == 1 or metrics["sampling/rounds"] <= max_rounds
+    # The same groups, sampled with the same seeds, as one process takes.
+    by_prompt = {p.id: r.completions[3 * g : 3 * g + 3] for r in rollouts for g, p in enumerate(r.prompts)}
+    for g, prompt in enumerate(one.prompts):
+        if taken <= len(table):
+            ids = [c.token_ids for c in one.completions[3 * g : 3 * g + 3]]
+            assert [c.token_ids for c in by_prompt[prompt.id]] == ids
+    assert sorted(p.id for p in one.prompts) == sorted(p.id for r in rollouts for p in r.prompts)
+    assert one.metrics["sampling/prompts"] == taken
     assert all(len(r.prompts) == 4 // world for r in rollouts), "the same number on each rank"
     used = sorted(p.id for r in rollouts for p in r.prompts)
     good = [f"p{order[i]}" for i in range(taken) if mixed[i]]
     if len(good) >= 4:
         assert used == sorted(good[:4])
         assert (metrics["sampling/kept"], metrics["sampling/short"]) == (4, 0)
-        # One process: what lies behind the last prompt chosen counts as not used. Several: it is dropped.
-        assert metrics["sampling/surplus"] >= len(good) - 4
-        assert world > 1 or mixed[taken - 1]
+        # What lies behind the last prompt chosen counts as not used.
+        assert metrics["sampling/surplus"] >= len(good) - 4 == 0
+        assert mixed[taken - 1]
     else:
-        assert metrics["sampling/rounds"] == max_rounds if world > 1 else taken == 4 * max_rounds
+        assert taken == 4 * max_rounds
         flat = [f"p{order[i]}" for i in range(taken) if not mixed[i]]
         assert used == sorted(good + flat[: 4 - len(good)])
         assert (metrics["sampling/kept"], metrics["sampling/short"]) == (len(good), 4 - len(good))
@@ -350,17 +358,17 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
 
 
 def test_dynamic_sampling_asks_for_what_is_missing_over_the_share_so_far():
-    assert ask(8, 0, 0) == 8
-    assert ask(8, 4, 8) == 8, "4 missing, half of them mixed"
-    assert ask(8, 6, 8) == 3
-    assert ask(8, 0, 8) == ask(8, 1, 24) == 24, "at most three times the rollout"
+    assert prompts_to_ask(8, 0, 0) == 8
+    assert prompts_to_ask(8, 4, 8) == 8, "4 missing, half of them mixed"
+    assert prompts_to_ask(8, 6, 8) == 3
+    assert prompts_to_ask(8, 0, 8) == prompts_to_ask(8, 1, 24) == 24, "at most three times the rollout"
 
 
 def test_every_round_samples_with_seeds_of_its_own():
     table = [[1, 1]] * 8 + [[0, 1]] * 4
     loader = dynamic(table)
     rollouts = list(loader)
-    engine: Any = loader.producer.engine
+    engine = cast(Any, loader.source).engine
     seeds = [seed for request in engine.asked for seed in request.seeds]
     assert len(seeds) == len(set(seeds)) > 3 * 8
     # What was begun behind the last prompt chosen is not used up: the next rollout begins with it.

@@ -16,9 +16,9 @@ from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.data import AdditionPrompts, InMemoryPrompts, MixedPrompts
 from lit_grpo.errors import UserError
 from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty
-from lit_grpo.rollout.generator import RolloutProducer
+from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.rollout.loader import RolloutLoader
-from lit_grpo.rollout.prompt_order import MixedOrder, Picks, PromptOrder, make_order
+from lit_grpo.rollout.prompt_order import MixedOrder, PromptCursor, PromptOrder, make_order
 from lit_grpo.types import Prompt, Sampling
 from tests import tiny
 from tests.rollout.test_loader import NoDecoder, Source, SumReward, Told, on_ranks
@@ -54,12 +54,12 @@ def test_one_source_without_weights_is_in_the_order_it_always_was():
 
 def test_picks_pass_over_and_know_how_far_they_went():
     order = PromptOrder(10, 0)
-    picks = Picks(order, 5, lambda number, position: number % 2 == 0)
+    picks = PromptCursor(order, 5, lambda number, position: number % 2 == 0)
     expected = [(p, order[p]) for p in range(5, 40) if order[p] % 2 == 0]
     assert picks[3] == expected[3][1]
     assert [picks[i] for i in range(4)] == [number for _, number in expected[:4]]
     assert [picks.used(n) for n in range(5)] == [0, *(position + 1 - 5 for position, _ in expected[:4])]
-    plain = Picks(order, 5)
+    plain = PromptCursor(order, 5)
     assert [plain[i] for i in range(9)] == [order[5 + i] for i in range(9)]
     assert plain.used(9) == 9
 
@@ -69,7 +69,7 @@ def test_picks_pass_over_and_know_how_far_they_went():
 
 def loader(outcomes: Any, config: DifficultyConfig | None, **changes: Any) -> RolloutLoader:
     prompts = [Prompt(f"p{i}", "", (i,), "1") for i in range(len(outcomes))]
-    producer = RolloutProducer(Told(outcomes), Source(), NoDecoder(), [SumReward()], 7)
+    producer = RolloutGenerator(Told(outcomes), Source(), NoDecoder(), [SumReward()], 7)
     difficulty = None if config is None else RunningDifficulty(config, prompts, [SumReward()], 7)
     options: dict[str, Any] = {
         "count": 40, "prompts_per_rollout": 4, "group_size": len(outcomes[0]), "sampling": Sampling(),
@@ -123,10 +123,12 @@ def test_the_rate_runs_and_visits_are_counted():
 @pytest.mark.slow
 def test_a_loader_with_difficulty_goes_on_where_the_other_would_have(dynamic, ahead):
     config = DifficultyConfig(floor=0.2)
-    make = lambda: loader(TABLE, config, count=12, dynamic=dynamic, ahead=ahead)  # noqa: E731
+    make = lambda: loader(TABLE, config, count=12, dynamic=dynamic, num_prefetch=ahead)  # noqa: E731
     names = lambda rollouts: [[p.id for p in r.prompts] for r in rollouts]  # noqa: E731
     straight = names(make())
-    assert straight != names(loader(TABLE, None, count=12, dynamic=dynamic, ahead=ahead)), "something is passed over"
+    assert straight != names(loader(TABLE, None, count=12, dynamic=dynamic, num_prefetch=ahead)), (
+        "something is passed over"
+    )
     for cut in (1, 5, 11):
         first = make()
         iterator = iter(first)  # held, or what is sampled ahead would be cancelled

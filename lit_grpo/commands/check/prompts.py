@@ -32,7 +32,7 @@ def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> R
         "first": prompts[0].id,
         "rendered": tokenizer.decode(prompts[0].token_ids),
     }
-    if doubts := form.doubts(tokenizer):
+    if doubts := form.warnings(tokenizer):
         return Result("template", "warn", f"{description}; {'; '.join(doubts)}; {size}",
                       "choose another data.format.chat_template, unless that is meant", values)  # fmt: skip
     if form.chat_template == "none" and getattr(tokenizer, "chat_template", None):

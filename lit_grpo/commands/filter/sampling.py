@@ -18,8 +18,8 @@ from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.engines import check_engine
 from lit_grpo.errors import UserError
 from lit_grpo.rollout.curriculum import pass_rate, primary_reward_of
-from lit_grpo.rollout.generator import RolloutProducer
-from lit_grpo.rollout.refill import split
+from lit_grpo.rollout.dynamic_sampling import split_groups
+from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 
@@ -76,7 +76,7 @@ class FilterData(RolloutDataModule):
             "data.format": identity["format"],
             "data.sampling": asdict(self.sampling),
             "data.rewards": self.rewards_config,
-            "data.engine.name": self.engine_config.name,
+            "data.engine.name": self.engine_config.custom_engine or self.engine_config.name,
             "--samples": self.samples,
             "seed_everything": rng.run_seed(),
         }
@@ -97,7 +97,7 @@ class FilterData(RolloutDataModule):
         """Return the pass rates of a rollout's prompts."""
         primary, size = primary_reward_of(self.rewards, "data.rewards"), rollout.group_size
         rates = []
-        for group in split(rollout, range(len(rollout.prompts))):
+        for group in split_groups(rollout, range(len(rollout.prompts))):
             share = pass_rate(primary, group)
             rates.append(
                 Rate(
@@ -125,7 +125,7 @@ class SinglePassSampler:
 
     def __init__(
         self,
-        producer: RolloutProducer,
+        producer: RolloutGenerator,
         prompts: Sequence[tuple[int, Prompt]],
         *,
         batch: int,
@@ -147,7 +147,7 @@ class SinglePassSampler:
                 self.samples,
                 index=0,
                 purpose="filter",
-                places=[position for position, _ in batch],
+                positions=[position for position, _ in batch],
             )
 
 

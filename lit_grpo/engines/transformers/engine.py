@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights, RouterRecorder
+from lit_grpo.engines.config import TransformersEngineConfig
 from lit_grpo.engines.transformers.kv_cache import GroupCache, attention
 from lit_grpo.types import Completion, Request, Sampling
 
@@ -42,13 +43,17 @@ class TransformersEngine:
         batch_size: completions sampled at once.
         own_weights: sample from a copy of the model, brought up to date by ``sync`` alone: for sampling in a thread
             while the learner changes its weights. Costs the model's memory once more.
-
-    ``routers``, where it is set to a :class:`lit_grpo.policy.forward.routing.Routers` of the engine's model, records
-    which experts every token goes through.
+        record_routers: called with the engine's model (the copy, with ``own_weights``); what it returns records which
+            experts every token goes through, for the completions. None: nobody asks.
     """
 
     def __init__(
-        self, model: nn.Module, end_token_ids: Sequence[int], batch_size: int = 512, own_weights: bool = False
+        self,
+        model: nn.Module,
+        end_token_ids: Sequence[int],
+        batch_size: int = 512,
+        own_weights: bool = False,
+        record_routers: Callable[[nn.Module], RouterRecorder] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, is {batch_size}")
@@ -59,7 +64,21 @@ class TransformersEngine:
         self.shares_prompts: bool | None = None
         """Whether samples of a prompt share its key-value cache; found out at the first generation."""
         self._version = -1
-        self.routers: Any = None
+        self.routers = None if record_routers is None else record_routers(self.model)
+
+    @classmethod
+    def from_context(cls, context: EngineContext, **settings: Any) -> Self:
+        """Build the engine of a run; ``settings`` are those of ``TransformersEngineConfig``."""
+        config, policy = TransformersEngineConfig(**settings), context.policy
+        # A sharded model does not sample: each token would gather every weight, on all ranks alike.
+        own_weights = context.beside_learner or policy.sharded
+        return cls(
+            policy.without_adapters() if own_weights else policy.model,
+            context.end_token_ids,
+            config.batch_size,
+            own_weights=own_weights,
+            record_routers=policy.record_router_outputs if context.wants_experts else None,
+        )
 
     @property
     def policy_version(self) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import itertools
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
+from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.vllm.requests import check_requests
+from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.start import (
     KEY,
     check_installed,
@@ -25,16 +26,13 @@ from lit_grpo.engines.vllm.start import (
     process_left_alone,
     start,
 )
-from lit_grpo.engines.vllm.tokens import Drawn, TokenTap
+from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledToken
 from lit_grpo.engines.vllm.weights import reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
 
-if TYPE_CHECKING:
-    from lit_grpo.engines.config import EngineConfig
 
-
-class _Route(NamedTuple):
+class _RequestKey(NamedTuple):
     """Where a running sample's completion goes, and what it is made of."""
 
     inbox: deque[Completion]
@@ -42,7 +40,7 @@ class _Route(NamedTuple):
     sample: int
     max_new_tokens: int
     vllm_id: str
-    drawn: Drawn
+    drawn: SampledToken
 
 
 class VLLMEngine:
@@ -132,10 +130,33 @@ class VLLMEngine:
         self._asleep: set[str] = set()
         """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
-        self._tap = TokenTap(self._engine)
-        self._routes: dict[str, _Route] = {}
+        self._collector = LogprobCollector(self._engine)
+        self._running_requests: dict[str, _RequestKey] = {}
         self._may_hold_prefixes = False
         """Whether anything was sampled since the prefix cache was last emptied."""
+
+    @classmethod
+    def from_context(cls, context: EngineContext, **settings: Any) -> Self:
+        """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`.
+
+        vLLM is given the policy's configuration alone and no weights: they come with the first sync, so that it can
+        never sample from a base model by mistake.
+        """
+        config = VLLMEngineConfig(**settings)
+        options: dict[str, Any] = {
+            "end_token_ids": context.end_token_ids,
+            "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
+            "max_model_len": config.max_model_len or context.max_model_len,
+            "seed": context.seed,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "max_num_seqs": config.max_num_seqs,
+            "load_format": "dummy",
+            "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
+            **config.args,
+        }
+        with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:
+            model_config_of(context).save_pretrained(folder)
+            return cls(folder, **options)
 
     @property
     def policy_version(self) -> int:
@@ -169,7 +190,7 @@ class VLLMEngine:
         try:
             if self._asleep:
                 self.wake()
-            if not self._routes:
+            if not self._running_requests:
                 self._forget_prefixes()
             for position, request in enumerate(requests):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
@@ -178,8 +199,10 @@ class VLLMEngine:
                     params = _sampling_params(sampling, self.end_token_ids, seed)
                     self._may_hold_prefixes = True
                     vllm_id = self._engine.add_request(key, prompt, params)
-                    drawn = self._tap.open(vllm_id)
-                    self._routes[key] = _Route(inbox, request, sample, sampling.max_new_tokens, vllm_id, drawn)
+                    drawn = self._collector.open(vllm_id)
+                    self._running_requests[key] = _RequestKey(
+                        inbox, request, sample, sampling.max_new_tokens, vllm_id, drawn
+                    )
                     waiting.add(key)
             left = len(waiting)
             while left:
@@ -189,8 +212,8 @@ class VLLMEngine:
                 if left:
                     self._step()
         finally:
-            self._abort([key for key in waiting if key in self._routes])
-            if not self._routes:
+            self._abort([key for key in waiting if key in self._running_requests])
+            if not self._running_requests:
                 gc.unfreeze()
 
     def _step(self) -> None:
@@ -208,11 +231,11 @@ class VLLMEngine:
             if random_state is not None:
                 torch.set_rng_state(random_state)
         for output in outputs:
-            if not output.finished or output.request_id not in self._routes:
+            if not output.finished or output.request_id not in self._running_requests:
                 continue
-            self._finish(self._routes.pop(output.request_id), output)
+            self._finish(self._running_requests.pop(output.request_id), output)
 
-    def _finish(self, route: _Route, output: Any) -> None:
+    def _finish(self, route: _RequestKey, output: Any) -> None:
         """Check a sample that vLLM says has ended, and put it where it belongs."""
         result = output.outputs[0]
         request, last = route.request, list(result.token_ids)
@@ -231,7 +254,7 @@ class VLLMEngine:
 
     def _abort(self, keys: list[str]) -> None:
         for key in keys:
-            self._tap.drop(self._routes.pop(key).vllm_id)
+            self._collector.drop(self._running_requests.pop(key).vllm_id)
         if keys and self._llm is not None:
             # Nothing of use can be said about a failure here that the error which led here does not say better.
             with contextlib.suppress(Exception):
@@ -249,10 +272,10 @@ class VLLMEngine:
                 latter the engine refuses to sample until a sync succeeds.
         """
         self._require_open()
-        if self._routes:
+        if self._running_requests:
             raise EngineError(
-                f"weights of version {version} came while {len(self._routes)} samples of version {self._version} are "
-                "running: exhaust or close the generation first"
+                f"weights of version {version} came while {len(self._running_requests)} samples of version "
+                f"{self._version} are running: exhaust or close the generation first"
             )
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
         if self._asleep:
@@ -299,8 +322,8 @@ class VLLMEngine:
             raise UserError(
                 "the engine was started without sleep mode", where=f"{KEY}.args", remedy="enable_sleep_mode: true"
             )
-        if self._routes:
-            raise EngineError(f"cannot sleep while {len(self._routes)} samples are running")
+        if self._running_requests:
+            raise EngineError(f"cannot sleep while {len(self._running_requests)} samples are running")
         self._llm.sleep(level=level)
         self._asleep = {"weights", "kv_cache"}
         if level == 2:
@@ -318,8 +341,8 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        self._routes.clear()
-        self._tap.close()
+        self._running_requests.clear()
+        self._collector.close()
         client, self._engine = self._engine.engine_core, None
         gc.unfreeze()
         # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.
@@ -352,61 +375,13 @@ def _end_token_ids(path: Path, config: Any) -> list[int]:
     return list(ends) if isinstance(ends, list) else ([ends] if ends is not None else [])
 
 
-def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> Any:
+def _sampling_params(sampling: Sampling, end_token_ids: Sequence[int], seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_new_tokens,
-        seed=seed,
-        ignore_eos=True,  # all end tokens are named below, none is taken from elsewhere
-        stop_token_ids=[*ends, *sampling.stop_token_ids],
-        logprobs=0,  # of the sampled id alone
+        **sampling_settings(sampling, end_token_ids, seed),
         flat_logprobs=True,  # where vLLM's output processor sees them: numbers instead of one object per token
-        detokenize=False,
         skip_clone=True,  # made for this request alone
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def make_vllm_engine(
-    config: EngineConfig,
-    *,
-    policy: Any,
-    policy_config: Any,
-    tokenizer: Any,
-    end_token_ids: Sequence[int],
-    max_model_len: int,
-    seed: int,
-) -> VLLMEngine:
-    """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
-
-    vLLM is given the policy's configuration alone and no weights: they come with the first sync, so that it can never
-    sample from a base model by mistake. ``dtype: auto`` takes the learner's, except that on a GPU float32 becomes
-    bfloat16, which vLLM's attention kernels need.
-    """
-    dtype = policy_config.dtype if config.dtype == "auto" else config.dtype
-    if config.dtype == "auto" and torch.cuda.is_available():
-        dtype = "bfloat16"
-    model = policy.model
-    model_config = copy.deepcopy(model.config)
-    if not model_config.architectures:  # FSDP2 puts a class of its own before the model's
-        classes = [c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP")]
-        model_config.architectures = classes[:1]
-    options: dict[str, Any] = {
-        "end_token_ids": end_token_ids,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "seed": seed,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "max_num_seqs": config.max_num_seqs,
-        "load_format": "dummy",
-        "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
-        **config.args,
-    }
-    with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:
-        model_config.save_pretrained(folder)
-        return VLLMEngine(folder, **options)

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from lit_grpo.engines.base import EngineError
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """What one running sample consists of so far."""
 
     ids: list[int]
     logprobs: list[float]
 
 
-class TokenTap:
+class LogprobCollector:
     """Takes each step's ids and log-probabilities from the engine core, and hands the output processor only the ends.
 
     vLLM's output processor detokenizes, searches stop strings and files log-probabilities by rank, token by token: a
@@ -38,12 +38,12 @@ class TokenTap:
             self._get_output = self._client.get_output
         except AttributeError as error:
             raise EngineError(f"this version of vLLM hides what its engine samples: {error}") from error
-        self._running: dict[str, Drawn] = {}
+        self._running: dict[str, SampledToken] = {}
         self._client.get_output = self._take
 
-    def open(self, request_id: str) -> Drawn:
+    def open(self, request_id: str) -> SampledToken:
         """Take the tokens of a request from now on, by the id that ``LLMEngine.add_request`` returned."""
-        drawn = self._running[request_id] = Drawn([], [])
+        drawn = self._running[request_id] = SampledToken([], [])
         return drawn
 
     def drop(self, request_id: str) -> None:

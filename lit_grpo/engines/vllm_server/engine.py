@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
 import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
-from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.config import ServerConfig
+from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
+from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 from lit_grpo.engines.vllm.requests import check_requests
+from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.start import KEY
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, metric
@@ -23,9 +23,6 @@ from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_con
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder, write_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
-
-if TYPE_CHECKING:
-    from lit_grpo.engines.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +122,32 @@ class VLLMServer:
         self.max_model_len = int(facts["max_model_len"])
         self._dtype: torch.dtype = getattr(torch, facts["dtype"])
 
+    @classmethod
+    def from_context(cls, context: EngineContext, **settings: Any) -> Self:
+        """Build the engine of a run; ``settings`` are those of ``VLLMServerEngineConfig``.
+
+        Raises:
+            UserError: a setting makes no sense; see also :class:`VLLMServer`.
+        """
+        config = VLLMServerEngineConfig(**settings)
+        check_server_config(config)
+        rank, processes = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return cls(
+            model_config_of(context),
+            server_of_rank(config.server, rank, processes),
+            end_token_ids=context.end_token_ids,
+            max_model_len=config.max_model_len or context.max_model_len,
+            dtype=engine_dtype(config.dtype, context.policy_config.dtype),
+            max_num_seqs=config.max_num_seqs,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            seed=context.seed,
+            engine_args=config.args,
+            # A quantized weight has the shape of what it stands for elsewhere.
+            weight_bytes=sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in context.policy.model.parameters()),
+        )
+
     @property
     def policy_version(self) -> int:
         """Version of the weights in use; -1 before the first sync and after a failed one."""
@@ -173,7 +196,7 @@ class VLLMServer:
         left: dict[Key, Any] = {
             (position, sample): {
                 "token_ids": list(request.token_ids),
-                "sampling_params": _sampling_params(sampling, self.end_token_ids, seed),
+                "sampling_params": sampling_settings(sampling, self.end_token_ids, seed),
             }
             for position, request in enumerate(requests)
             for sample, seed in enumerate(request.seeds)
@@ -182,7 +205,7 @@ class VLLMServer:
         alone, self._open = self._open == 0, self._open + 1
         try:
             if alone:  # what is sampled depends on weights, requests and sampling alone, not on earlier calls
-                self._insist(self._prepare, pauses)
+                self._retry(self._prepare, pauses)
             while left:
                 answers = self._http.generate(left)
                 try:
@@ -263,10 +286,10 @@ class VLLMServer:
                 "running: exhaust or close them first"
             )
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
-        self._stamp = self._mark(version)
+        self._stamp = self._stamp_of(version)
         try:
             write_weights(self._scratch / "weights", weights, self._dtype)
-            self._insist(self._load, self._pauses())
+            self._retry(self._load, self._pauses())
         except Exception as error:
             self._unusable = f"the sync of version {version} failed: {error}"
             raise EngineError(f"the weights of version {version} cannot be loaded into vLLM: {error}") from error
@@ -280,7 +303,7 @@ class VLLMServer:
             EngineError: the weights do not fit, or old prefixes stay.
         """
         # First the stamp of no weights: whatever happens in between, nothing old can pass for the new version.
-        self._http.post("/update_weight_version", {"new_version": self._mark("loading")})
+        self._http.post("/update_weight_version", {"new_version": self._stamp_of("loading")})
         for answer in self._call_workers("lit_grpo_load_weights", str(self._scratch / "weights")):
             if "error" in answer:
                 raise EngineError(answer["error"])
@@ -288,7 +311,7 @@ class VLLMServer:
         self._http.post("/update_weight_version", {"new_version": self._stamp})
 
     def _prepare(self) -> None:
-        held = self._held()
+        held = self._loaded_stamp()
         if held != self._stamp:
             reason = "is not reached" if held is None else "lost its weights: it was started again"
             raise ServerTrouble(f"the server {reason}")
@@ -311,10 +334,10 @@ class VLLMServer:
         ]
         return results
 
-    def _mark(self, version: int | str) -> str:
+    def _stamp_of(self, version: int | str) -> str:
         return f"{self._run}:{version}"
 
-    def _held(self) -> str | None:
+    def _loaded_stamp(self) -> str | None:
         """Stamp of the weights in the server; None if it cannot be reached."""
         try:
             return str(self._http.get("/weight_info")["weight_version"])
@@ -328,7 +351,7 @@ class VLLMServer:
         for attempt in range(self._settings.retries):
             yield min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
 
-    def _insist(self, action: Any, pauses: Iterator[float]) -> None:
+    def _retry(self, action: Any, pauses: Iterator[float]) -> None:
         """Do ``action``, again after a recovery where it failed."""
         while True:
             try:
@@ -351,7 +374,7 @@ class VLLMServer:
                 raise EngineError(f"the vLLM server failed {self._settings.retries + 1} times: {trouble}") from trouble
             log.warning("The vLLM server failed: %s. Trying again in %.0f s.", trouble, pause)
             time.sleep(pause)
-            held, hung = self._held(), isinstance(trouble, _Hung)
+            held, hung = self._loaded_stamp(), isinstance(trouble, _Hung)
             loading = self._version < 0  # in a sync; it loads the weights itself
             if held is not None and (held == self._stamp or loading) and not (hung and self._process is not None):
                 return  # it passed
@@ -361,11 +384,11 @@ class VLLMServer:
                     continue  # not reached: perhaps for a moment
                 raise EngineError(
                     f"the vLLM server failed: {trouble}. {KEY}.server.on_failure is stop; with recover the run would "
-                    f"have gone on.{self._last_words()}"
+                    f"have gone on.{self._log_tail()}"
                 ) from trouble
             try:
                 if held is None or hung:
-                    self._bring_back()
+                    self._restart_server()
                 if not loading:
                     self._load()
                 log.warning("The vLLM server is back with the weights of version %s.", self._stamp.rpartition(":")[2])
@@ -373,7 +396,7 @@ class VLLMServer:
             except ServerTrouble as again:
                 trouble = again
 
-    def _bring_back(self) -> None:
+    def _restart_server(self) -> None:
         """Start the own server again, or wait for one that belongs to somebody else."""
         if self._process is not None:
             self._process.start(self._settings.start_seconds, self._reachable)
@@ -394,8 +417,8 @@ class VLLMServer:
             return False
         return True
 
-    def _last_words(self) -> str:
-        return "" if self._process is None else f" {self._process.last_words()}"
+    def _log_tail(self) -> str:
+        return "" if self._process is None else f" {self._process.log_tail()}"
 
     # ---------------------------------------------------------------------------------------------- end
 
@@ -423,56 +446,3 @@ class VLLMServer:
 
 class _Hung(ServerTrouble):
     """The server answers, but does nothing."""
-
-
-def _sampling_params(sampling: Sampling, ends: Sequence[int], seed: int) -> dict[str, Any]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": seed,
-        "ignore_eos": True,  # all end tokens are named below, none is taken from elsewhere
-        "stop_token_ids": [*ends, *sampling.stop_token_ids],
-        "logprobs": 0,  # of the sampled id alone
-        "detokenize": False,
-    }
-
-
-def make_vllm_server(
-    config: EngineConfig,
-    *,
-    policy: Any,
-    policy_config: Any,
-    end_token_ids: Sequence[int],
-    max_model_len: int,
-    seed: int,
-) -> VLLMServer:
-    """The engine for a policy that is trained in this process; see :func:`lit_grpo.engines.make_engine`.
-
-    Raises:
-        UserError: a setting makes no sense, or see :class:`VLLMServer`.
-    """
-    check_server_config(config)
-    rank, processes = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    dtype = policy_config.dtype if config.dtype == "auto" else config.dtype
-    if config.dtype == "auto" and torch.cuda.is_available():
-        dtype = "bfloat16"
-    model_config = copy.deepcopy(policy.model.config)
-    if not model_config.architectures:
-        model_config.architectures = [type(policy.model).__name__]
-    return VLLMServer(
-        model_config,
-        server_of_rank(config.server, rank, processes),
-        end_token_ids=end_token_ids,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        max_num_seqs=config.max_num_seqs,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        seed=seed,
-        engine_args=config.args,
-        # A quantized weight has the shape of what it stands for elsewhere.
-        weight_bytes=sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in policy.model.parameters()),
-    )

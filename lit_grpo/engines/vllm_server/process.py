@@ -27,7 +27,7 @@ from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from lit_grpo.engines.config import EngineConfig, ServerConfig
+    from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 
 HOST = "127.0.0.1"
 """Not reachable from elsewhere: whoever reaches the server can run code in it."""
@@ -104,13 +104,13 @@ class ServerProcess:
         end = time.monotonic() + seconds
         while not ready():
             if not self.running:
-                raise EngineError(f"the vLLM server ended before it was ready. {self.last_words()}")
+                raise EngineError(f"the vLLM server ended before it was ready. {self.log_tail()}")
             if time.monotonic() > end:
                 self.stop()
-                raise EngineError(f"the vLLM server was not ready after {seconds:.0f} s. {self.last_words()}")
+                raise EngineError(f"the vLLM server was not ready after {seconds:.0f} s. {self.log_tail()}")
             time.sleep(0.2)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of the server's log, which stays from now on."""
         self._keep_log = True
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
@@ -140,7 +140,7 @@ class ServerProcess:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def check_server_config(config: EngineConfig) -> None:
+def check_server_config(config: VLLMServerEngineConfig) -> None:
     """Quick, imports nothing.
 
     Raises:

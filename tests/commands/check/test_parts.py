@@ -1,5 +1,6 @@
 """Each check on made-up rollouts and tokenizers: what passes, what does not, and what is said."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests import tiny
 def scored(rewards: list[float], group_size: int = 4, **changes: Any):
     values = torch.tensor(rewards)
     made = tiny.rollout(rewards, changes.pop("lengths", [3] * len(rewards)), group_size, **changes)
-    made.rewards = {"right": values}
-    return made
+    return replace(made, rewards={"right": values})
 
 
 RIGHT: Any = SimpleNamespace(name="right", weight=1.0, needs_answer=True)
@@ -110,7 +110,8 @@ def test_no_log_probabilities():
 @pytest.mark.parametrize(("cut", "most", "status"), [(0, 0.9, "pass"), (2, 0.9, "warn"), (4, 0.9, "fail")])
 def test_truncation(cut, most, status):
     made = scored([0.0] * 4)
-    made.completions = [Completion(0, i, (1, 2), (0.0, 0.0), "length" if i < cut else "stop", 0) for i in range(4)]
+    completions = [Completion(0, i, (1, 2), (0.0, 0.0), "length" if i < cut else "stop", 0) for i in range(4)]
+    made = replace(made, completions=completions)
     assert rollout.truncation(made, 2, most).status == status
 
 
@@ -180,8 +181,8 @@ def test_template(form, own, status):
 
 def completions(*rows: tuple[tuple[int, ...], str, str]):
     made = scored([0.0] * len(rows), group_size=len(rows), lengths=[1] * len(rows))
-    made.completions = [Completion(0, i, ids, (0.0,) * len(ids), why, 0) for i, (ids, why, _) in enumerate(rows)]  # type: ignore[arg-type]
-    made.texts = [text for _, _, text in rows]
+    completions = [Completion(0, i, ids, (0.0,) * len(ids), why, 0) for i, (ids, why, _) in enumerate(rows)]  # type: ignore[arg-type]
+    made = replace(made, completions=completions, texts=[text for _, _, text in rows])
     return made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.engines import EngineConfig, make_engine
+from lit_grpo.engines import EngineConfig, EngineContext, make_engine
 from lit_grpo.policy import LoraConfig, Policy, PolicyConfig, TinyModel
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.types import Request, Sampling
@@ -28,12 +28,14 @@ def test_greedy_and_logprobs_are_the_learners_after_each_sync() -> None:
     policy.model.get_input_embeddings().weight.data.mul_(10)  # far from uniform distributions
     engine: Any = make_engine(
         EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26}),
-        policy=policy,
-        policy_config=config,
-        tokenizer=None,
-        end_token_ids=(),
-        max_model_len=128,
-        seed=0,
+        EngineContext(
+            policy=policy,
+            policy_config=config,
+            tokenizer=None,
+            end_token_ids=(),
+            max_model_len=128,
+            seed=0,
+        ),
     )
     try:
         outputs = []

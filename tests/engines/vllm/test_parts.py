@@ -13,7 +13,7 @@ from torch import nn
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm import start as vllm_start
 from lit_grpo.engines.vllm.engine import VLLMEngine
-from lit_grpo.engines.vllm.tokens import TokenTap
+from lit_grpo.engines.vllm.tokens import LogprobCollector
 from lit_grpo.engines.vllm.weights import _missing_parts, _without_ties, tied_parameters
 from lit_grpo.errors import UserError
 
@@ -105,7 +105,7 @@ def test_tokens_are_taken_and_only_ends_are_handed_on() -> None:
         [core_output("a", [1, 2], [-2.0, -3.0]), core_output("unknown", [3], [-9.0])],
         [end, core_output("b", [], [], end=3)],
     )
-    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    tap = LogprobCollector(SimpleNamespace(engine_core=core, log_stats=False))
     a, b = tap.open("a"), tap.open("b")
     handed_on = [core.get_output().outputs for _ in range(4)]
     assert a == ([7, 1, 2, 9], [-1.0, -2.0, -3.0, -4.0])
@@ -119,7 +119,7 @@ def test_tokens_are_taken_and_only_ends_are_handed_on() -> None:
 
 def test_what_comes_of_a_dropped_request_is_ignored() -> None:
     core = Core([core_output("a", [7], [-1.0])], [core_output("a", [8], [-1.0], end=1)])
-    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    tap = LogprobCollector(SimpleNamespace(engine_core=core, log_stats=False))
     drawn = tap.open("a")
     core.get_output()
     tap.drop("a")
@@ -130,7 +130,7 @@ def test_what_comes_of_a_dropped_request_is_ignored() -> None:
 
 def test_statistics_of_vllms_own_see_every_token() -> None:
     core = Core([core_output("a", [7], [-1.0])])
-    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=True))
+    tap = LogprobCollector(SimpleNamespace(engine_core=core, log_stats=True))
     drawn = tap.open("a")
     assert len(core.get_output().outputs) == 1
     assert drawn.ids == [7]
@@ -138,7 +138,7 @@ def test_statistics_of_vllms_own_see_every_token() -> None:
 
 def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
     core = Core([core_output("a", [7], [-1.0])])
-    tap = TokenTap(SimpleNamespace(engine_core=core, log_stats=False))
+    tap = LogprobCollector(SimpleNamespace(engine_core=core, log_stats=False))
     tap.close()
     tap.close()
     assert len(core.get_output().outputs) == 1
@@ -146,4 +146,4 @@ def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
 
 def test_another_build_of_vllm_is_refused() -> None:
     with pytest.raises(EngineError, match="get_output"):
-        TokenTap(SimpleNamespace(engine_core=object(), log_stats=False))
+        LogprobCollector(SimpleNamespace(engine_core=object(), log_stats=False))

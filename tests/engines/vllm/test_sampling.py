@@ -162,7 +162,7 @@ def test_ids_go_in_and_come_out_unchanged(engine: Any, model: Any, prompts: list
     asked = [Request(i, prompt, (seed, seed ^ 1)) for i, prompt in enumerate(prompts)]
     with pytest.MonkeyPatch.context() as patch:
         # vLLM's own output processor is shown every step, for once, and must come to the same.
-        patch.setattr(engine._tap, "_all_wanted", True)
+        patch.setattr(engine._collector, "_all_wanted", True)
         patch.setattr(engine._engine, "step", recording_step)
         completions = sampled(engine, asked, Sampling(temperature=1.0, max_new_tokens=6))
     for c in completions:
@@ -182,8 +182,8 @@ def test_an_abandoned_generation_leaves_nothing_behind(engine: Any) -> None:
     abandoned.close()
     assert not engine._engine.has_unfinished_requests()
     engine.generate(requests(4), sampling)  # never started
-    assert not engine._routes
-    assert not engine._tap._running
+    assert not engine._running_requests
+    assert not engine._collector._running
     assert sampled(engine, requests(4), sampling) == expected
 
 
@@ -232,7 +232,7 @@ def test_samples_that_are_set_back_lose_and_repeat_nothing(engine: Any, model: A
 
 
 def test_lost_tokens_are_an_engine_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = engine._tap._get_output
+    take = engine._collector._get_output
     steps = iter(range(100))
 
     def third_step_lost() -> Any:
@@ -242,12 +242,12 @@ def test_lost_tokens_are_an_engine_error(engine: Any, monkeypatch: pytest.Monkey
                 output.new_token_ids, output.new_logprobs = [], None
         return step
 
-    monkeypatch.setattr(engine._tap, "_get_output", third_step_lost)
+    monkeypatch.setattr(engine._collector, "_get_output", third_step_lost)
     with pytest.raises(EngineError, match="'length', 7 ids and 7 log-probabilities"):
         list(engine.generate(requests(2), Sampling(max_new_tokens=8, temperature=0.0)))
     monkeypatch.undo()
     assert not engine._engine.has_unfinished_requests()
-    assert not engine._tap._running
+    assert not engine._collector._running
 
 
 def test_a_failure_inside_vllm_is_an_engine_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

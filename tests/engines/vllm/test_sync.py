@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -313,17 +313,19 @@ def test_sleep_frees_memory_and_sync_brings_the_weights(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_engine_made_for_a_policy_waits_for_its_weights(tied: bool) -> None:
-    from lit_grpo.engines import EngineConfig, make_engine
+    from lit_grpo.engines import EngineConfig, EngineContext, make_engine
 
     model = make_model(tied, seed=1)
     engine = make_engine(
         EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26}),
-        policy=SimpleNamespace(model=model),
-        policy_config=SimpleNamespace(dtype="float32"),
-        tokenizer=None,
-        end_token_ids=(EOS,),
-        max_model_len=128,
-        seed=0,
+        EngineContext(
+            policy=cast(Any, SimpleNamespace(model=model)),
+            policy_config=SimpleNamespace(dtype="float32"),
+            tokenizer=None,
+            end_token_ids=(EOS,),
+            max_model_len=128,
+            seed=0,
+        ),
     )
     try:
         with pytest.raises(EngineError, match="without weights"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_grpo import LitGRPO
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.commands.export import export
-from lit_grpo.engines import EngineConfig, make_engine
+from lit_grpo.engines import EngineConfig, EngineContext, make_engine
 from lit_grpo.engines.transformers.engine import TransformersEngine
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
@@ -107,13 +107,15 @@ def test_an_engine_beside_the_learner_follows_the_adapters() -> None:
     policy = trained_adapters()
     engine = make_engine(
         EngineConfig(),
-        policy=policy,
-        policy_config=CONFIG,
-        tokenizer=None,
-        end_token_ids=(),
-        max_model_len=64,
-        seed=0,
-        beside_learner=True,
+        EngineContext(
+            policy=policy,
+            policy_config=CONFIG,
+            tokenizer=None,
+            end_token_ids=(),
+            max_model_len=64,
+            seed=0,
+            beside_learner=True,
+        ),
     )
     asked = [Request(i, (1 + i, 4, 2), (0,)) for i in range(6)]
     for seed in (0, 1):

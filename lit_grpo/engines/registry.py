@@ -1,0 +1,151 @@
+"""The engines by name, and how one is checked and built; one from outside is named by its import path.
+
+Classes are loaded when an engine is built: vLLM takes many seconds to import, and no run needs all engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields
+from importlib import import_module
+from typing import Any, cast
+
+from lit_grpo.engines.base import EngineClass, EngineContext, RolloutEngine
+from lit_grpo.engines.config import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
+from lit_grpo.errors import UserError
+
+KEY = "data.engine"
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """One engine that the configuration calls by its name."""
+
+    config: type
+    """Dataclass of its settings. Its fields are fields of :class:`lit_grpo.engines.EngineConfig` too."""
+    class_path: str
+    """Import path of the engine, an :class:`lit_grpo.engines.base.EngineClass`."""
+    gives_experts: bool = False
+    """Whether its completions can say which experts their tokens went through."""
+    check: Callable[[Any], None] | None = None
+    """Checks the settings before a model is loaded; imports nothing heavy."""
+
+
+def _check_vllm(config: VLLMEngineConfig) -> None:
+    from lit_grpo.engines.vllm.start import check_installed
+
+    check_installed()
+
+
+def _check_server(config: VLLMServerEngineConfig) -> None:
+    from lit_grpo.engines.vllm_server.process import check_server_config
+
+    check_server_config(config)
+
+
+ENGINES = {
+    "transformers": EngineEntry(
+        TransformersEngineConfig, "lit_grpo.engines.transformers.engine.TransformersEngine", gives_experts=True
+    ),
+    "vllm": EngineEntry(VLLMEngineConfig, "lit_grpo.engines.vllm.engine.VLLMEngine", check=_check_vllm),
+    "vllm_server": EngineEntry(
+        VLLMServerEngineConfig, "lit_grpo.engines.vllm_server.engine.VLLMServer", check=_check_server
+    ),
+}
+_CHOICE = ("name", "custom_engine", "init_args")
+"""Keys that choose the engine; all others are settings."""
+
+
+def check_engine(config: EngineConfig, wants_experts: bool = False) -> None:
+    """Check what can be known before a model is loaded.
+
+    Args:
+        config: which engine, and its settings.
+        wants_experts: completions are to say which experts their tokens went through.
+
+    Raises:
+        UserError: a setting belongs to another engine or contradicts another, the engine's class is not found, or it
+            needs vLLM, which is not installed.
+    """
+    settings = engine_settings(config)
+    if config.custom_engine is not None:
+        load_engine_class(config.custom_engine)
+        return
+    entry = ENGINES[config.name]
+    if wants_experts and not entry.gives_experts:
+        raise UserError(
+            f"the engine {config.name} does not hand over the experts that it chose while sampling",
+            where="model.routing_replay",
+            remedy=f"set model.routing_replay: old, or {KEY}.name: transformers",
+        )
+    if entry.check is not None:
+        entry.check(entry.config(**settings))
+
+
+def make_engine(config: EngineConfig, context: EngineContext) -> RolloutEngine:
+    """Build the engine that ``config`` names, for the policy that is trained.
+
+    Raises:
+        UserError: see :func:`check_engine`; the engine itself may refuse its settings.
+    """
+    settings = engine_settings(config)
+    path = config.custom_engine or ENGINES[config.name].class_path
+    return load_engine_class(path).from_context(context, **settings)
+
+
+def engine_settings(config: EngineConfig) -> dict[str, Any]:
+    """Return the settings of the engine that ``config`` names, by keyword.
+
+    Raises:
+        UserError: a setting of another engine was changed. It would have no effect, silently.
+    """
+    own = set() if config.custom_engine is not None else {f.name for f in fields(ENGINES[config.name].config)}
+    for item in fields(config):
+        if item.name in own or item.name in _CHOICE or getattr(config, item.name) == _default(item):
+            continue
+        owners = [name for name, entry in ENGINES.items() if item.name in {f.name for f in fields(entry.config)}]
+        raise UserError(
+            f"{item.name} is a setting of the engine {' and of '.join(owners)}, "
+            f"and this run samples with {config.custom_engine or config.name}",
+            where=f"{KEY}.{item.name}",
+            remedy=f"remove it{' or put it under init_args' if config.custom_engine else ''}, or set "
+            f"{KEY}.name: {owners[0]}",
+        )
+    if config.custom_engine is not None:
+        return dict(config.init_args)
+    if config.init_args:
+        raise UserError(
+            "init_args are the arguments of an engine given by custom_engine, and there is none",
+            where=f"{KEY}.init_args",
+            remedy=f"set {KEY}.custom_engine, or write the settings of {config.name} directly under {KEY}",
+        )
+    return {name: getattr(config, name) for name in own}
+
+
+def load_engine_class(class_path: str) -> EngineClass:
+    """Import an engine's class.
+
+    Raises:
+        UserError: it is not found, or has no ``from_context``.
+    """
+    module, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"the engine {class_path!r} cannot be imported: {error}",
+            where=f"{KEY}.custom_engine",
+            remedy="write the import path of a class, my_package.MyEngine, of a package that is installed here or lies "
+            "in PYTHONPATH",
+        ) from error
+    if not callable(getattr(found, "from_context", None)):
+        raise UserError(
+            f"{class_path} is no engine: it has no classmethod from_context",
+            where=f"{KEY}.custom_engine",
+            remedy='see "Add an engine" in CONTRIBUTING.md',
+        )
+    return cast(EngineClass, found)
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()

@@ -1,0 +1,50 @@
+"""What vLLM is told of the policy and of each request, the same in this process and on a server."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lit_grpo.engines.base import EngineContext
+from lit_grpo.types import Sampling
+
+
+def sampling_settings(sampling: Sampling, end_token_ids: Sequence[int], seed: int) -> dict[str, Any]:
+    """Return the arguments of ``vllm.SamplingParams`` for one sample."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+        # All end tokens are named, and none is taken from the model folder: engines then end at the same ids.
+        "ignore_eos": True,
+        "stop_token_ids": [*end_token_ids, *sampling.stop_token_ids],
+        # 0 further tokens: the log-probability of the sampled id alone.
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def engine_dtype(dtype: str, learner_dtype: str) -> str:
+    """Return the number format of the engine's weights: ``dtype``, or what ``auto`` stands for.
+
+    ``auto`` takes the learner's, except that on a GPU float32 becomes bfloat16, which vLLM's attention kernels need.
+    """
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if torch.cuda.is_available() else learner_dtype
+
+
+def model_config_of(context: EngineContext) -> Any:
+    """Return a copy of the policy's transformers configuration that names its architecture."""
+    model = context.policy.model
+    model_config = copy.deepcopy(model.config)
+    if not model_config.architectures:
+        # FSDP2 puts a class of its own before the model's.
+        names = [c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP")]
+        model_config.architectures = names[:1]
+    return model_config
