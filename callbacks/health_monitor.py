@@ -131,7 +131,7 @@ class HealthMonitor(pl.Callback):
 
     def veto_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
         """Why the optimizer step that is about to be taken should be left out; see
-        :class:`lit_grpo.learner.optimizer_step.Updater`."""
+        :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`."""
         said = [m.veto_update(trainer, module, metrics) for m in self.monitors if hasattr(m, "veto_update")]
         reason = next((text for text in said if text), None)
         if reason and self._journal is not None:

@@ -72,6 +72,6 @@ def fit(count: int = 2, *, batches: Any = None, callbacks: Any = (), **changes: 
     """Train on ``count`` given rollouts; the module, and what was seen."""
     module, watch = tiny.module(**changes), Watch()
     loader = Given(*(batches or [rollout(seed=k) for k in range(count)]))
-    module.prepare_for(rollouts=len(loader), group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(len(loader)))
     tiny.trainer(callbacks=[watch, *callbacks]).fit(module, loader)
     return module, watch

@@ -59,8 +59,7 @@ def _read(path: str) -> str:
 
 def weights(module: Any) -> dict[str, int]:
     """Bytes of weights, gradients and AdamW's two moments of everything the module holds on this rank."""
-    parts: list[nn.Module] = [m for m in (module.policy, module.critic, module.reference) if m is not None]
-    parts += module._frozen_reference
+    parts: list[nn.Module] = [m for m in (module.policy, module.critic, module.reference_policy) if m is not None]
     params = {id(p): p for part in parts for p in part.parameters()}.values()
     held = [(local(p).numel() * p.element_size(), p.requires_grad) for p in params]
     trained = sum(size for size, learns in held if learns)

@@ -37,7 +37,7 @@ class Preflight(Callback):
         module, data = cast(Any, pl_module), cast(Any, trainer).datamodule
         tokenizer = module.tokenizer
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
-        encoded = data._encoded["train"]
+        encoded = data.train_prompts
         self.results += [
             prompts.template(encoded, data.format, tokenizer),
             prompts.special_tokens(encoded, tokenizer, ends),
@@ -81,7 +81,7 @@ class Preflight(Callback):
                 cost.memory(pl_module.device),
                 longest=self._longest,
                 limit=data.sampling.max_new_tokens,
-                prompt=max(len(p.token_ids) for p in data._encoded["train"]),
+                prompt=max(len(p.token_ids) for p in data.train_prompts),
                 vocabulary=_vocabulary(module),
                 cards=trainer.world_size,
             ),
@@ -98,8 +98,9 @@ class Preflight(Callback):
 def learner_view(module: Any, batch: Rollout) -> Experience:
     """The rollout with the learner's log-probabilities and entropies, on the CPU: the passes that training makes."""
     experience = make_experience(batch, module.device)
-    module._passes.fill(batch, experience, frozenset({"old_logprobs", "entropy"}))
-    return experience.to("cpu")
+    results = module.forward_runner.old_forward(batch, experience, frozenset({"old_logprobs", "entropy"}))
+    added: Experience = results.added_to(experience)
+    return added.to("cpu")
 
 
 def _vocabulary(module: Any) -> int:

@@ -39,28 +39,28 @@ class FilterData(RolloutDataModule):
                 where="data.prompts",
                 remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
             )
-        self._encode("train", self.prompts, "data.prompts", self.format)
-        self._tell()
+        self.prepare_train_prompts(self.prompts)
+        self.log_prompt_report()
         self.samples = self.options.samples or self.group_size
         self._open()
 
     def _open(self) -> None:
         """Read what earlier attempts found. Before any rank writes: Lightning waits for all after the set-up."""
         settings = self._settings()
-        self.journal = Journal(rates_path(self.options.output, self._trainer.global_rank), settings)
+        self.journal = Journal(rates_path(self.options.output, self.trainer.global_rank), settings)
         self.known = {r.id: r for path in all_rates_paths(self.options.output) for r in Journal(path, settings).read()}
         self.journal.read()
 
     def _settings(self) -> dict[str, Any]:
         """All that decides what a pass rate means."""
-        module = self._module
-        policy = module.policy_config
+        learner = self.learner
+        policy = learner.policy_config
         return {
             "model.policy": asdict(policy),
             "weights": weights_identity([policy.path, self.options.ckpt_path]),
             "ckpt_path": self.options.ckpt_path,
-            "data.prompts": self._sets["train"].identity(),
-            "data.format": self.format.identity(module.tokenizer),
+            "data.prompts": self.train_set.identity(),
+            "data.format": self.format.identity(learner.tokenizer),
             "data.sampling": asdict(self.sampling),
             "data.rewards": self.rewards_config,
             "data.engine.name": self.engine_config.name,
@@ -69,9 +69,9 @@ class FilterData(RolloutDataModule):
         }
 
     def predict_dataloader(self) -> Any:
-        trainer = self._trainer
-        prompts = self._encoded["train"]
-        waiting = [(place, p) for place, p in enumerate(prompts) if p.id not in self.known]
+        trainer = self.trainer
+        assert trainer is not None
+        waiting = [(place, p) for place, p in enumerate(self.train_prompts) if p.id not in self.known]
         return Once(
             self.producer,
             waiting[trainer.global_rank :: trainer.world_size],
@@ -137,7 +137,7 @@ class RateWriter(Callback):
         self.progress: Progress | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: Any) -> None:
-        total, done = len(self.data._encoded["train"]), len(self.data.known)
+        total, done = len(self.data.train_prompts), len(self.data.known)
         self.progress = Progress(total, done, trainer.world_size) if trainer.is_global_zero else None
 
     def on_predict_batch_end(

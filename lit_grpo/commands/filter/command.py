@@ -76,7 +76,7 @@ def run(command: str, argv: list[str]) -> int:
         return DONE
     settings = data.journal.settings
     rates = {r.id: r for path in all_rates_paths(options.output) for r in Journal(path, settings).read()}
-    return finish(data._encoded["train"], rates, options, data.samples)
+    return finish(data.train_prompts, rates, options, data.samples)
 
 
 def finish(prompts: Sequence[Prompt], rates: Mapping[str, Rate], options: Options, samples: int) -> int:

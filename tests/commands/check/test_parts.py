@@ -1,5 +1,6 @@
 """Each check on made-up rollouts and tokenizers: what passes, what does not, and what is said."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,10 +67,12 @@ def test_wilson():
 def experience(entropy: float = 0.5, gap: float = 0.0, sampler: float = -0.7):
     made = make_experience(scored([1.0, 0, 0, 0]), "cpu")
     shape = (4, 3)
-    made.sampler_logprobs = torch.full(shape, sampler)
-    made.old_logprobs = torch.full(shape, sampler + gap)
-    made.entropy = torch.full(shape, entropy)
-    return made
+    return replace(
+        made,
+        sampler_logprobs=torch.full(shape, sampler),
+        old_logprobs=torch.full(shape, sampler + gap),
+        entropy=torch.full(shape, entropy),
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def policy(logits_chunk: int):
 
 def module(**changes: Any):
     settings: dict[str, Any] = {
-        "policy": policy(1000), "critic": None, "reference": None, "_frozen_reference": [],
+        "policy": policy(1000), "critic": None, "reference_policy": None,
         "micro_batch_tokens": 300, "micro_batch_size": None,
     }  # fmt: skip
     return SimpleNamespace(**(settings | changes))
@@ -281,7 +284,7 @@ def module(**changes: Any):
 
 def test_weights_count_each_tensor_once():
     frozen = torch.nn.Linear(100, 10, bias=False).requires_grad_(False)
-    found = cost.weights(module(_frozen_reference=[frozen]))
+    found = cost.weights(module(reference_policy=frozen))
     assert found == {"weights": 8000, "gradients": 4000, "moments": 8000}
 
 
