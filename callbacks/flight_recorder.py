@@ -47,8 +47,8 @@ class FlightRecorder(pl.Callback):
     run.
 
     It records what the module leaves in ``step_result.snapshot`` (:class:`lit_grpo.types.RolloutSnapshot`): experience
-    and advantages ([N] or [N, T]), and log-probabilities and entropies before the first update where
-    the experience lacks them; of a module without them it records the rollout alone.
+    and advantages ([N] or [N, T]), and log-probabilities and entropies before the first update where the experience
+    lacks them; of a module without them it records the rollout alone.
 
     Args:
         steps: rollouts in the ring (K).

@@ -158,7 +158,7 @@ def data_mesh(
     """
     if trainer is None or not isinstance(strategy := trainer.strategy, ModelParallelStrategy):
         return None
-    mesh = cast("DeviceMesh", strategy.device_mesh)
+    mesh = strategy.device_mesh
     if mesh["tensor_parallel"].size() != 1:
         raise UserError(
             f"the strategy splits the model over {mesh['tensor_parallel'].size()} devices by tensor parallelism, which "

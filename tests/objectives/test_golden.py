@@ -51,7 +51,8 @@ def run(case: golden.Case, dtype: torch.dtype, *, junk: float | None = None) -> 
     if junk is not None:
         for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "entropy", "values", "sum_squared_probs"):
             if (value := getattr(exp, name)) is not None:
-                exp = replace(exp, **{name: masked(value, exp.mask, junk)})
+                changed: dict[str, Any] = {name: masked(value, exp.mask, junk)}
+                exp = replace(exp, **changed)
         logprobs = masked(logprobs, exp.mask, junk)
         values = None if values is None else masked(values, exp.mask, junk)
     logprobs.requires_grad_()

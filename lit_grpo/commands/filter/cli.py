@@ -47,6 +47,7 @@ class FilterData(RolloutDataModule):
     def _open(self) -> None:
         """Read what earlier attempts found. Before any rank writes: Lightning waits for all after the set-up."""
         settings = self._settings()
+        assert self.trainer is not None
         self.journal = Journal(rates_path(self.options.output, self.trainer.global_rank), settings)
         self.known = {r.id: r for path in all_rates_paths(self.options.output) for r in Journal(path, settings).read()}
         self.journal.read()
