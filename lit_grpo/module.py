@@ -73,9 +73,9 @@ class LitGRPO(pl.LightningModule):
     Args:
         policy: the model that is trained.
         objective: the recipe and its overrides.
-        optimizer: it and its schedule.
-        reference: of objectives with a KL term to the policy before training.
-        critic: of objectives with a value function; those get the default one if this is None.
+        optimizer: the policy's optimizer and its schedule.
+        reference: the policy that KL terms of the objective compare with.
+        critic: the value function; objectives that need one get the default if this is None.
         micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
             model; None: no bound. Bounds memory, changes no gradient.
         micro_batch_size: completions in one forward and backward pass; None: no bound but that of tokens.
@@ -266,7 +266,8 @@ class LitGRPO(pl.LightningModule):
             raise UserError(f"{objective.name} needs a reference model, and this run has made none")
         state = {key: state.get(key, value) for key, value in objective.new_state().items()}
         self.objective_config, self.objective, self.objective_state = config, objective, state
-        self._forward_runner = self._optimizer_stepper = None  # replay depends on the passes of the objective
+        # Both are made anew: whether experts are replayed depends on the passes of the objective.
+        self._forward_runner = self._optimizer_stepper = None
 
     def configure_model(self) -> None:
         if self.policy is not None:
@@ -536,18 +537,19 @@ class LitGRPO(pl.LightningModule):
         self._evaluator = Evaluator("test", self.device)
 
     def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """``records``: one a completion, as in ``predict_step``."""
+        """Return one record a completion under ``records``, as :meth:`predict_step` does."""
         return {"records": self._evaluator.update(batch)}
 
     test_step = validation_step
 
     def predict_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """One record a completion: prompt id, question, completion, rewards."""
+        """Return one record a completion: prompt id, question, completion, rewards."""
         return records(batch)
 
     def on_validation_epoch_end(self) -> None:
         self.evaluation = self._evaluator.compute()
-        self.log_dict(self.evaluation.metrics(), sync_dist=True)  # alike on all ranks already
+        # They are alike on all ranks already.
+        self.log_dict(self.evaluation.metrics(), sync_dist=True)
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -646,7 +648,7 @@ class LitGRPO(pl.LightningModule):
         return self.counters.skipped_in_a_row
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights for an engine: (transformers name, full tensor), one at a time."""
+        """Yield the policy's weights for an engine as (transformers name, full tensor)."""
         return self._policy.named_weights()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

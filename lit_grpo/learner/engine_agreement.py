@@ -40,12 +40,12 @@ LEARNER_CAUSES = (
 
 @dataclass
 class GuardConfig:
-    """Bounds beyond which a run stops or warns; null switches one off.
+    r"""Bounds beyond which a run stops or warns; null switches one off.
 
     Attributes:
         max_engine_gap: mean difference (nats) between the log-probabilities that engine and learner give the same
             sampled tokens under the same weights. Float32 on both sides gives about 1e-5, bfloat16 rollouts 1e-2.
-        max_ratio_gap: mean \\|ratio - 1\\| before the first update of a rollout, where old log-probabilities come from
+        max_ratio_gap: mean \|ratio - 1\| before the first update of a rollout, where old log-probabilities come from
             a pass of their own; ``auto``: 1e-3 in float32, 2e-2 in bfloat16.
         max_truncated: share of completions cut by the length limit in the first rollout; above it the run warns.
     """

@@ -145,9 +145,8 @@ def test_dynamic_sampling_is_told_to_the_trainer() -> None:
 
 
 def _without(exp: Experience, field: str) -> Experience:
-    bare = replace(exp)
-    setattr(bare, field, None)
-    return bare
+    missing: dict[str, Any] = {field: None}
+    return replace(exp, **missing)
 
 
 def test_missing_inputs_are_named() -> None:
