@@ -44,7 +44,12 @@ def test_the_data_module_tells_the_shape_of_the_run():
     seen: list[RunContext] = []
     module: Any = tiny.module()
     connect = module.connect
-    module.connect = lambda context: (seen.append(context), connect(context))
+
+    def spy(context: RunContext) -> None:
+        seen.append(context)
+        connect(context)
+
+    module.connect = spy
     data = tiny.data(rollouts=2)
     tiny.trainer(max_epochs=2).fit(module, datamodule=data)
     (context,) = seen
