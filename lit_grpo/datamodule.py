@@ -39,23 +39,23 @@ class RolloutDataModule(pl.LightningDataModule):
     Data, rewards and limits are checked in ``setup``, before any model is loaded.
 
     Args:
-        prompts: where training questions come from; ``validate`` and ``test`` need none.
-        rewards: what completions are judged by; the total is their weighted sum.
+        prompts: source of the training questions; ``validate`` and ``test`` need none.
+        rewards: score the completions; the total is their weighted sum.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
         rollouts: length of the run.
-        engine: what samples.
+        engine: the engine that samples, and its settings.
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
-        clean: what is left out of the training questions: duplicates, questions of evaluation sets.
+        clean: training questions that are left out: duplicates, questions of evaluation sets.
         difficulty: training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: the same for ``test`` and ``predict``.
         val_prompts: one more set, named after its source: ``{class_path: lit_grpo.data.JsonlPrompts, ...}``.
-        test_prompts: likewise.
+        test_prompts: one more set for ``test`` and ``predict``, likewise.
         eval_sampling: how evaluation completions are drawn; None: one a prompt greedily, several as in training.
         eval_group_size: completions of each evaluation prompt, for sets that do not say.
-        demonstrations: what supervised fine-tuning (``objective: {recipe: sft}``) teaches.
+        demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the

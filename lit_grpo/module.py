@@ -414,18 +414,19 @@ class LitGRPO(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- one rollout
 
     def training_step(self, batch: Rollout, batch_idx: int) -> None:
-        started, staleness = time.perf_counter(), self._check_staleness(batch)
-        metrics = StepMetrics()
+        """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
+        started = time.perf_counter()
+        staleness = self._check_staleness(batch)
+        metrics, experience = StepMetrics(), make_experience(batch, self.device)
         add_rollout_metrics(metrics, batch)
-        experience, results = make_experience(batch, self.device), ForwardResults()
-        needed, forward, stepper = self.objective.requires(self.updates_per_rollout), self.forward_runner, self._stepper
         warmup = self.policy_version < self._warmup_rollouts
         objective = with_monte_carlo_returns(self.objective) if warmup else self.objective
         # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
         # every completion. Otherwise what has no gradient is known before the forward pass, and is left out of it.
+        needed, results = self.objective.requires(self.updates_per_rollout), ForwardResults()
         advantages_need_forward = bool(self.objective.requires(1))
         if advantages_need_forward:
-            results = forward.old_forward(batch, experience, needed)
+            results = self.forward_runner.old_forward(batch, experience, needed)
             experience = results.added_to(experience)
         advantages = self._compute_advantages(objective, experience)
         self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
@@ -434,7 +435,7 @@ class LitGRPO(pl.LightningModule):
             self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
         )
         if not advantages_need_forward:
-            steps = stepper.old_forward(batch, steps, needed)
+            steps = self._stepper.old_forward(batch, steps, needed)
         self._optimize(batch, steps, metrics)
         self._policy.free_routers()
         self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
@@ -454,14 +455,14 @@ class LitGRPO(pl.LightningModule):
         return advantages
 
     def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> None:
-        """Take the optimizer steps of a rollout, and show callbacks what the learner said before the first."""
+        """Take the optimizer steps of a rollout; leaves in ``step_result`` what the learner said before the first."""
         experience, advantages = steps[0].experience, steps[0].advantages
         first_update = FirstUpdate(batch, experience, steps[0].rows, self.policy_version)
         try:
             for number, step in enumerate(steps):
                 self._stepper.step(batch, step, metrics, first_update if number == 0 else None)
         finally:
-            # Also where a guard ends the run: what it found wrong is then in the snapshot.
+            # Also where a guard ends the run, so that the flight record holds what it found wrong.
             logprobs, entropy = experience.old_logprobs, experience.entropy
             snapshot = RolloutSnapshot(
                 batch,

@@ -110,5 +110,5 @@ def test_the_forward_before_an_update_makes_a_new_experience():
     assert added.values is None
     with pytest.raises(ValueError, match="no pass computes nonsense"):
         forward.old_forward(batch, experience, frozenset({"nonsense"}))
-    with pytest.raises(RuntimeError, match="no reference|none was made"):
+    with pytest.raises(RuntimeError, match="none was made"):
         forward.old_forward(batch, experience, frozenset({"ref_logprobs"}))
