@@ -47,9 +47,9 @@ class FlightRecorder(pl.Callback):
     With several processes rank 0's part of each rollout is recorded. If the disk refuses, that is logged once, and the
     run goes on without a record.
 
-    It records what the module leaves in ``last_experience`` and ``last_advantages`` ([N] or [N, T]), and in
-    ``last_logprobs`` and ``last_entropy`` ([N, T], before the first update, NaN where the learner was not asked) where
-    the experience lacks them; of a module without them it records the rollout alone.
+    It records what the module leaves in ``step_result.snapshot`` (:class:`lit_grpo.types.RolloutSnapshot`): experience
+    and advantages ([N] or [N, T]), and log-probabilities and entropies before the first update where the experience
+    lacks them; of a module without them it records the rollout alone.
 
     Args:
         steps: rollouts in the ring (K).
@@ -184,17 +184,21 @@ class FlightRecorder(pl.Callback):
 
     def _of_learner(self, pl_module: LightningModule, lengths: Tensor) -> dict[str, Tensor]:
         """What the learner made of the rollout; nothing if it has not got so far."""
-        experience = getattr(pl_module, "last_experience", None)
+        result = getattr(pl_module, "step_result", None)
+        if result is None:
+            return {}
+        snapshot = result.snapshot
+        experience = snapshot.experience
         if experience is None or (self._seen is not None and self._seen() is experience):
             return {}
         self._seen = weakref.ref(experience)  # no more: holding it would hold its memory
         width, count = experience.width, len(lengths)
         drawn = torch.arange(width)[None, :] < lengths[:, None]  # [n, T]
         found: dict[str, Any] = {_PER_TOKEN[name]: getattr(experience, name, None) for name in _PER_TOKEN}
-        for name, other in (("learner_logprobs", "last_logprobs"), ("entropy", "last_entropy")):
+        for name, other in (("learner_logprobs", "logprobs"), ("entropy", "entropy")):
             if found[name] is None:
-                found[name] = getattr(pl_module, other, None)
-        advantages = getattr(pl_module, "last_advantages", None)
+                found[name] = getattr(snapshot, other)
+        advantages = snapshot.advantages
         if advantages is not None:
             found["advantages"] = advantages[:, None].expand(-1, width) if advantages.ndim == 1 else advantages
         tensors = {

@@ -137,7 +137,7 @@ class HealthMonitor(pl.Callback):
     def veto_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> str | None:
         """Say why the optimizer step that is about to be taken should be left out; None lets it be taken.
 
-        See :class:`lit_grpo.learner.optimizer_step.Updater`.
+        See :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`.
         """
         # All of them are asked, since each remembers the norms that it was shown.
         vetoes = [m.veto_update(trainer, module, metrics) for m in self.monitors if hasattr(m, "veto_update")]

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
 from lit_grpo.run.folder import run_folder
-from lit_grpo.utils import random as rng
 
 log = logging.getLogger(__name__)
 
@@ -144,9 +143,9 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
         optimizer.zero_grad()
     _restore_callbacks(trainer, pl_module, checkpoint)
     _restore_loops(trainer, checkpoint["loops"]["fit_loop"], after_all)
-    if getattr(module, "_restored_rng", None) is not None:
-        rng.set_state(module._restored_rng)
-        module._restored_rng = None  # it waits for the start of a fit, which is not to come
+    # A module sets it when a fit starts, which is not to come.
+    if hasattr(module, "restore_random_state"):
+        module.restore_random_state()
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""RolloutDataModule: prompts in, rollouts out."""
+"""RolloutDataModule: takes prompts, gives rollouts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_grpo.context import LearnerRequirements, RolloutLearner, RunContext, as_learner
 from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.engines import EngineContext, check_engine, make_engine
@@ -25,7 +26,7 @@ from lit_grpo.rewards.base import primary_reward
 from lit_grpo.rewards.combine import OnError
 from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
-from lit_grpo.rollout.generator import RolloutGenerator
+from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
@@ -39,23 +40,23 @@ class RolloutDataModule(pl.LightningDataModule):
     Data, rewards and limits are checked in ``setup``, before any model is loaded.
 
     Args:
-        prompts: where training questions come from; ``validate`` and ``test`` need none.
-        rewards: what completions are judged by; the total is their weighted sum.
+        prompts: source of the training questions; ``validate`` and ``test`` need none.
+        rewards: score the completions; the total is their weighted sum.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
         rollouts: length of the run.
-        engine: what samples.
+        engine: the engine that samples, and its settings.
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
-        clean: what is left out of the training questions: duplicates, questions of evaluation sets.
+        clean: training questions that are left out: duplicates, questions of evaluation sets.
         difficulty: training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: the same for ``test`` and ``predict``.
         val_prompts: one more set, named after its source: ``{class_path: lit_grpo.data.JsonlPrompts, ...}``.
-        test_prompts: likewise.
+        test_prompts: one more set for ``test`` and ``predict``, likewise.
         eval_sampling: how evaluation completions are drawn; None: one a prompt greedily, several as in training.
         eval_group_size: completions of each evaluation prompt, for sets that do not say.
-        demonstrations: what supervised fine-tuning (``objective: {recipe: sft}``) teaches.
+        demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
@@ -131,42 +132,53 @@ class RolloutDataModule(pl.LightningDataModule):
     # ---------------------------------------------------------------------------------------------- set-up
 
     @property
-    def _module(self) -> Any:
+    def learner(self) -> RolloutLearner:
+        """The module that learns from the rollouts.
+
+        Raises:
+            UserError: it cannot.
+        """
         if self.trainer is None:
             raise RuntimeError("RolloutDataModule works inside a Trainer: trainer.fit(module, datamodule=data)")
-        return self.trainer.lightning_module
+        return as_learner(self.trainer.lightning_module)
 
     @property
-    def _wants_experts(self) -> bool:
-        """Whether completions are to say which experts their tokens went through."""
-        return self._trainer.state.fn == "fit" and getattr(self._module, "routing_replay", "none") == "sampler"
+    def _requirements(self) -> LearnerRequirements:
+        return self.learner.requirements()
+
+    @property
+    def _fitting(self) -> bool:
+        return self._current_trainer.state.fn == "fit"
+
+    @property
+    def _needs_experts(self) -> bool:
+        """Whether completions must say which experts their tokens went through."""
+        return self._fitting and self._requirements.sampled_experts
 
     def setup(self, stage: str) -> None:
-        trainer, module = self._trainer, self._module
-        if not hasattr(module, "named_weights"):
-            raise UserError(
-                f"{type(module).__name__} has no named_weights(), so the engine cannot follow it",
-                where="model",
-                remedy="use lit_grpo.LitGRPO or a subclass",
-            )
+        trainer, learner = self._current_trainer, self.learner
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
-            check_engine(self.engine_config, self._wants_experts)
-            for reward in self.rewards:  # workers load their libraries while the model and the engine load
+            check_engine(self.engine_config, self._needs_experts)
+            # Their workers load libraries while the model and the engine load.
+            for reward in self.rewards:
                 reward.start()
         if stage == "fit":
-            self._check_answers_are_looked_for()
-            if self._ahead and self.engine_config.sleep:
+            self._check_rewards_fit_the_objective()
+            if self._num_prefetch and self.engine_config.sleep:
                 raise UserError(
                     "an engine that samples beside the learner cannot sleep meanwhile",
                     where="data.engine.sleep",
                     remedy="set data.engine.sleep: 0, or model.max_staleness: 0",
                 )
-            module.prepare_for(
-                rollouts=self.rollouts * max(1, self._trainer.max_epochs or 1),
-                group_size=self.group_size,
-                prompts_per_rollout=self.prompts_per_rollout,
-                max_new_tokens=self.sampling.max_new_tokens,
-                reward_range=total_range(self.rewards),
+            learner.connect(
+                RunContext(
+                    rollouts=self.rollouts * max(1, trainer.max_epochs or 1),
+                    group_size=self.group_size,
+                    prompts_per_rollout=self.prompts_per_rollout,
+                    max_new_tokens=self.sampling.max_new_tokens,
+                    reward_range=total_range(self.rewards),
+                    initial_completions=self.initial_completions,
+                )
             )
             if self.prompts_per_rollout % trainer.world_size:
                 raise UserError(
@@ -182,7 +194,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     where="data.prompts",
                     remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
                 )
-            self._encode("train", self.prompts, "data.prompts", self.format)
+            self.prepare_train_prompts(self.prompts)
         elif stage == "validate":
             self._need(self._resolve("val", self.val, self.val_prompts), "val", stage)
         elif stage == "test":
@@ -197,12 +209,11 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def _supervised(self) -> bool:
-        """Completions are the data's solutions: no engine is started for them."""
-        return bool(getattr(getattr(self._module, "objective", None), "demonstrations", False))
+        """Whether completions are the solutions of the data, so that no engine is started for them."""
+        return self._requirements.completions_from == "dataset"
 
-    def _check_answers_are_looked_for(self) -> None:
-        shaping = getattr(getattr(self._module, "objective", None), "shaping", None)
-        if getattr(shaping, "invalid_entropy", None) is not None and not any(r.extracts_answer for r in self.rewards):
+    def _check_rewards_fit_the_objective(self) -> None:
+        if self._requirements.extracted_answers and not any(r.extracts_answer for r in self.rewards):
             raise UserError(
                 "no reward tells which completions have no parsable answer, which invalid_entropy needs",
                 where="model.objective.invalid_entropy",
@@ -211,9 +222,9 @@ class RolloutDataModule(pl.LightningDataModule):
             )
 
     @property
-    def _ahead(self) -> int:
-        """Rollouts sampled before their turn: as many as the module takes stale ones."""
-        return int(getattr(self._module, "max_staleness", 0)) if self._trainer.state.fn == "fit" else 0
+    def _num_prefetch(self) -> int:
+        """Rollouts that are sampled before their turn: as many as the learner lets be stale."""
+        return self._requirements.max_staleness if self._fitting else 0
 
     def _resolve(self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None) -> list[ResolvedSet]:
         primary = primary_reward(self.rewards)
@@ -239,25 +250,27 @@ class RolloutDataModule(pl.LightningDataModule):
             )
 
     @property
-    def _most_new_tokens(self) -> int:
+    def _max_new_tokens(self) -> int:
+        """The largest limit of new tokens, of training and of all evaluations."""
         parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
         return max(self.sampling.max_new_tokens, *(part.sampling.max_new_tokens for part in parts), 0)
 
     @property
-    def _encoded(self) -> dict[str, list[Prompt]]:
-        return {key: one.prompts for key, one in self._sets.items()}
+    def train_set(self) -> PromptSet:
+        """The training prompts as token ids, with where they come from; once they are set up."""
+        return self._sets["train"]
 
     @property
     def train_prompts(self) -> list[Prompt]:
         """The training prompts as token ids, once they are set up."""
-        return self._sets["train"].prompts
+        return self.train_set.prompts
 
     def prepare_train_prompts(self, source: PromptSource) -> None:
         """Read, check, clean and tokenise the training prompts, unless that is done."""
         self._encode("train", source, "data.prompts", self.format)
 
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
-        """Read, check, clean and tokenise a source, once."""
+        """Read, check, clean and tokenise a source, unless that is done."""
         if key in self._sets:
             return
         training = key == "train"
@@ -265,17 +278,18 @@ class RolloutDataModule(pl.LightningDataModule):
             source,
             where,
             form=form,
-            tokenizer=self._module.tokenizer,
+            tokenizer=self.learner.tokenizer,
             rewards=self.rewards,
             clean=self.clean if training else None,
             held_out=self._held_out() if training and self.clean.held_out else (),
         )
         self._check_lengths(found.prompts, found.locations, where)
         if training and self._supervised:
-            ends = end_token_ids(self._module.policy_config, self._module.tokenizer)
+            tokenizer = self.learner.tokenizer
+            ends = end_token_ids(self.learner.policy_config, tokenizer)
             limit = self.sampling.max_new_tokens
             self._solutions = encode_demonstrations(
-                self.demonstrations, found.prompts, self._module.tokenizer, ends, limit, found.locations
+                self.demonstrations, found.prompts, tokenizer, ends, limit, found.locations
             )
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
@@ -283,7 +297,7 @@ class RolloutDataModule(pl.LightningDataModule):
             rank_zero_info(line)
 
     def _held_out(self) -> list[PromptSource]:
-        """Sources of all evaluation sets, also of those that this stage does not use."""
+        """Return the sources of all evaluation sets, also of those that this stage does not use."""
         before = dict(self.evaluations)
         sets = [*self._resolve("val", self.val, self.val_prompts), *self._resolve("test", self.test, self.test_prompts)]
         self.evaluations = before
@@ -291,7 +305,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def log_prompt_report(self) -> None:
         """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
-        tokenizer = self._module.tokenizer
+        tokenizer = self.learner.tokenizer
         rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
         for doubt in self.format.warnings(tokenizer):
             rank_zero_warn(f"data.format: {doubt}.")
@@ -301,25 +315,25 @@ class RolloutDataModule(pl.LightningDataModule):
                     f"{count:,} training questions are also in {held_out.name}; data.clean: {{held_out: true}} "
                     "leaves them out"
                 )
-        if self.clean.dropped_file is not None and self._trainer.is_global_zero:
+        if self.clean.dropped_file is not None and self._current_trainer.is_global_zero:
             write_dropped(list(self._sets.values()), self.clean.dropped_file)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the prompts depends on, so that a resumed run can be held to it."""
+        """Return what the order of the prompts depends on, so that a resumed run can be held to it."""
         if "train" not in self._sets:
             return {}
-        return {"format": self.format.identity(self._module.tokenizer), "prompts": self._sets["train"].identity()}
+        return {"format": self.format.identity(self.learner.tokenizer), "prompts": self.train_set.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict and "train" in self._sets and self._trainer.state.fn == "fit":
+        if state_dict and "train" in self._sets and self._fitting:
             check_resumed(state_dict, self.state_dict())
 
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
-        limit = getattr(load_model_config(self._module.policy_config), "max_position_embeddings", None)
+        limit = getattr(load_model_config(self.learner.policy_config), "max_position_embeddings", None)
         if limit is None or not prompts:
             return
         longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-        new = self._most_new_tokens
+        new = self._max_new_tokens
         if len(longest.token_ids) + new > limit:
             raise UserError(
                 f"the prompt of row {longest.id!r} has {len(longest.token_ids)} tokens; with {new} new tokens that is "
@@ -335,25 +349,25 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def producer(self) -> RolloutGenerator:
-        """Engine and rewards, made when the first rollout is wanted."""
+        """Engine and rewards, made when the first rollout is asked for."""
         if self._producer is None:
-            module = self._module
-            longest = max(len(p.token_ids) for prompts in self._encoded.values() for p in prompts)
+            learner, tokenizer = self.learner, self.learner.tokenizer
+            longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
             context = EngineContext(
-                policy=module.policy,
-                policy_config=module.policy_config,
-                tokenizer=module.tokenizer,
-                end_token_ids=end_token_ids(module.policy_config, module.tokenizer),
-                max_model_len=longest + self._most_new_tokens,
+                policy=learner.policy,
+                policy_config=learner.policy_config,
+                tokenizer=tokenizer,
+                end_token_ids=end_token_ids(learner.policy_config, tokenizer),
+                max_model_len=longest + self._max_new_tokens,
                 seed=rng.run_seed(),
-                beside_learner=self._ahead > 0,
-                wants_experts=self._wants_experts,
+                beside_learner=self._num_prefetch > 0,
+                wants_experts=self._needs_experts,
             )
             engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
                 engine,
-                module,
-                module.tokenizer,
+                learner,
+                tokenizer,
                 self.rewards,
                 rng.run_seed(),
                 self.on_reward_error,
@@ -362,15 +376,14 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._producer
 
     def initial_completions(self, n_prompts: int) -> Rollout:
-        """Completions of the first training prompts, for what is measured before the first update (entropy of the
-        untouched model).
+        """Sample completions of the first training prompts, for measurements of the untouched model.
 
-        ``group_size`` samples each of the first ``n_prompts`` prompts of the training order, or of all if there are
-        fewer; from random numbers of their own, so that training samples the same with and without. Every rank makes
-        all of them, and so measures the same.
+        ``group_size`` samples of each of the first ``n_prompts`` prompts in the training order, or of all if there are
+        fewer. Every rank makes all of them, and so measures the same.
         """
-        prompts = self._encoded["train"]
-        order = make_order(prompts, self.producer.seed, self._sets["train"].weights)
+        # The purpose gives them random numbers of their own: training samples the same with and without them.
+        prompts = self.train_prompts
+        order = make_order(prompts, self.producer.seed, self.train_set.weights)
         chosen = [prompts[order[place]] for place in range(min(n_prompts, len(prompts)))]
         return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
 
@@ -382,29 +395,34 @@ class RolloutDataModule(pl.LightningDataModule):
     # ---------------------------------------------------------------------------------------------- loaders
 
     def train_dataloader(self) -> RolloutLoader:
-        module, source = self._module, self.producer if not self._supervised else None
+        learner = self.learner
+        source: RolloutSource = (
+            SupervisedSource(self._solutions, learner, learner.tokenizer, rng.run_seed())
+            if self._supervised
+            else self.producer
+        )
         return RolloutLoader(
-            source or SupervisedSource(self._solutions, module, module.tokenizer, rng.run_seed()),
-            self._encoded["train"],
+            source,
+            self.train_prompts,
             count=self.rollouts,
             prompts_per_rollout=self.prompts_per_rollout,
             group_size=self.group_size,
             sampling=self.sampling,
-            rank=self._trainer.global_rank,
-            world_size=self._trainer.world_size,
-            dynamic=self._module.objective.dynamic_sampling,
+            rank=self._current_trainer.global_rank,
+            world_size=self._current_trainer.world_size,
+            dynamic=self._requirements.dynamic_sampling,
             max_rounds=self.max_generation_rounds,
             on_short=self.on_short_rollout,
-            gather=_Gather() if self._trainer.world_size > 1 else no_exchange,
-            weights=self._sets["train"].weights,
+            gather=_Gather() if self._current_trainer.world_size > 1 else no_exchange,
+            weights=self.train_set.weights,
             difficulty=self._running_difficulty(),
-            num_prefetch=self._ahead,
+            num_prefetch=self._num_prefetch,
         )
 
     def _running_difficulty(self) -> RunningDifficulty | None:
         if self.difficulty is None:
             return None
-        return RunningDifficulty(self.difficulty, self._encoded["train"], self.rewards, self.producer.seed)
+        return RunningDifficulty(self.difficulty, self.train_prompts, self.rewards, self.producer.seed)
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("val")
@@ -416,20 +434,20 @@ class RolloutDataModule(pl.LightningDataModule):
         return self._evaluation("test")
 
     @property
-    def _trainer(self) -> pl.Trainer:
+    def _current_trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
 
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
-        """One loader for each way of sampling each set."""
+        """Make one loader for each way of sampling each set."""
         return [
             EvaluationLoader(
                 self.producer,
-                self._encoded[f"{key}/{one.name}"],
+                self._sets[f"{key}/{one.name}"].prompts,
                 batch_prompts=self.prompts_per_rollout,
                 group_size=part.samples,
                 sampling=part.sampling,
-                rank=self._trainer.global_rank,
-                world_size=self._trainer.world_size,
+                rank=self._current_trainer.global_rank,
+                world_size=self._current_trainer.world_size,
                 purpose=f"evaluation/{one.name}",
                 finish=partial(self._grade, part),
             )
@@ -442,13 +460,14 @@ class RolloutDataModule(pl.LightningDataModule):
 
 
 class _Gather:
-    """Exchange over ranks in a process group of its own: a thread may use it beside the learner's collectives."""
+    """Exchange of Python values over ranks."""
 
     def __init__(self) -> None:
+        # A process group of its own: a thread may use it beside the learner's collectives.
         self._group = torch.distributed.new_group(backend="gloo")
 
     def __call__(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank."""
+        """Return the values of all ranks, in their order."""
         out: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(out, value, group=self._group)
         return out

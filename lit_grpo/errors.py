@@ -1,4 +1,4 @@
-"""Errors a person can mend: they end in one screen, without a traceback (see ``lit_grpo.cli``)."""
+"""Errors that end a run. A :class:`UserError` is shown in one screen without a traceback (see ``lit_grpo.cli``)."""
 
 from __future__ import annotations
 

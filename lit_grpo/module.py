@@ -1,9 +1,18 @@
-"""LitGRPO: prepare a rollout, update the policy, log. Formulas live in objectives, sampling in engines."""
+"""LitGRPO: prepares a rollout, updates the policy, logs. Formulas live in objectives, sampling in engines.
+
+prompts ─► RolloutDataModule ─► RolloutEngine.generate ─► rewards ─► Rollout
+                 ▲                (transformers | vllm | vllm_server | yours)  │
+ weights, version│                                                             ▼
+optimizer step ◄── Objective.loss ◄── forward (log-probs, entropy, values) ◄── batch
+      │
+      └─► StepResult: metrics + a typed snapshot ─► callbacks: monitors ─► findings ─► diagnosis
+                                                      ─► log | skip | adjust | stop | roll back
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -13,41 +22,44 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lit_grpo.context import LearnerRequirements, RunContext
 from lit_grpo.distributed import sharding as shards
+from lit_grpo.distributed.gradients import GradientExchange
 from lit_grpo.distributed.sharding import ShardingConfig
-from lit_grpo.distributed.strategy import computing, data_mesh
+from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
-from lit_grpo.learner import batch as shape
-from lit_grpo.learner import checkpoint_state as run_state
-from lit_grpo.learner import run_critic
+from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import make_experience
-from lit_grpo.learner.engine_agreement import GuardConfig
-from lit_grpo.learner.forward import Passes
+from lit_grpo.learner.checkpoint_state import load_state, save_state
+from lit_grpo.learner.critic_metrics import critic_after_update
+from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
+from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metrics
-from lit_grpo.learner.optimizer_step import Updater, trained_models
+from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, StepCounters, make_steps
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
 from lit_grpo.learner.run_checks import (
+    check_critic_settings,
     check_minibatches,
     check_objective,
-    measure_initial_entropy,
-    monte_carlo,
-    resolve,
+    resolve_objective,
+    with_monte_carlo_returns,
+    with_reward_range,
 )
-from lit_grpo.learner.run_critic import UNKNOWN, Range
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
-from lit_grpo.types import Experience, Rollout
+from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.dataclasses import as_dataclass
 
-__all__ = ["LitGRPO", "make_experience"]
+__all__ = ["LitGRPO"]
 
 SHOWN_IN_PROGRESS_BAR = ("reward", "entropy", "length")
 
@@ -61,9 +73,9 @@ class LitGRPO(pl.LightningModule):
     Args:
         policy: the model that is trained.
         objective: the recipe and its overrides.
-        optimizer: it and its schedule.
-        reference: of objectives with a KL term to the policy before training.
-        critic: of objectives with a value function; those get the default one if this is None.
+        optimizer: the policy's optimizer and its schedule.
+        reference: the policy that KL terms of the objective compare with.
+        critic: the value function; objectives that need one get the default if this is None.
         micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
             model; None: no bound. Bounds memory, changes no gradient.
         micro_batch_size: completions in one forward and backward pass; None: no bound but that of tokens.
@@ -121,7 +133,7 @@ class LitGRPO(pl.LightningModule):
                             remedy="set it to 0 or more, or null for all")  # fmt: skip
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
-        self.objective: Objective = resolve(self.objective_config, max_staleness)
+        self.objective: Objective = resolve_objective(self.objective_config, max_staleness)
         self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
         if self.critic_config is None and self.objective.advantage.critic:
             self.critic_config = CriticConfig()
@@ -159,38 +171,31 @@ class LitGRPO(pl.LightningModule):
             },
             logger=False,
         )
-        self.resolved_policy_config = self.policy_config
-        """The policy's configuration with ``attention`` and ``compile`` decided, once the devices are known."""
+        self._resolved_policy_config = self.policy_config
+        """The policy's settings with everything left open decided, once the devices are known."""
         self.policy: Policy | None = None
         self.critic: Critic | None = None
         self.reference: Policy | None = None
-        """A reference that is refreshed: a submodule, so that checkpoints hold it."""
-        self._frozen_reference: list[Policy] = []  # in a list, so that it is no submodule and checkpoints do not grow
+        """A reference that is refreshed: a submodule, so that checkpoints hold it. See :attr:`reference_policy`."""
+        # In a list, so that it is no submodule: checkpoints must not grow by what can be loaded again.
+        self._frozen_reference: list[Policy] = []
         self.objective_state = self.objective.new_state()
         self.policy_version = 0
-        """Rollouts trained on."""
+        """Number of rollouts trained on."""
+        self.counters = StepCounters()
         self._evaluator = Evaluator("val")
         self.evaluation: EvaluationResult | None = None
-        """What the last evaluation found."""
+        """Result of the last evaluation."""
+        self.step_result: StepResult | None = None
+        """The rollout under way or, between rollouts, the last one; for callbacks."""
+        self._step_metrics: dict[str, float] = {}
         self._logged_keys: set[str] = set()
-        self.step_metrics: dict[str, float] = {}
-        """What the last rollout logged. Trainer.callback_metrics also keeps keys that only earlier rollouts had."""
-        self.last_experience: Experience | None = None
-        """Of the last rollout, for callbacks: tensors on the module's device."""
-        self.last_advantages: Tensor | None = None
-        """[N, T]."""
-        self.last_logprobs: Tensor | None = None
-        """Learner's, before the first update, [N, T]; NaN where it was not asked (without gradient and no probe), None
-        where the first optimizer step is one of a part of the completions."""
-        self.last_entropy: Tensor | None = None  # likewise
-        self.optimizer_steps = self.critic_steps = 0
-        """Of the policy, of the critic."""
-        self.skipped_steps = self.empty_steps = self.skipped_in_a_row = 0
-        self._planned_rollouts = 0
-        self._run_shape: dict[str, Any] = {}
+        self._context: RunContext | None = None
         self._tokenizer: Any = None
-        self._restored_rng: dict[str, Any] | None = None
-        self._make: Callable[[Callable[[], Any]], Any] = lambda make: make()
+        self._restored_random_state: dict[str, Any] | None = None
+        self._forward_runner: ForwardRunner | None = None
+        self._optimizer_stepper: OptimizerStepper | None = None
+        self._make_model: Callable[[Callable[[], Any]], Any] = lambda make: make()
         """Makes a model, or the shards of one."""
 
     # ---------------------------------------------------------------------------------------------- set-up
@@ -202,38 +207,43 @@ class LitGRPO(pl.LightningModule):
             self._tokenizer = load_tokenizer(self.policy_config)
         return self._tokenizer
 
-    def prepare_for(
-        self,
-        *,
-        rollouts: int,
-        group_size: int,
-        prompts_per_rollout: int,
-        max_new_tokens: int,
-        reward_range: Range = UNKNOWN,
-    ) -> None:
-        """Called by the data module in set-up, before the model is loaded: fit objective and schedule to the rollouts.
+    def requirements(self) -> LearnerRequirements:
+        """See :class:`lit_grpo.context.RolloutLearner`."""
+        return LearnerRequirements(
+            completions_from="dataset" if self.objective.demonstrations else "engine",
+            dynamic_sampling=self.objective.dynamic_sampling,
+            max_staleness=self.max_staleness,
+            sampled_experts=self.routing_replay == "sampler",
+            extracted_answers=self.objective.shaping.invalid_entropy is not None,
+        )
+
+    def connect(self, context: RunContext) -> None:
+        """Fit objective and schedule to the run. Called by the data module in set-up, before the model is loaded.
 
         Raises:
             UserError: the objective, the updates and the shape of the rollouts contradict each other.
         """
-        self._planned_rollouts = rollouts
-        self._run_shape = {
-            "rollouts": rollouts,
-            "group_size": group_size,
-            "prompts_per_rollout": prompts_per_rollout,
-            "max_new_tokens": max_new_tokens,
-            "reward_range": reward_range,
-        }
-        self.objective = self.objective.for_run(max_new_tokens)
-        self.objective.check(
-            group_size=group_size,
+        objective = self._fit_to_run(self.objective, context)
+        check_minibatches(context.prompts_per_rollout, self.minibatch_prompts, self.updates_per_rollout)
+        self.objective_state = with_reward_range(objective, self.objective_state, context.reward_range)
+        self._context, self.objective = context, objective
+
+    def _fit_to_run(self, objective: Objective, context: RunContext) -> Objective:
+        objective = objective.for_run(context.max_new_tokens)
+        objective.check(
+            group_size=context.group_size,
             updates_per_rollout=self.updates_per_rollout,
             has_critic=self.critic_config is not None,
         )
-        check_objective(self.objective, self.updates_per_rollout * self.objective.passes, self._warmup_rollouts)
-        run_critic.check(self.critic_config, self.objective, rollouts, max_new_tokens, reward_range)
-        self.objective_state = run_critic.with_range(self.objective, self.objective_state, reward_range)
-        check_minibatches(prompts_per_rollout, self.minibatch_prompts, self.updates_per_rollout)
+        check_objective(objective, self.updates_per_rollout * objective.passes, self._warmup_rollouts)
+        check_critic_settings(
+            self.critic_config,
+            objective,
+            rollouts=context.rollouts,
+            max_new_tokens=context.max_new_tokens,
+            reward_range=context.reward_range,
+        )
+        return objective
 
     def change_objective(self, changes: dict[str, Any]) -> None:
         """Go on with another objective, between two rollouts and on all ranks; histories that both have are kept.
@@ -242,21 +252,21 @@ class LitGRPO(pl.LightningModule):
             changes: overrides of the present objective; with ``recipe`` that recipe, without the old overrides.
 
         Raises:
-            UserError: the run does not fit it, or has not the reference model or critic that it needs.
+            UserError: the run does not fit it, or has not the reference model or critic that it needs. The run then
+                goes on as it was.
         """
-        before = self.objective_config, self.objective, self.objective_state
-        try:
-            old = ObjectiveConfig() if "recipe" in changes else self.objective_config
-            self.objective_config = replace(old, **changes)
-            self.objective = resolve(self.objective_config, self.max_staleness)
-            if self._run_shape:
-                self.prepare_for(**self._run_shape)
-            if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
-                raise UserError(f"{self.objective.name} needs a reference model, and this run has made none")
-        except Exception:
-            self.objective_config, self.objective, self.objective_state = before
-            raise
-        self.objective_state = self.objective.adopt_state(self.objective_state)
+        # A refused change must leave no trace: everything is made first, and assigned in the last lines.
+        config = replace(ObjectiveConfig() if "recipe" in changes else self.objective_config, **changes)
+        objective, state = resolve_objective(config, self.max_staleness), self.objective_state
+        if self._context is not None:
+            objective = self._fit_to_run(objective, self._context)
+            state = with_reward_range(objective, state, self._context.reward_range)
+        if "ref_logprobs" in objective.requires(self.updates_per_rollout) and self.reference_policy is None:
+            raise UserError(f"{objective.name} needs a reference model, and this run has made none")
+        self.objective_config, self.objective = config, objective
+        self.objective_state = objective.adopt_state(state)
+        # Both are made anew: whether experts are replayed depends on the passes of the objective.
+        self._forward_runner = self._optimizer_stepper = None
 
     def configure_model(self) -> None:
         if self.policy is not None:
@@ -265,42 +275,57 @@ class LitGRPO(pl.LightningModule):
             check_replay(self.policy_config)
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
-        mesh = data_mesh(self)
-        self.resolved_policy_config = resolve_backend(self.policy_config, *(computes := computing(self, mesh)))
-        self._make = (lambda make: make()) if mesh is None else partial(shards.make_sharded, mesh, self.sharding_config)
-        self.policy = self._make(lambda: self._new_policy(config))
+        policy = self.policy_config
+        # Not self.trainer: the property raises where there is none.
+        mesh = data_mesh(
+            self._trainer,
+            self.sharding_config,
+            quantized=policy.quantization is not None,
+            needs_score_norms=self._needs("score_sqnorm"),
+        )
+        dtype, device = compute_dtype_and_device(
+            self._trainer,
+            mesh,
+            self.sharding_config,
+            full_precision=policy.dtype == "float32" and policy.tiny is None,
+        )
+        self._resolved_policy_config = resolve_backend(policy, dtype, device)
+        if mesh is not None:
+            self._make_model = partial(shards.make_sharded, mesh, self.sharding_config)
+        self.policy = self._make_model(lambda: self._new_policy(config))
         if config is not None and self._policy.value_head is None:
-            model = resolve_backend(model_settings(self.policy_config, config), *computes)
-            self.critic = self._make(lambda: make_critic(model, config))
+            model = resolve_backend(model_settings(policy, config), dtype, device)
+            self.critic = self._make_model(lambda: make_critic(model, config))
         if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
             self.reference = self._initial_policy()
 
     def _initial_policy(self) -> Policy:
-        """The policy before training, whatever has been trained or restored since; without gradient."""
-        return cast(Policy, self._make(lambda: self._new_policy().requires_grad_(False)))
+        """Make the policy as it was before training, whatever has been trained or restored since; without gradient."""
+        return cast(Policy, self._make_model(lambda: self._new_policy().requires_grad_(False)))
 
     def _new_policy(self, critic: CriticConfig | None = None) -> Policy:
-        model = load_model(self.resolved_policy_config)
+        model = load_model(self._resolved_policy_config)
         head = make_head(model, critic) if critic is not None and critic.trunk == "shared" else None
         return Policy(model, self.policy_config.logits_chunk, head)
 
     def configure_optimizers(self) -> Any:
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
         # resumed run would then begin with its first prompts again.
-        each = self.updates_per_rollout * self.objective.passes
-        learning = max(0, self._planned_rollouts - self._warmup_rollouts)
-        made = [make_optimizer(self._policy.model, self.optimizer_config, learning * each)]
+        steps_per_rollout = self.updates_per_rollout * self.objective.passes
+        rollouts = 0 if self._context is None else self._context.rollouts
+        policy_steps = max(0, rollouts - self._warmup_rollouts) * steps_per_rollout
+        pairs = [make_optimizer(self._policy.model, self.optimizer_config, policy_steps)]
         if self.critic_config is not None:
             critic = cast(torch.nn.Module, self.critic or self._policy.value_head)
             settings = self.critic_config.optimizer or self.optimizer_config
-            made.append(make_optimizer(critic, settings, self._planned_rollouts * each, "model.critic.optimizer"))
-        return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in made)
+            pairs.append(make_optimizer(critic, settings, rollouts * steps_per_rollout, "model.critic.optimizer"))
+        return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in pairs)
 
     def on_fit_start(self) -> None:
         self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
         if self.critic is not None:
             self.critic.verify_against_model_forward(self.layout)
-        if self._needs("ref_logprobs") and self.reference is None and not self._frozen_reference:
+        if self._needs("ref_logprobs") and self.reference_policy is None:
             reference = self._initial_policy()
             self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
         if self.sharded:
@@ -309,15 +334,21 @@ class LitGRPO(pl.LightningModule):
                 initialize_optimizer_state(optimizer)
         if self.objective.trust_region.needs_router_scores and not self._policy.routes:
             rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
+        self._forward_runner = self._optimizer_stepper = None
 
     @property
     def sharded(self) -> bool:
-        """Whether the models are in shards: all ranks must then make the same passes in the same order."""
+        """Whether the models are in shards. All ranks must then make the same forward passes in the same order."""
         return shards.is_sharded(self._policy)
 
     def reshard(self) -> None:
         """See :func:`lit_grpo.distributed.sharding.reshard`."""
         shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
+
+    @property
+    def reference_policy(self) -> Policy | None:
+        """The policy that KL terms compare with, frozen or refreshed; None where the objective has none."""
+        return self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
 
     @property
     def _policy(self) -> Policy:
@@ -333,56 +364,143 @@ class LitGRPO(pl.LightningModule):
         return name in self.objective.requires(self.updates_per_rollout)
 
     @property
-    def reference_policy(self) -> Policy | None:
-        """The policy that the KL penalty compares with, moving or frozen; None where the objective needs none."""
-        return self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
+    def forward_runner(self) -> ForwardRunner:
+        """The models, and how a rollout goes through them; made once the models are."""
+        if self._forward_runner is None:
+            # A single update has nothing to replay: its experts are those of the old policy.
+            single = self.updates_per_rollout * self.objective.passes == 1
+            self._forward_runner = ForwardRunner(
+                policy=self._policy,
+                reference=self.reference_policy,
+                critic=self.critic,
+                micro_batches=self.micro_batches,
+                inputs=self.policy_inputs,
+                routing_replay="none" if self.routing_replay == "old" and single else self.routing_replay,
+                max_over_ranks=partial(shards.largest_counts, device=self.device) if self.sharded else None,
+                device=self.device,
+            )
+        return self._forward_runner
 
     @torch.no_grad()
     def measure_rollout(self, rollout: Rollout) -> Experience:
         """Return a rollout with its log-probabilities and entropies under the present weights, on the CPU."""
         experience = make_experience(rollout, self.device)
-        self._passes.fill(rollout, experience, frozenset({"old_logprobs", "entropy"}))
-        return experience.to("cpu")
+        results = self.forward_runner.old_forward(rollout, experience, frozenset({"old_logprobs", "entropy"}))
+        return results.added_to(experience).to("cpu")
+
+    def _optimizer_bundles(self) -> list[OptimizerBundle]:
+        """The policy's optimizer with its schedule and clipping, then the critic's if there is one."""
+        optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
+        if self.critic_config is None:
+            return [OptimizerBundle("", optimizers, schedulers, self.max_grad_norm)]
+        limits = (("", self.max_grad_norm), ("critic/", self.critic_config.max_grad_norm))
+        return [
+            OptimizerBundle(prefix, optimizer, scheduler, limit)
+            for (prefix, limit), optimizer, scheduler in zip(limits, optimizers, schedulers, strict=True)
+        ]
 
     @property
-    def _passes(self) -> Passes:
-        reference = self.reference_policy
-        replay = self.routing_replay == "old" and self.updates_per_rollout * self.objective.passes > 1
-        most = partial(shards.largest_counts, device=self.device) if self.sharded else None
-        return Passes(
-            *(self._policy, reference, self.critic, self.micro_batches, self._inputs, replay, None, most, self.device),
-            sampled=self.routing_replay == "sampler",
-        )
+    def _stepper(self) -> OptimizerStepper:
+        if self._optimizer_stepper is None:
+            self._optimizer_stepper = OptimizerStepper(
+                forward=self.forward_runner,
+                bundles=self._optimizer_bundles(),
+                counters=self.counters,
+                backward=self.manual_backward,
+                veto=self._ask_callbacks_for_veto,
+                gradients=GradientExchange.of(self.trainer.strategy, self.trainer.world_size),
+                reduce=self.reduce_or_none,
+                rank=self.global_rank,
+                guards=self.guards,
+                probe_completions=self.probe_completions,
+                max_skipped_steps=self.max_skipped_steps,
+            )
+        return self._optimizer_stepper
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
     def training_step(self, batch: Rollout, batch_idx: int) -> None:
-        started, staleness = time.perf_counter(), self._check_staleness(batch)
-        metrics = StepMetrics()
+        """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
+        started = time.perf_counter()
+        staleness = self._check_staleness(batch)
+        metrics, experience = StepMetrics(), make_experience(batch, self.device)
         add_rollout_metrics(metrics, batch)
-        experience = make_experience(batch, self.device)
-        needed, passes = self.objective.requires(self.updates_per_rollout), self._passes
-        updater = Updater(self, passes)
         warmup = self.policy_version < self._warmup_rollouts
-        objective = monte_carlo(self.objective) if warmup else self.objective
-        if early := self.objective.requires(1):  # already advantages and plans are made from what a pass finds
-            passes.fill(batch, experience, needed)
-        advantages, self.objective_state = objective.advantages(experience, self.objective_state, self.reduce_or_none)
-        self._merge_states()
-        self.last_experience, self.last_advantages = experience, advantages
+        objective = with_monte_carlo_returns(self.objective) if warmup else self.objective
+        # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
+        # every completion. Otherwise what has no gradient is known before the forward pass, and is left out of it.
+        needed, results = self.objective.requires(self.updates_per_rollout), ForwardResults()
+        advantages_need_forward = bool(self.objective.requires(1))
+        if advantages_need_forward:
+            results = self.forward_runner.old_forward(batch, experience, needed)
+            experience = results.added_to(experience)
+        advantages = self._compute_advantages(objective, experience)
+        self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
-        steps = updater.steps(batch, objective, experience, advantages, warmup)
-        if not early:
-            updater.prepare(batch, steps, needed)
-        self.last_logprobs, self.last_entropy = experience.old_logprobs, experience.entropy
-        for number, step in enumerate(steps):
-            updater.step(batch, step, metrics, first_pass=number == 0)
+        steps = make_steps(
+            self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
+        )
+        if not advantages_need_forward:
+            steps = self._stepper.old_forward(batch, steps, needed)
+        self._optimize(batch, steps, metrics)
         self._policy.stop_replay()
-        run_critic.measure_after(self, self._passes, batch, objective, experience, metrics)
+        self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
         self._refresh_reference()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
+
+    def _compute_advantages(self, objective: Objective, experience: Experience) -> Tensor:
+        """Compute the advantages of a rollout, [N, T], and go on to the objective's next state."""
+        advantages, self.objective_state = objective.advantages(experience, self.objective_state, self.reduce_or_none)
+        # Ranks see different prompts; all keep the history of all. Asked of the objective and not of the state: every
+        # rank must take part in the gather, or none.
+        if self.trainer.world_size > 1 and self.objective.advantage.state_fields:
+            states: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(states, self.objective_state)
+            self.objective_state = self.objective.merge_states(states)
+        return advantages
+
+    def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> None:
+        """Take the optimizer steps of a rollout; leaves in ``step_result`` what the learner said before the first."""
+        experience, advantages = steps[0].experience, steps[0].advantages
+        first_update = FirstUpdate(batch, experience, steps[0].rows, self.policy_version)
+        try:
+            for number, step in enumerate(steps):
+                self._stepper.step(batch, step, metrics, first_update if number == 0 else None)
+        finally:
+            # Also where a guard ends the run, so that the flight record holds what it found wrong.
+            logprobs, entropy = experience.old_logprobs, experience.entropy
+            snapshot = RolloutSnapshot(
+                batch,
+                experience,
+                advantages,
+                first_update.logprobs() if logprobs is None else logprobs,
+                first_update.entropy() if entropy is None else entropy,
+            )
+            self.step_result = StepResult(snapshot)
+
+    def _measure_critic(
+        self, batch: Rollout, objective: Objective, experience: Experience, metrics: StepMetrics
+    ) -> None:
+        config = self.critic_config
+        if config is not None and config.measure_every and self.policy_version % config.measure_every == 0:
+            state, reduce = self.objective_state, self.reduce_or_none
+            metrics.update(critic_after_update(self.forward_runner, batch, objective, experience, state, reduce))
+
+    def _ask_callbacks_for_veto(self, metrics: dict[str, float]) -> str | None:
+        """Return why a callback wants this step to be left out.
+
+        Callbacks answer by a method ``veto_update(trainer, module, metrics) -> str | None``, see
+        :attr:`lit_grpo.learner.optimizer_step.OptimizerStepper.veto`.
+        """
+        # All are asked, also after a first veto: a monitor that keeps a history must see every step.
+        reasons = [
+            callback.veto_update(self.trainer, self, metrics)
+            for callback in cast(Any, self.trainer).callbacks
+            if hasattr(callback, "veto_update")
+        ]
+        return next((reason for reason in reasons if reason), None)
 
     @torch.no_grad()
     def _refresh_reference(self) -> None:
@@ -391,14 +509,6 @@ class LitGRPO(pl.LightningModule):
             self.reshard()
             for old, new in zip(self.reference.model.parameters(), self._policy.model.parameters(), strict=True):
                 old.copy_(new)
-
-    def _merge_states(self) -> None:
-        """Ranks see different prompts; all keep the history of all."""
-        # A property of the objective and not of the state: every rank must take part in the gather, or none.
-        if self.trainer.world_size > 1 and self.objective.advantage.state_fields:
-            states: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(states, self.objective_state)
-            self.objective_state = self.objective.merge_states(states)
 
     def _check_staleness(self, batch: Rollout) -> int:
         staleness = self.policy_version - batch.policy_version
@@ -410,20 +520,21 @@ class LitGRPO(pl.LightningModule):
             )
         return staleness
 
-    def _minibatches(self, batch: Rollout) -> Iterator[Tensor]:
-        seed = rng.derive_seed("minibatches", self._seed, batch.index)
+    def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
+        """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""
+        seed = rng.derive_seed("minibatches", rng.run_seed(), batch.index)
         trainer = self._trainer
         ranks = {} if trainer is None else {"rank": trainer.global_rank, "world_size": trainer.world_size}
-        return shape.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed, **ranks)
-
-    # ---------------------------------------------------------------------------------------------- forward
+        return batches.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed, **ranks)
 
     def micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
+        """Cut some completions of a rollout into micro-batches."""
         limits = {"tokens": self.micro_batch_tokens, "size": self.micro_batch_size}
-        return shape.micro_batches(batch, rows, self.layout, **limits)
+        return batches.micro_batches(batch, rows, self.layout, **limits)
 
-    def _inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
-        return shape.policy_input(batch, rows, self.layout, device=self.device)
+    def policy_inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
+        """Make the model input of some completions of a rollout."""
+        return batches.policy_input(batch, rows, self.layout, device=self.device)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
@@ -434,27 +545,29 @@ class LitGRPO(pl.LightningModule):
         self._evaluator = Evaluator("test", self.device)
 
     def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """``records``: one a completion, as in ``predict_step``."""
+        """Return one record a completion under ``records``, as :meth:`predict_step` does."""
         return {"records": self._evaluator.update(batch)}
 
     test_step = validation_step
 
     def predict_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """One record a completion: prompt id, question, completion, rewards."""
+        """Return one record a completion: prompt id, question, completion, rewards."""
         return records(batch)
 
     def on_validation_epoch_end(self) -> None:
         self.evaluation = self._evaluator.compute()
-        self.log_dict(self.evaluation.metrics(), sync_dist=True)  # alike on all ranks already
+        # They are alike on all ranks already.
+        self.log_dict(self.evaluation.metrics(), sync_dist=True)
 
     on_test_epoch_end = on_validation_epoch_end
 
     # ---------------------------------------------------------------------------------------------- logging
 
     def _log(self, batch: Rollout, metrics: StepMetrics, staleness: int, seconds: float) -> None:
-        if many := self.trainer.world_size > 1:
+        several_ranks = self.trainer.world_size > 1
+        if several_ranks:
             metrics.agree(self.trainer.world_size)
-        values = metrics.compute(self.reduce_sum if many else None, self.reduce_max if many else None)
+        values = metrics.compute(self.reduce_or_none, self.reduce_max if several_ranks else None)
         values |= diagnostics.derive(values) | batch.metrics
         values |= {
             "optimizer_steps": float(self.optimizer_steps),
@@ -464,8 +577,8 @@ class LitGRPO(pl.LightningModule):
             "staleness": float(staleness),
             "time/update": seconds,
         }
-        for model in trained_models(self):
-            values[f"{model.prefix}lr"] = float(model.optimizer.param_groups[0]["lr"])
+        for bundle in self._stepper.bundles:
+            values[f"{bundle.prefix}lr"] = bundle.lr
         if self.critic_config is not None:
             values["critic/steps"] = float(self.critic_steps)
         if self.objective_state.initial_entropy is not None:
@@ -473,10 +586,12 @@ class LitGRPO(pl.LightningModule):
         if self.objective_state.beta is not None:
             values["kl/beta"] = self.objective_state.beta
         # Beside the learner's work, sampling costs only what the learner waits for it.
-        parts = ("wait", "sync") if "time/wait" in batch.metrics else ("generate", "reward", "sync")
-        busy = seconds + sum(batch.metrics.get(f"time/{part}", 0.0) for part in parts)
+        phases = ("wait", "sync") if "time/wait" in batch.metrics else ("generate", "reward", "sync")
+        busy = seconds + sum(batch.metrics.get(f"time/{phase}", 0.0) for phase in phases)
         values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
-        self.step_metrics = dict(values)
+        self._step_metrics = dict(values)
+        assert self.step_result is not None
+        self.step_result = replace(self.step_result, metrics=self._step_metrics)
         self.objective_state = self.objective.end_of_rollout(self.objective_state, approx_kl=values.get("kl/old_k3"))
         # Lightning would log the last known value of a key again where this rollout has none.
         values |= dict.fromkeys(self._logged_keys - values.keys(), float("nan"))
@@ -486,35 +601,107 @@ class LitGRPO(pl.LightningModule):
         self.log_dict(values, batch_size=1)
 
     @property
+    def step_metrics(self) -> Mapping[str, float]:
+        """Everything that the last rollout logged."""
+        # Not Trainer.callback_metrics: that also keeps keys that only earlier rollouts had.
+        return self._step_metrics
+
+    @property
     def reduce_or_none(self) -> Reduce | None:
+        """Sum over ranks; None for one process."""
         return self.reduce_sum if self.trainer.world_size > 1 else None
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks."""
-        return cast(Tensor, self.trainer.strategy.reduce(tensor.to(self.device), reduce_op="sum")).to(tensor.device)
+        """Return the sum over ranks."""
+        return self._reduce(tensor, "sum")
 
     def reduce_max(self, tensor: Tensor) -> Tensor:
-        return cast(Tensor, self.trainer.strategy.reduce(tensor.to(self.device), reduce_op="max")).to(tensor.device)
+        """Return the maximum over ranks."""
+        return self._reduce(tensor, "max")
+
+    def _reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        reduced = self.trainer.strategy.reduce(tensor.to(self.device), reduce_op=operation)
+        return cast(Tensor, reduced).to(tensor.device)
 
     # ---------------------------------------------------------------------------------------------- state
 
     @property
-    def _seed(self) -> int:
-        return rng.run_seed()
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the policy so far."""
+        return self.counters.optimizer_steps
+
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps of the critic so far."""
+        return self.counters.critic_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps so far that were vetoed or not finite."""
+        return self.counters.skipped_steps
+
+    @property
+    def empty_steps(self) -> int:
+        """Optimizer steps so far without anything to learn from."""
+        return self.counters.empty_steps
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Skipped optimizer steps since the last that was taken."""
+        return self.counters.skipped_in_a_row
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights for an engine: (transformers name, full tensor), one at a time."""
+        """Yield the policy's weights for an engine as (transformers name, full tensor)."""
         return self._policy.named_weights()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        run_state.save(self, checkpoint)
+        save_state(
+            checkpoint,
+            counters={"policy_version": self.policy_version, **asdict(self.counters)},
+            objective=self.objective_state.to_dict(),
+            world_size=self.trainer.world_size,
+            sharded=self.sharded,
+        )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._restored_rng = run_state.load(self, checkpoint)
+        # Not self.trainer: the property raises where there is none.
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        state = load_state(checkpoint, fitting=fitting)
+        self.policy_version = state.counters.get("policy_version", 0)
+        for name in asdict(self.counters):
+            setattr(self.counters, name, state.counters.get(name, 0))
+        self.objective_state = ObjectiveState.from_dict(state.objective)
+        self._restored_random_state = state.random
+
+    def restore_random_state(self) -> None:
+        """Set this rank's random state to that of the checkpoint that was loaded last, if one was; only once."""
+        if self._restored_random_state is not None:
+            rng.set_state(self._restored_random_state)
+            self._restored_random_state = None
 
     def on_train_start(self) -> None:
         # Not earlier: making the loaders' iterators draws random numbers.
-        if self._restored_rng is not None:
-            rng.set_state(self._restored_rng)
-            self._restored_rng = None
-        measure_initial_entropy(self)
+        self.restore_random_state()
+        self._measure_initial_entropy()
+
+    def _measure_initial_entropy(self) -> None:
+        """Measure <H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
+
+        Raises:
+            UserError: there is no data module to sample the completions.
+        """
+        count = self.objective.initial_entropy_prompts
+        if not count or self.objective_state.initial_entropy is not None:
+            return
+        if self._context is None or self._context.initial_completions is None:
+            raise UserError(
+                f"{self.objective.name} compares with the entropy of the untouched model, "
+                "which only RolloutDataModule lets it measure",
+                where="model.objective.initial_entropy",
+                remedy="set initial_entropy to the measured mean, in nats",
+            )
+        entropy = self.forward_runner.sequence_entropy(self._context.initial_completions(count)).double()
+        sums = torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])
+        total, number = self.reduce_sum(sums).tolist()
+        self.objective_state = self.objective_state.with_initial_entropy(total / number)
+        rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")

@@ -1,11 +1,13 @@
 """The values that go round one reinforcement-learning step, in the order in which they appear.
 
-``Prompt`` -> ``Request`` -> ``Completion`` -> ``Rollout`` -> ``Experience`` -> ``LossOutput``
+``Prompt`` -> ``Request`` -> ``Completion`` -> ``Rollout`` -> ``Experience`` -> ``LossOutput`` -> ``StepResult``
 
 Shapes: N completions in a rollout (whole groups, ``N = groups * group_size``), T tokens of the longest completion.
-Times are seconds, entropies and log-probabilities are nats. Everything below imports nothing but torch, and that only
-where tensors are made: commands that judge ready texts must start at once.
+Times are seconds, entropies and log-probabilities are nats.
 """
+
+# This file imports nothing but torch, and that only where tensors are made: commands that score ready texts must start
+# at once.
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Ask an engine for ``len(seeds)`` samples of one prompt."""
+    """A request to an engine for ``len(seeds)`` samples of one prompt."""
 
     index: int
     """Position of the prompt in the rollout; comes back in every completion."""
@@ -50,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)  # no slots: jsonargparse reads the defaults from __dict__
 class Sampling:
-    """How to draw. Training needs the full support: ``top_p = 1`` and ``top_k = 0``."""
+    """How completions are drawn. Training needs the full support: ``top_p = 1`` and ``top_k = 0``."""
 
     temperature: float = 1.0
     """0 means greedy."""
@@ -76,8 +78,8 @@ class Completion:
     policy_version: int
     """Number of rollouts the sampling weights had been trained on."""
     experts: Tensor | None = field(default=None, compare=False, repr=False)
-    """Which experts each token went through, prompt first, [prompt + generated - 1, layers, K] int16: the last one went
-    through none. None where they are not asked for (``routing_replay: sampler``)."""
+    """Experts that each token went through, prompt first, [prompt + generated - 1, layers, K] int16. The last token was
+    never fed to the model, so it has none. None unless ``routing_replay: sampler`` asks for them."""
 
     @property
     def truncated(self) -> bool:
@@ -86,7 +88,7 @@ class Completion:
 
 
 class Score(NamedTuple):
-    """What a reward says of one completion."""
+    """Verdict of one reward on one completion."""
 
     value: float
     timed_out: bool = False
@@ -95,14 +97,14 @@ class Score(NamedTuple):
     no_answer: bool = False
     """The completion holds nothing that could be an answer."""
     details: Mapping[str, float] | None = None
-    """Other figures of this completion; their means are logged as ``reward/<name>/<key>``."""
+    """Further values of this completion; their means are logged as ``reward/<name>/<key>``."""
     seconds: float = 0.0
     """Time spent on this completion alone, where the reward measures it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What a reward sees of one completion."""
+    """One completion as a reward sees it."""
 
     prompt: Prompt
     completion: Completion
@@ -124,7 +126,7 @@ class Rollout:
     """Weighted sum, [N] float32."""
     group_size: int
     temperature: float = 1.0
-    """At which the completions were drawn; the learner's log-probabilities are those of the same temperature."""
+    """Temperature of the sampler. The learner computes its log-probabilities at the same one."""
     no_answer: Tensor | None = None
     """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -147,15 +149,17 @@ class Rollout:
         return min(c.policy_version for c in self.completions)
 
     def to(self, device: Any, **_: Any) -> Rollout:
-        """Stay: the ragged ids are Python data, tensors are made on the device in the training step."""
+        """Return the rollout itself, so that Lightning does not move it to a device."""
+        # The ragged ids are Python data; the training step makes its tensors on the device.
         return self
 
 
-@dataclass
+@dataclass(frozen=True)
 class Experience:
-    """What an objective is computed from: [N, T] right-padded tensors or [N] vectors, None where not known.
+    """The tensors that an objective is computed from: [N, T] right-padded or [N] vectors, None where not known.
 
-    Positions at or past ``lengths`` hold junk (they may hold NaN) and are never read.
+    A forward pass before the first update adds what the objective asks for (``Objective.requires``) by
+    ``dataclasses.replace``. Positions at or past ``lengths`` hold junk, which may be NaN, and are never read.
     """
 
     lengths: Tensor
@@ -167,16 +171,17 @@ class Experience:
     truncated: Tensor
     """[N] bool."""
     width: int = 0
-    """T. Taken from the first [N, T] tensor if left 0."""
+    """T; the width of the first [N, T] tensor if left 0."""
     token_ids: Tensor | None = None
     """[N, T] int64."""
     old_logprobs: Tensor | None = None
-    """Learner, before the first update of this rollout. None: one update, the ratio is pi / stop_gradient(pi)."""
+    """Log-probabilities by the learner before the first update of this rollout. None: there is one update, and the
+    ratio is pi / stop_gradient(pi)."""
     sampler_logprobs: Tensor | None = None
-    """Engine, at the moment of drawing. Non-finite where it is not known."""
+    """Log-probabilities by the engine at the moment of drawing; not finite where they are not known."""
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
-    """Of the full next-token distribution, before the first update."""
+    """Entropy of the full next-token distribution before the first update."""
     values: Tensor | None = None
     """Critic's value of the state before each token."""
     sum_squared_probs: Tensor | None = None
@@ -195,22 +200,23 @@ class Experience:
     def __post_init__(self) -> None:
         from torch import Tensor
 
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not self.width and isinstance(value, Tensor) and value.ndim == 2:
-                self.width = value.shape[1]
-        if not self.width:
-            self.width = int(self.lengths.max()) if len(self.lengths) else 0
+        if self.width:
+            return
+        values = (getattr(self, item.name) for item in fields(self))
+        widths = [value.shape[1] for value in values if isinstance(value, Tensor) and value.ndim == 2]
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        object.__setattr__(self, "width", next((width for width in widths if width), longest))
 
     @property
     def mask(self) -> Tensor:
-        """[N, T] bool, made from lengths, never from ids."""
+        """[N, T] bool: the generated tokens."""
         import torch
 
+        # Made from lengths and never from ids: the padding id may be one that the policy generates.
         return torch.arange(self.width, device=self.lengths.device)[None, :] < self.lengths[:, None]
 
     def select(self, rows: Tensor | Sequence[int]) -> Experience:
-        """The experience of some completions, in the order of ``rows``. Keeps T."""
+        """Return the experience of some completions, in the order of ``rows``, T columns wide as before."""
         import torch
 
         index = torch.as_tensor(rows, device=self.lengths.device)
@@ -224,7 +230,7 @@ class Experience:
         return replace(self, **changed)
 
     def to(self, device: Any, **_: Any) -> Experience:
-        """Move every tensor."""
+        """Return a copy with every tensor on ``device``."""
         from torch import Tensor
 
         moved: dict[str, Any] = {
@@ -234,11 +240,11 @@ class Experience:
 
 
 class Sum(NamedTuple):
-    """A mean in the making: over micro-batches and ranks, add totals and weights, then divide once."""
+    """A mean before its division: totals and weights are added over micro-batches and ranks, then divided once."""
 
     total: Tensor
     weight: Tensor
-    """What the total is divided by in the end: tokens, completions, groups."""
+    """The denominator: number of tokens, completions or groups."""
 
 
 @dataclass
@@ -253,3 +259,27 @@ class LossOutput:
     """Step metrics as sums, by logged name."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Step metrics that combine by maximum."""
+
+
+@dataclass(frozen=True)
+class RolloutSnapshot:
+    """One rollout as the learner saw it, for callbacks; tensors lie on the module's device."""
+
+    rollout: Rollout
+    experience: Experience
+    advantages: Tensor
+    """[N, T]."""
+    logprobs: Tensor | None = None
+    """Log-probabilities by the learner before the first update, [N, T]. NaN for a completion that did not go through
+    the model (no gradient, and not among the probes). None where no pass covered the whole rollout before an update."""
+    entropy: Tensor | None = None
+    """Entropies of the same pass, likewise."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step leaves for callbacks."""
+
+    snapshot: RolloutSnapshot
+    metrics: Mapping[str, float] | None = None
+    """Everything logged for this rollout; None while its optimizer steps are under way."""

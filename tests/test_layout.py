@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -17,6 +19,8 @@ PACKAGE = ROOT / "lit_grpo"
 LOOSE = {"__init__", "types", "errors", "module", "datamodule", "context"}
 """Modules that may lie at the top of the package: the vocabulary, the two Lightning classes, their handshake."""
 EVERYWHERE = {"types", "errors"}
+LIGHTNINGS_OWN = {"_trainer"}
+"""Private members of our two Lightning classes that Lightning gave them."""
 
 # folder: what it may import of lit_grpo, besides itself and EVERYWHERE; a name stands for all that lies below it.
 # Read from the top: a folder imports only what stands above it.
@@ -121,10 +125,72 @@ def test_dependencies_point_down():
         if key is None:
             continue
         allowed = ALLOWED[key] | {key} | EVERYWHERE
-        for imported in imports(path, top_only=False):
+        # Imports for type checkers count too: a file that needs a type of another knows that other.
+        for imported in imports(path, top_only=False, guarded_too=True):
             below = imported.removeprefix("lit_grpo.")
             if imported.startswith("lit_grpo.") and not any(below == a or below.startswith(f"{a}.") for a in allowed):
                 raise AssertionError(f"{path.relative_to(ROOT)} imports {imported}; {key} may import {sorted(allowed)}")
+
+
+def parameters(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(function, its parameter with the annotation) of every annotated parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            for parameter in (*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))):
+                if parameter.annotation is not None:
+                    yield node.name, f"{parameter.arg}: {ast.unparse(parameter.annotation)}"
+
+
+def test_no_function_takes_the_module_or_the_data_module():
+    """What a function needs of them is a narrower type; see context.py for the one that both sides know."""
+    # The classes themselves may be handed over: the command line builds them.
+    wide = re.compile(r"^(?!.*\btype\[).*: .*\b(LitGRPO|RolloutDataModule)\b")
+    found = [
+        f"{path.relative_to(ROOT)}: {function}({parameter})"
+        for name, path in source_files()
+        if name not in ("module", "datamodule")
+        for function, parameter in parameters(ast.parse(path.read_text(encoding="utf-8")))
+        if wide.search(parameter)
+    ]
+    assert found == []
+
+
+def private_accesses(tree: ast.AST) -> set[str]:
+    """``other._name`` where no class or function of the same file has or sets ``_name``."""
+    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and _is_name(node.target)}
+    return {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match("_[a-z]", node.attr)
+        and not _is_self(node.value)
+        and node.attr not in own
+    }
+
+
+def _is_self(node: ast.AST) -> bool:
+    return _is_name(node) and node.id in ("self", "cls")
+
+
+def _is_name(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def test_private_members_stay_in_their_file():
+    """Of the module and the data module; private members of other libraries are another matter."""
+    for name in ("module", "datamodule"):
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+        private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+        private = {attribute for attribute in private if re.match("_[a-z]", attribute)} - LIGHTNINGS_OWN
+        assert private, "a check of nothing"
+        for other, path in source_files():
+            if other != name:
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+                touched = {access.rpartition(".")[2]: access for access in private_accesses(tree)}
+                assert not touched.keys() & private, f"{path.relative_to(ROOT)}: {touched}"
 
 
 def test_no_cycle_between_folders():

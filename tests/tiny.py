@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lit_grpo import LitGRPO, RolloutDataModule
+from lit_grpo.context import RunContext
 from lit_grpo.data import AdditionPrompts, PromptFormat
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
@@ -18,7 +19,7 @@ TINY = TinyModel(width=32, layers=2, heads=2)
 
 
 class EvenReward(Reward):
-    """1 where the completion's ids sum to an even number: about half of a random model's, so groups have spread."""
+    """Reward of 1 where the ids sum to an even number: true of half of a random model's, so groups have spread."""
 
     def score(self, batch: Any) -> list[Score]:
         return [Score(float(sum(item.completion.token_ids) % 2 == 0)) for item in batch]
@@ -46,6 +47,12 @@ def data(**changes: Any) -> RolloutDataModule:
     return RolloutDataModule(**(settings | changes))
 
 
+def context(rollouts: int, **changes: Any) -> RunContext:
+    """The shape of a run of two groups of four, for modules that are trained without a data module."""
+    settings: dict[str, Any] = {"group_size": 4, "prompts_per_rollout": 2, "max_new_tokens": 6}
+    return RunContext(rollouts=rollouts, **(settings | changes))
+
+
 def trainer(**changes: Any) -> pl.Trainer:
     settings: dict[str, Any] = {
         "max_epochs": 1,
@@ -60,7 +67,7 @@ def trainer(**changes: Any) -> pl.Trainer:
 
 
 def rollout(rewards: list[float], lengths: list[int], group_size: int, *, seed: int = 0, **changes: Any) -> Rollout:
-    """A rollout of random ids with given rewards and lengths, prompts of different lengths.
+    """Make a rollout of random ids with given rewards and lengths, prompts of different lengths.
 
     No model sampled it: its log-probabilities are unknown (NaN).
     """
@@ -86,7 +93,7 @@ def rollout(rewards: list[float], lengths: list[int], group_size: int, *, seed: 
 
 
 class Recorder(pl.Callback):
-    """Keeps what a run did: metrics of each rollout, ids of each completion, versions, weights after each step."""
+    """Callback that keeps the metrics, ids, prompts and policy versions of each rollout."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -105,7 +112,7 @@ class Recorder(pl.Callback):
 
 
 def weights(module: LitGRPO) -> torch.Tensor:
-    """All weights as one vector."""
+    """Return all weights as one vector."""
     return torch.cat([w.flatten() for _, w in module.named_weights()]).clone()
 
 
@@ -115,6 +122,7 @@ __all__ = [
     "PromptFormat",
     "Recorder",
     "RewardInput",
+    "context",
     "data",
     "module",
     "rollout",

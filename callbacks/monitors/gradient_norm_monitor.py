@@ -29,7 +29,7 @@ class GradientNormMonitor(ThresholdMonitor):
     optimizer step moves the weights by more than ``update`` of their norm).
 
     Before the optimizer steps, a norm above ``skip`` m is vetoed (see
-    :class:`lit_grpo.learner.optimizer_step.Updater`): weights, optimizer and schedule stay as they are.
+    :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`): weights, optimizer and schedule stay as they are.
 
     Args:
         window: rollouts that the median is taken over.

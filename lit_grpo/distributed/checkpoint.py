@@ -1,4 +1,4 @@
-"""A folder of shards, written by any number of ranks, read in one process."""
+"""Checkpoints in shards: a folder written by any number of ranks, read in one process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 META = "meta.pt"
-"""What is not a tensor of the model or of an optimizer, as Lightning writes it."""
+"""File with everything that is no tensor of the model or of an optimizer, as Lightning writes it."""
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether ``path`` is such a folder."""
+    """Tell whether ``path`` is a folder of shards."""
     return (path / META).is_file() and (path / ".metadata").is_file()
 
 
 def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
-    """The checkpoint as if it had been written as one file, all tensors whole and in main memory.
+    """Read a folder of shards as if it had been written as one file, all tensors whole and in main memory.
 
     Args:
         path: the folder.
@@ -38,13 +38,14 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
             if isinstance(item, TensorStorageMetadata):
                 wanted[key] = torch.empty(item.size, dtype=item.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        # One process is what is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     content: dict[str, Any] = torch.load(path / META, weights_only=True, map_location="cpu")
-    places = metadata.planner_data
+    paths = metadata.planner_data
     nested: dict[str, Any] = {}
     for key, value in wanted.items():
-        _put(nested, places[key], value)
+        _put(nested, paths[key], value)
     content["state_dict"] = nested.pop("state_dict", {})
     if optimizers:
         names = sorted((name for name in nested if name.startswith("optimizer_")), key=lambda n: int(n.split("_")[1]))
@@ -53,7 +54,7 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
 
 
 class AnyCheckpointIO(TorchCheckpointIO):
-    """Lightning's file reader and writer, which also reads folders of shards: a sharded run goes on without sharding.
+    """Lightning's file reader and writer, which also reads folders of shards, so that a run can go on without sharding.
 
     ``Trainer(plugins=[AnyCheckpointIO()])``; on the command line it is always there.
     """
@@ -63,18 +64,18 @@ class AnyCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         if is_sharded(Path(path)):
             return read_sharded(Path(path), optimizers=True)
-        found: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
-        return found
+        content: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        return content
 
 
-def _put(target: dict[Any, Any], place: tuple[Any, ...], value: Any) -> None:
-    for step in place[:-1]:
-        target = target.setdefault(step, {})
-    target[place[-1]] = value
+def _put(target: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        target = target.setdefault(key, {})
+    target[path[-1]] = value
 
 
 def _lists(value: Any) -> Any:
-    """Dictionaries with the keys 0, 1, 2, ... become lists again."""
+    """Turn dictionaries with the keys 0, 1, 2, ... back into lists."""
     if not isinstance(value, dict):
         return value
     if value and all(isinstance(key, int) for key in value):
@@ -83,7 +84,7 @@ def _lists(value: Any) -> Any:
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by number of the parameter, as a plain optimizer has it, from one by name."""
+    """Turn an optimizer's state by parameter name into one by number, as a plain optimizer has it."""
     groups, number = [], dict[str, int]()
     for group in state["param_groups"]:
         for name in group["params"]:

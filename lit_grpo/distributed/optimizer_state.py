@@ -22,14 +22,14 @@ def is_quantized(value: Any) -> bool:
 
 
 def to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` in plain types and tensors, which loads where torchao is not installed."""
-    values = {number: {k: _plain_value(v) for k, v in found.items()} for number, found in state["state"].items()}
+    """Turn an optimizer's ``state_dict`` into plain types and tensors, which load where torchao is not installed."""
+    values = {n: {key: _plain_value(v) for key, v in moments.items()} for n, moments in state["state"].items()}
     return {**state, "state": values}
 
 
 def to_quantized(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`to_plain`."""
-    values = {number: {k: _quantized_value(v) for k, v in found.items()} for number, found in state["state"].items()}
+    """Undo :func:`to_plain`."""
+    values = {n: {key: _quantized_value(v) for key, v in moments.items()} for n, moments in state["state"].items()}
     return {**state, "state": values}
 
 
@@ -37,8 +37,8 @@ def _plain_value(value: Any) -> Any:
     if not is_quantized(value):
         return value
     names, attributes = value.__tensor_flatten__()
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {_CLASS: kind, _INNER: {name: getattr(value, name) for name in names}, _ATTRIBUTES: list(attributes)}
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {_CLASS: name, _INNER: {inner: getattr(value, inner) for inner in names}, _ATTRIBUTES: list(attributes)}
 
 
 def _quantized_value(value: Any) -> Any:
@@ -51,5 +51,5 @@ def _quantized_value(value: Any) -> Any:
 
 
 def full_tensor(value: Any) -> Any:
-    """A quantized tensor as the numbers that it stands for, float32; anything else as it is."""
+    """Return a quantized tensor as the float32 numbers that it stands for, and anything else as it is."""
     return value.dequantize(torch.float32) if is_quantized(value) else value

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=nn.Module)
-KEY = "model.sharding"
+
+_COMPUTE_DTYPES: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+"""Number format in which each sharded model computes. A model that is not in it is not sharded."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class ShardingConfig:
 
 
 def compute_dtype(config: ShardingConfig, mesh: DeviceMesh | None) -> torch.dtype | None:
-    """What ``param_dtype`` means on the devices of a mesh; None without one: nothing is sharded."""
+    """Resolve ``param_dtype`` for the devices of a mesh; None without one, where nothing is sharded."""
     if mesh is None:
         return None
     if config.param_dtype == "auto":
@@ -55,7 +58,7 @@ def compute_dtype(config: ShardingConfig, mesh: DeviceMesh | None) -> torch.dtyp
 
 
 def make_sharded(mesh: DeviceMesh, config: ShardingConfig, make: Callable[[], Model]) -> Model:
-    """The model that ``make`` gives on rank 0, in shards. All ranks of the mesh must call it.
+    """Return the model that ``make`` gives on rank 0, in shards. All ranks of the mesh must call it.
 
     Args:
         mesh: one dimension, all ranks.
@@ -96,20 +99,18 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> None:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     # The root's own weights (embedding, last norm, head) are needed again at once when the backward pass begins.
     fully_shard(model, reshard_after_forward=False, **options)
-    for method in (
-        "verify_against_model_forward",
-        "values",
-    ):  # they call parts of the model that need the root's weights
+    # These methods call parts of the model that need the root's weights.
+    for method in ("verify_against_model_forward", "values"):
         if hasattr(model, method):
             register_fsdp_forward_method(model, method)
-    cast(Any, model).sharded_dtype = dtype
+    _COMPUTE_DTYPES[model] = cast(torch.dtype, dtype)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks.
+    """Return the transformer blocks.
 
     Raises:
-        UserError: there are none that transformers names.
+        UserError: transformers names no block class of the model.
     """
     names = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     found = [part for part in model.modules() if type(part).__name__ in names]
@@ -123,12 +124,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return getattr(model, "sharded_dtype", None) is not None
+    return model in _COMPUTE_DTYPES
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Number format that the model computes in; its weights may be held in a finer one."""
-    sharded = getattr(model, "sharded_dtype", None)
+    """Return the number format that the model computes in; its weights may be held in a finer one."""
+    sharded = _COMPUTE_DTYPES.get(model)
     return sharded if sharded is not None else next(model.parameters()).dtype
 
 
@@ -149,11 +150,11 @@ def reshard(*models: nn.Module | None) -> None:
 
 @torch.no_grad()
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a sharded model as its passes compute with it: whole, in ``param_dtype``.
+    """Yield every weight of a sharded model as its forward passes compute with it: whole, in ``param_dtype``.
 
-    One block after the other, each in one gather: on GPUs a gather of a single weight is mostly latency. All ranks must
-    ask for all. What is given is a copy and may be kept.
+    All ranks must ask for all. Each tensor is a copy and may be kept.
     """
+    # One block after the other, each in one gather: on GPUs a gather of a single weight is mostly latency.
     reshard(model)
     units: dict[str, Any] = {name: part for name, part in model.named_modules() if hasattr(part, "unshard")}
 
@@ -170,21 +171,24 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def largest_counts(counts: Sequence[int], device: torch.device) -> list[int]:
-    """The largest of each count over all ranks, so that all can make equally many passes."""
+    """Return the largest of each count over all ranks, so that all can make equally many passes."""
     most = torch.tensor(counts, device=device)
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     return cast(list[int], most.tolist())
 
 
 class _Plan(dict[str, Any]):
-    """What rank 0 tells the others: name -> (shape, dtype) of parameters and buffers."""
+    """Description of the model that rank 0 sends: name -> (shape, dtype) of parameters and buffers."""
 
 
 def _on_first_rank(make: Callable[[], Model]) -> tuple[Model | None, _Plan]:
-    """The model, on rank 0 alone, and its plan on all ranks; all fail together, and draw the same random numbers."""
+    """Make the model on rank 0 alone, and its plan on all ranks.
+
+    All ranks fail together, and all go on with the random state that rank 0 has then.
+    """
     source: Model | None = None
     failure: Exception | None = None
-    told: list[Any] = [None]
+    message: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
             source = make()
@@ -193,24 +197,24 @@ def _on_first_rank(make: Callable[[], Model]) -> tuple[Model | None, _Plan]:
                 buffers={n: (tuple(b.shape), b.dtype) for n, b in source.named_buffers()},
                 random=torch.get_rng_state(),
             )
-            told = [plan]
+            message = [plan]
         except Exception as error:
             failure = error
-            told = [error if isinstance(error, UserError) else f"{type(error).__name__} on rank 0: {error}"]
-    torch.distributed.broadcast_object_list(told, src=0)
+            message = [error if isinstance(error, UserError) else f"{type(error).__name__} on rank 0: {error}"]
+    torch.distributed.broadcast_object_list(message, src=0)
     if failure is not None:
         raise failure
-    found: Any = told[0]
-    if isinstance(found, UserError):
-        raise found
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    torch.set_rng_state(found["random"])
-    return source, found
+    received: Any = message[0]
+    if isinstance(received, UserError):
+        raise received
+    if isinstance(received, str):
+        raise RuntimeError(received)
+    torch.set_rng_state(received["random"])
+    return source, received
 
 
 def _fit_skeleton(model: nn.Module, plan: _Plan) -> None:
-    """Hold the skeleton to the model on rank 0, and give it the same number formats."""
+    """Check the skeleton against the model on rank 0, and give it the same number formats."""
     own = dict(model.named_parameters())
     shapes = {name: shape for name, (shape, _) in plan["parameters"].items()}
     different = sorted(n for n in own.keys() | shapes if n not in own or shapes.get(n) != tuple(own[n].shape))
@@ -226,7 +230,7 @@ def _fit_skeleton(model: nn.Module, plan: _Plan) -> None:
 
 @torch.no_grad()
 def _fill(model: nn.Module, source: nn.Module | None, plan: _Plan, mesh: DeviceMesh, config: ShardingConfig) -> None:
-    """Hand out rank 0's weights, one at a time; rank 0 forgets each as it goes."""
+    """Send rank 0's weights to the shards, one at a time; rank 0 frees each as it is sent."""
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     given: dict[str, Tensor] = {}
     if source is not None:
@@ -244,7 +248,8 @@ def _fill(model: nn.Module, source: nn.Module | None, plan: _Plan, mesh: DeviceM
     for parameter, aliases in names.items():
         piece = _my_shard(whole(aliases[0], "parameters"), parameter)
         new = nn.Parameter(piece.cpu() if config.cpu_offload else piece, requires_grad=parameter.requires_grad)
-        filled |= dict.fromkeys(aliases, new)  # the same object under each name: tied weights stay tied
+        # The same object under each name: tied weights stay tied.
+        filled |= dict.fromkeys(aliases, new)
     model.load_state_dict(filled, strict=False, assign=True)
     for name in list(plan["buffers"]):
         tensor = whole(name, "buffers")
@@ -263,12 +268,12 @@ def _my_shard(tensor: Tensor, like: Any) -> Tensor:
 
 
 def _forget(model: nn.Module) -> None:
-    """Let go of every tensor of a model that is not needed any more."""
+    """Free every tensor of a model that is not needed any more."""
     for part in model.modules():
         part._parameters = dict.fromkeys(part._parameters)
         part._buffers = dict.fromkeys(part._buffers)
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter that may be sharded."""
+    """Return the shard that this rank holds of a parameter, or the whole of one that is not sharded."""
     return cast(Any, parameter).to_local() if hasattr(parameter, "to_local") else parameter

@@ -6,19 +6,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_grpo.distributed.optimizer_state import full_tensor, to_quantized
-from lit_grpo.distributed.sharding import compute_dtype
+from lit_grpo.distributed.sharding import ShardingConfig, compute_dtype
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from lit_grpo.module import LitGRPO
 
 PRECISIONS = ("32-true", "bf16-mixed")
 
@@ -26,12 +25,12 @@ PRECISIONS = ("32-true", "bf16-mixed")
 class FSDP2Strategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, all ranks in the data-parallel dimension: ``trainer.strategy: fsdp``.
 
-    Beyond it: ``model.sharding.cpu_offload`` works, and a checkpoint in one file, of a run without sharding, can be
-    gone on from.
+    It adds that ``model.sharding.cpu_offload`` works, and that a run can be resumed from a checkpoint in one file, as a
+    run without sharding writes it.
 
     Args:
-        process_group_backend: None: nccl on CUDA (with gloo for offloaded tensors), gloo on CPU.
-        timeout: of a collective.
+        process_group_backend: backend of collectives; None: nccl on CUDA (and gloo for offloaded tensors), gloo on CPU.
+        timeout: longest time that a collective may take.
     """
 
     def __init__(
@@ -45,18 +44,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes  # only now known
+        # Not in __init__: the number of processes is known only now.
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is None and self._offloads and self.root_device.type == "cuda":
-            return "cpu:gloo,cuda:nccl"  # norms and gathered weights of offloaded shards are CPU tensors
+            # Norms and gathered weights of offloaded shards are CPU tensors.
+            return "cpu:gloo,cuda:nccl"
         return super()._get_process_group_backend()
 
     def model_to_device(self) -> None:
         if not self._offloads:
             super().model_to_device()
-        elif self.lightning_module is not None:  # offloaded shards stay where they are, all else was made on the device
+        elif self.lightning_module is not None:
+            # Offloaded shards stay where they are, and everything else was made on the device.
             self.lightning_module._device = self.root_device
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -68,7 +70,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         load_whole_model(self.model, content.pop("state_dict"))
         states = content.pop("optimizer_states", [])
-        for optimizer, state in zip(self.optimizers, states, strict=False):  # none in evaluation
+        # In evaluation there are states and no optimizers.
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             load_whole_optimizer(optimizer, state)
         return cast(dict[str, Any], content)
 
@@ -80,10 +83,10 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 @torch.no_grad()
 def load_whole_model(model: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Take this rank's shards out of whole tensors; every rank has them, nothing is sent.
+    """Fill this rank's shards from whole tensors, which every rank has read; nothing is sent.
 
     Raises:
-        UserError: other weights than the model's.
+        UserError: the weights are not those of the model.
     """
     own = model.state_dict(keep_vars=True)
     if own.keys() != weights.keys():
@@ -98,17 +101,17 @@ def load_whole_model(model: torch.nn.Module, weights: dict[str, Any]) -> None:
 
 
 def load_whole_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Likewise for an optimizer's ``state_dict``, whose parameters are numbered in the order of its groups."""
+    """Fill an optimizer's shards from a whole ``state_dict``, which numbers parameters in the order of its groups."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    parts = {
+    states = {
         number: {name: _like(full_tensor(value), parameters[number]) for name, value in values.items()}
         for number, values in to_quantized(state)["state"].items()
     }
-    optimizer.load_state_dict({"state": parts, "param_groups": state["param_groups"]})
+    optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
 
 
 def _like(value: Any, parameter: Any) -> Any:
-    """The shard of a whole tensor where ``parameter`` is sharded and of the same shape, else the value itself."""
+    """Return the shard of a tensor if ``parameter`` is sharded and of the same whole shape, else the value itself."""
     from torch.distributed.tensor import distribute_tensor
 
     if not isinstance(value, torch.Tensor) or not hasattr(parameter, "placements") or value.shape != parameter.shape:
@@ -118,30 +121,44 @@ def _like(value: Any, parameter: Any) -> Any:
     return piece.to(parameter.to_local().device)
 
 
-def computing(module: LitGRPO, mesh: DeviceMesh | None) -> tuple[torch.dtype | None, str]:
-    """Number format of the passes, where it is not that of the weights, and the kind of device that makes them."""
-    trainer = module._trainer
+def compute_dtype_and_device(
+    trainer: pl.Trainer | None, mesh: DeviceMesh | None, config: ShardingConfig, *, full_precision: bool
+) -> tuple[torch.dtype | None, str]:
+    """Return the number format of forward passes, None where it is that of the weights, and the type of their device.
+
+    Args:
+        trainer: None: no run, which is a run on the CPU.
+        mesh: over which models are sharded; None: they are not.
+        config: settings of the shards.
+        full_precision: the weights are float32 and of a model large enough to make that slow.
+    """
     device = "cpu" if trainer is None else trainer.strategy.root_device.type
-    config = module.policy_config
     plain = trainer is not None and trainer.precision == "32-true"
-    if device == "cuda" and mesh is None and plain and config.dtype == "float32" and config.tiny is None:
+    if device == "cuda" and mesh is None and plain and full_precision:
         rank_zero_info(
             "The passes compute in float32, several times slower than a GPU can: `trainer.strategy: fsdp` computes in "
             "bfloat16 and keeps float32 weights, also on one card."
         )
-    return compute_dtype(module.sharding_config, mesh), device
+    return compute_dtype(config, mesh), device
 
 
-def data_mesh(module: LitGRPO) -> DeviceMesh | None:
-    """The mesh over which a module's models are sharded; None: they are not.
+def data_mesh(
+    trainer: pl.Trainer | None, config: ShardingConfig, *, quantized: bool, needs_score_norms: bool
+) -> DeviceMesh | None:
+    """Return the mesh over which models are sharded; None: they are not.
+
+    Args:
+        trainer: None: no run, so nothing is sharded.
+        config: settings of the shards.
+        quantized: the weights are held in 4 bits.
+        needs_score_norms: the objective needs the gradient norm of single completions.
 
     Raises:
-        UserError: FSDP1, tensor parallelism, or a precision that does not go with shards.
+        UserError: FSDP1, tensor parallelism, or a setting that does not go with shards.
     """
-    trainer = module._trainer  # the property raises where there is none
     if trainer is None or not isinstance(strategy := trainer.strategy, ModelParallelStrategy):
         return None
-    mesh = cast("DeviceMesh", module.device_mesh)
+    mesh = strategy.device_mesh
     if mesh["tensor_parallel"].size() != 1:
         raise UserError(
             f"the strategy splits the model over {mesh['tensor_parallel'].size()} devices by tensor parallelism, which "
@@ -150,7 +167,7 @@ def data_mesh(module: LitGRPO) -> DeviceMesh | None:
             remedy=f"FSDP2Strategy() of lit_grpo.distributed.strategy, or ModelParallelStrategy(data_parallel_size="
             f"{trainer.world_size}, tensor_parallel_size=1)",
         )
-    if module.policy_config.quantization is not None:
+    if quantized:
         raise UserError(
             "weights in 4 bits are not split into shards",
             where="model.policy.quantization",
@@ -162,7 +179,7 @@ def data_mesh(module: LitGRPO) -> DeviceMesh | None:
             where="trainer.strategy",
             remedy="save in shards, and make one folder of it with `lit-grpo export`",
         )
-    if "score_sqnorm" in module.objective.requires(module.updates_per_rollout):
+    if needs_score_norms:
         raise UserError(
             "bstar_weights: given needs the gradient norm of every single completion, which sharded weights do not "
             "have: their gradients are summed over ranks as they are made",
@@ -170,7 +187,7 @@ def data_mesh(module: LitGRPO) -> DeviceMesh | None:
             remedy="set bstar_weights to length, logit or token_level, or use `strategy: ddp`",
         )
     plain = not isinstance(strategy, FSDP2Strategy)
-    if plain and module.sharding_config.cpu_offload:
+    if plain and config.cpu_offload:
         raise UserError(
             "Lightning's ModelParallelStrategy moves offloaded shards to the device",
             where="model.sharding.cpu_offload",

@@ -1,4 +1,4 @@
-"""From a rollout to the tensors that an objective looks at, and how its completions are cut into passes."""
+"""A rollout as tensors, as model inputs, and cut into minibatches and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lit_grpo.types import Experience, Rollout
 
 
 def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
-    """The tensors of a rollout that the objective looks at. Masks come from lengths, never from ids."""
+    """Make the tensors of a rollout that the objective looks at."""
+    # Masks come from lengths, never from ids: the padding id may be one that the policy generates.
     lengths = [len(c.token_ids) for c in batch.completions]
     count, width = len(lengths), max(lengths, default=0)
     ids = torch.tensor([[*c.token_ids, *([0] * (width - len(c.token_ids)))] for c in batch.completions])
@@ -34,17 +35,16 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
 def minibatches(
     batch: Rollout, prompts: int | None, steps: int, seed: int, *, rank: int = 0, world_size: int = 1
 ) -> Iterator[Tensor]:
-    """Completions of each optimizer step: whole groups, each group equally often, in a seeded order.
+    """Yield the completions of each optimizer step: whole groups, each group equally often, in a seeded order.
 
-    The order is that of all ranks' groups, so that a step is the same however they are spread; a rank may have none of
-    a step's groups.
+    A rank may have none of a step's groups.
 
     Args:
         batch: this rank's part of the rollout.
         prompts: groups in each step, over all ranks; None: all.
-        steps: optimizer steps.
-        seed: of the order.
-        rank: of this process.
+        steps: number of optimizer steps, rounded up to whole rounds over the groups.
+        seed: seed of the order.
+        rank: rank of this process.
         world_size: number of processes.
     """
     own = len(batch.prompts)
@@ -53,6 +53,7 @@ def minibatches(
     generator = torch.Generator().manual_seed(seed)
     done = 0
     while done < steps:
+        # The order is that of the groups of all ranks, so that a step is the same however they are spread.
         order = torch.arange(groups) if size == groups else torch.randperm(groups, generator=generator)
         for start in range(0, groups, size):
             chosen = order[start : start + size].sort().values
@@ -64,24 +65,25 @@ def minibatches(
 def micro_batches(
     batch: Rollout, rows: Tensor, layout: Layout, *, tokens: int | None, size: int | None = None
 ) -> Iterator[Tensor]:
-    """Completions cut into micro-batches, the largest first. Any order and cut gives the same sum.
+    """Cut completions into micro-batches, the largest first. Any order and cut gives the same sum.
 
     Args:
         batch: the rollout.
-        rows: which completions.
-        layout: of a micro-batch.
-        tokens: that go through the model at once; None: no bound. See :func:`lit_grpo.policy.forward.batching.cut`.
-        size: completions at once; None: no bound.
+        rows: completions to cut.
+        layout: layout of a micro-batch.
+        tokens: bound on the tokens that go through the model at once, see
+            :func:`lit_grpo.policy.forward.batching.cut`; None: no bound.
+        size: bound on the completions at once; None: no bound.
     """
     chosen = sorted(rows.tolist())
     prompts = [batch.prompts[i // batch.group_size].token_ids for i in chosen]
     completions = [batch.completions[i].token_ids for i in chosen]
-    for part in cut(layout, prompts, completions, tokens=tokens, size=size):
-        yield torch.tensor([chosen[k] for k in part])
+    for indices in cut(layout, prompts, completions, tokens=tokens, size=size):
+        yield torch.tensor([chosen[k] for k in indices])
 
 
 def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
-    """A few of some completions that stand for all of them, and how many each of them stands for.
+    """Choose a few completions that stand for all of some, and count how many each of them stands for.
 
     Systematic sampling with probability proportional to length (Madow, 1949): sums over the sample, weighted, estimate
     the sums over all without bias, and that of the tokens exactly, so that a mean over tokens has no bias either.
@@ -90,10 +92,10 @@ def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[T
         batch: the rollout.
         rows: the completions to choose from; empty ones are left out.
         count: chosen at most; None: all.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Returns:
-        the chosen rows and their weights, float64.
+        The chosen rows and their weights, float64.
     """
     rows = torch.tensor([i for i in rows.tolist() if batch.completions[i].token_ids], dtype=torch.long)
     if count is None or count >= len(rows):
@@ -104,14 +106,14 @@ def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[T
     rows = rows[torch.randperm(len(rows), generator=generator)]
     lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()], dtype=torch.float64)
     ends = lengths.cumsum(0)
-    places = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(count)) * ends[-1] / count
-    drawn = torch.searchsorted(ends, places, right=True).clamp(max=len(rows) - 1).bincount(minlength=len(rows))
+    points = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(count)) * ends[-1] / count
+    drawn = torch.searchsorted(ends, points, right=True).clamp(max=len(rows) - 1).bincount(minlength=len(rows))
     chosen = drawn.nonzero()[:, 0]
     return rows[chosen], drawn[chosen] * ends[-1] / (count * lengths[chosen])
 
 
 def policy_input(batch: Rollout, rows: Tensor, layout: Layout, *, device: torch.device | str) -> PolicyInput:
-    """What goes through the models for some completions of a rollout; results are as wide as its longest one."""
+    """Make the model input of some completions of a rollout; results are as wide as the rollout's longest one."""
     chosen = rows.tolist()
     return layout.build(
         [batch.prompts[i // batch.group_size].token_ids for i in chosen],
@@ -121,16 +123,16 @@ def policy_input(batch: Rollout, rows: Tensor, layout: Layout, *, device: torch.
     )
 
 
-def gather_rows(parts: list[tuple[Tensor, Tensor]], count: int, missing: float = 0.0) -> Tensor:
-    """[count, ...] in the rollout's order from micro-batches of (rows, values); ``missing`` where there is no value."""
-    first = parts[0][1]
+def gather_rows(micro_batches: list[tuple[Tensor, Tensor]], count: int, missing: float = 0.0) -> Tensor:
+    """Put (rows, values) of micro-batches into the rollout's order, [count, ...]; ``missing`` fills the other rows."""
+    first = micro_batches[0][1]
     out = first.new_full((count, *first.shape[1:]), missing)
-    for rows, values in parts:
+    for rows, values in micro_batches:
         out[rows.to(out.device)] = values
     return out
 
 
 def positions(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Where each of ``chosen`` stands in ``rows``."""
+    """Return the index in ``rows`` of each of ``chosen``."""
     order = rows.argsort()
     return order[torch.searchsorted(rows[order], chosen)]

@@ -1,59 +1,66 @@
-"""What of a run a checkpoint holds besides weights and optimizers: counters, histories, random numbers of each rank."""
+"""State of a run that a checkpoint holds besides weights and optimizers: counters, histories, random state."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed
 
 from lit_grpo.distributed.optimizer_state import to_plain, to_quantized
-from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.utils import random as rng
 
-if TYPE_CHECKING:
-    from lit_grpo.module import LitGRPO
-
 KEY = "lit_grpo"
-"""Of a checkpoint."""
-_COUNTERS = ("policy_version", "optimizer_steps", "critic_steps", "skipped_steps", "empty_steps", "skipped_in_a_row")
+"""Key of the learner's state in a Lightning checkpoint."""
 
 
-def save(module: LitGRPO, checkpoint: dict[str, Any]) -> None:
-    """Put everything into a checkpoint that Lightning has begun. All ranks must call it."""
-    checkpoint[KEY] = get_state(module)
-    if not module.sharded and "optimizer_states" in checkpoint:  # shards are written by a format of their own
+@dataclass(frozen=True)
+class LearnerState:
+    """The learner's state as it comes out of a checkpoint."""
+
+    counters: Mapping[str, int]
+    objective: dict[str, Any]
+    random: dict[str, Any] | None
+    """Random state of this rank. None where the saved run had fewer ranks: the rank keeps what it was seeded with."""
+
+
+def save_state(
+    checkpoint: dict[str, Any], *, counters: Mapping[str, int], objective: Any, world_size: int, sharded: bool
+) -> None:
+    """Put the state into a checkpoint that Lightning has begun. All ranks must call it.
+
+    Args:
+        checkpoint: added to.
+        counters: how far the run is.
+        objective: histories of the objective, in plain types.
+        world_size: number of ranks. One file is written, and it holds the random state of every rank.
+        sharded: optimizer states are written as shards, by a format of their own.
+    """
+    random_states: list[Any] = [rng.get_state()]
+    if world_size > 1:
+        random_states = [None] * world_size
+        torch.distributed.all_gather_object(random_states, rng.get_state())
+    checkpoint[KEY] = {**counters, "objective": objective, "rng": random_states}
+    if not sharded and "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [to_plain(state) for state in checkpoint["optimizer_states"]]
 
 
-def load(module: LitGRPO, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Take everything back, before the optimizers are loaded; what is returned see :func:`set_state`."""
-    trainer = module._trainer  # the property raises where there is none
-    if "optimizer_states" in checkpoint and trainer is not None and trainer.state.fn == "fit":  # else nobody reads them
-        checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]
-    return set_state(module, checkpoint[KEY])
+def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
+    """Return the state of a checkpoint, whose optimizer states are prepared for Lightning to load.
 
-
-def get_state(module: LitGRPO) -> dict[str, Any]:
-    """In plain types. All ranks must call it: one file is written, and it holds the random state of every rank."""
-    states: list[Any] = [rng.get_state()]
-    if module.trainer.world_size > 1:
-        states = [None] * module.trainer.world_size
-        torch.distributed.all_gather_object(states, rng.get_state())
-    counters = {name: getattr(module, name) for name in _COUNTERS}
-    return counters | {"objective": module.objective_state.to_dict(), "rng": states}
-
-
-def set_state(module: LitGRPO, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Take everything back but the random state, which is returned: it must be set later.
-
-    Returns:
-        The random state of this rank; None where the run had fewer ranks then: the rank keeps what it was seeded with.
+    Args:
+        checkpoint: ``optimizer_states`` are replaced by states with quantized moments, where they had such.
+        fitting: whether optimizers will be loaded at all.
     """
-    for name in _COUNTERS:
-        setattr(module, name, state.get(name, 0))
-    module.objective_state = ObjectiveState.from_dict(state["objective"])
-    saved: Any = state["rng"]
-    states = saved if isinstance(saved, list) else [saved]  # one state: written before each rank had its own
+    if "optimizer_states" in checkpoint and fitting:
+        checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]
+    state = checkpoint[KEY]
+    counters = {name: value for name, value in state.items() if name not in ("objective", "rng")}
+    # A checkpoint from before each rank had its own random state holds a single one.
+    random_states = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
+    # Not Trainer.global_rank: a checkpoint is also loaded without a Trainer.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else 0  # a checkpoint is also loaded without a Trainer
-    return states[rank] if rank < len(states) else None
+    rank = torch.distributed.get_rank() if distributed else 0
+    return LearnerState(counters, state["objective"], random_states[rank] if rank < len(random_states) else None)

@@ -1,4 +1,7 @@
-"""Always on and nearly free: engine and learner must agree before the first update of every rollout."""
+"""Checks that engine and learner agree before the first update of every rollout.
+
+Always on: they cost nearly nothing, and a disagreement spoils everything that follows.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_grpo.errors import StopRun
+from lit_grpo.learner.batch import gather_rows
 from lit_grpo.learner.metric_sums import Reduce
 from lit_grpo.objectives.tensors import masked
 from lit_grpo.policy.forward.attention import to_device
 from lit_grpo.types import Experience, Rollout
 
+# Rounding alone gives about 1e-6 in float32 and 1e-2 in bfloat16.
 RATIO_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Bound on mean |ratio - 1| before the first update, by the learner's dtype; others: 2e-2. Rounding alone gives about
-1e-6 in float32 and 1e-2 in bfloat16."""
+"""Bound on mean |ratio - 1| before the first update, by the learner's number format; 2e-2 for any other."""
 
 ENGINE_CAUSES = (
     "the engine does not hold the learner's weights (a sync that failed or was skipped)",
@@ -36,12 +40,12 @@ LEARNER_CAUSES = (
 
 @dataclass
 class GuardConfig:
-    """Bounds of the guards; null switches one off.
+    r"""Bounds beyond which a run stops or warns; null switches one off.
 
     Attributes:
         max_engine_gap: mean difference (nats) between the log-probabilities that engine and learner give the same
             sampled tokens under the same weights. Float32 on both sides gives about 1e-5, bfloat16 rollouts 1e-2.
-        max_ratio_gap: mean \\|ratio - 1\\| before the first update of a rollout, where old log-probabilities come from
+        max_ratio_gap: mean \|ratio - 1\| before the first update of a rollout, where old log-probabilities come from
             a pass of their own; ``auto``: 1e-3 in float32, 2e-2 in bfloat16.
         max_truncated: share of completions cut by the length limit in the first rollout; above it the run warns.
     """
@@ -52,23 +56,27 @@ class GuardConfig:
 
 
 class FirstUpdate:
-    """What the learner says of a rollout's tokens before any weight has changed, beside what is known of them.
+    """What the learner says of a rollout's tokens before any weight has changed, compared with what is known of them.
 
     Args:
         batch: the rollout.
         experience: its tensors.
-        version: of the learner's weights. Tokens of older weights are not compared with the engine's figures.
+        rows: completions of the first optimizer step.
+        version: version of the learner's weights. Tokens drawn from older weights are not compared with the engine's
+            log-probabilities.
     """
 
-    def __init__(self, batch: Rollout, experience: Experience, version: int) -> None:
-        self.batch, self.experience = batch, experience
+    def __init__(self, batch: Rollout, experience: Experience, rows: Tensor, version: int) -> None:
+        self.batch, self.experience, self.rows = batch, experience, rows
         self.fresh = torch.tensor([c.policy_version == version for c in batch.completions])
         self.sums = torch.zeros(4, dtype=torch.float64, device=experience.lengths.device)
         """Gap to the engine and its tokens, gap to the old log-probabilities and its tokens."""
+        self._micro_batches: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     @torch.no_grad()
-    def add(self, rows: Tensor, logprobs: Tensor) -> None:
-        """Compare the learner's log-probabilities, [n, T], of completions ``rows``, [n]."""
+    def add(self, rows: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
+        """Compare the learner's log-probabilities, [n, T], of completions ``rows``, [n], and keep them."""
+        self._micro_batches.append((rows, logprobs.detach(), None if entropy is None else entropy.detach()))
         experience = self.experience
         index = to_device(rows, logprobs.device)
         mask = experience.mask[index]
@@ -83,13 +91,32 @@ class FirstUpdate:
             self.sums[2] += masked(gap, mask).double().sum()
             self.sums[3] += mask.sum()
 
+    def logprobs(self) -> Tensor | None:
+        """Return the log-probabilities of the whole rollout, [N, T], NaN for completions that were left out.
+
+        None where the step looked at a part of the rollout only, or at nothing.
+        """
+        return self._gathered([(rows, logprobs) for rows, logprobs, _ in self._micro_batches])
+
+    def entropy(self) -> Tensor | None:
+        """Return the entropies of the whole rollout, likewise."""
+        known = [(rows, entropy) for rows, _, entropy in self._micro_batches if entropy is not None]
+        return self._gathered(known) if len(known) == len(self._micro_batches) else None
+
+    def _gathered(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+        count = len(self.batch.completions)
+        if not micro_batches or len(self.rows) < count:
+            return None
+        return gather_rows(micro_batches, count, float("nan"))
+
     def check(self, config: GuardConfig, reduce: Reduce | None, dtype: torch.dtype = torch.float32) -> None:
-        """Compare with the bounds, alike on every rank.
+        """Compare the gaps with their bounds, with the same outcome on every rank.
 
         Raises:
             StopRun: a gap is over its bound; the message names likely causes in order.
         """
-        sums = self.sums if reduce is None else reduce(self.sums)  # the first thing here that waits for a GPU
+        # The first line of a step that waits for a GPU.
+        sums = self.sums if reduce is None else reduce(self.sums)
         engine, engine_tokens, ratio, ratio_tokens = sums.tolist()
         if config.max_engine_gap is not None and engine_tokens:
             mean = engine / engine_tokens
@@ -97,7 +124,7 @@ class FirstUpdate:
                 raise StopRun(
                     f"engine and learner disagree in rollout {self.batch.index}: their log-probabilities of the "
                     f"{engine_tokens:.0f} sampled tokens differ by {mean:.3g} nats on average, allowed are "
-                    f"{config.max_engine_gap:g} (model.guards.max_engine_gap). {likely(ENGINE_CAUSES)}",
+                    f"{config.max_engine_gap:g} (model.guards.max_engine_gap). {likely_causes(ENGINE_CAUSES)}",
                     diagnosis="stale_or_mismatched_sampler",
                 )
         bound = config.max_ratio_gap
@@ -108,7 +135,8 @@ class FirstUpdate:
             if not mean <= float(bound):
                 raise StopRun(
                     f"the ratio before the first update of rollout {self.batch.index} is not 1: mean |ratio - 1| is "
-                    f"{mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). {likely(LEARNER_CAUSES)}",
+                    f"{mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). "
+                    f"{likely_causes(LEARNER_CAUSES)}",
                     diagnosis="plumbing_ratio",
                 )
 
@@ -125,6 +153,6 @@ class FirstUpdate:
             )
 
 
-def likely(causes: tuple[str, ...]) -> str:
-    """One sentence of causes, likeliest first."""
+def likely_causes(causes: tuple[str, ...]) -> str:
+    """Return one sentence that names causes, the likeliest first."""
     return "Likely causes, in order: " + "; ".join(f"({i}) {cause}" for i, cause in enumerate(causes, 1)) + "."

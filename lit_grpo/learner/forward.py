@@ -1,11 +1,11 @@
-"""A rollout on its way through the models: what is known before the first update, and the loss of a micro-batch."""
+"""Forward passes of a rollout: the one before the first update, and the loss of each micro-batch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import gather_rows
 from lit_grpo.learner.metric_sums import StepMetrics
 from lit_grpo.objectives.objective import Objective, StepPlan
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import token_mean
 from lit_grpo.policy.critic import Critic
 from lit_grpo.policy.forward.batching import PolicyInput, pad_rows
@@ -22,238 +23,162 @@ from lit_grpo.policy.forward.policy import EntropyMode, Policy, TokenStats, Valu
 from lit_grpo.policy.forward.routing import RoutingTable
 from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 
-OF_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
+FROM_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
+"""Fields of an experience that one forward pass of the policy gives."""
+COMPUTABLE = FROM_POLICY | {"ref_logprobs", "values", "score_sqnorm"}
 
 
-class OptimizerStep(NamedTuple):
-    """What one optimizer step is made from."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStep:
+    """Everything that one optimizer step is made from."""
 
     objective: Objective
+    state: ObjectiveState = field(default_factory=ObjectiveState)
+    """Histories of the objective, which the step reads only."""
     experience: Experience
+    """Tensors of the whole rollout."""
     advantages: Tensor
-    """Of the whole rollout, [N, T]."""
+    """Advantages of the whole rollout, [N, T]."""
     rows: Tensor
     """Completions of the step."""
-    pass_index: int
-    warmup: bool
-    """Only the critic learns: the policy, and a trunk that it shares with the critic, stay untouched."""
     update: int = 0
-    """Its place among the optimizer steps of the rollout, passes of one step not counted."""
+    """Position among the optimizer steps of the rollout, counting the passes of one step once."""
+    pass_index: int = 0
+    """Number of the pass over the same completions (Lopti takes two)."""
+    warmup: bool = False
+    """Only the critic learns: the policy, and a trunk that it shares with the critic, stay untouched."""
+    routing: RoutingTable | None = None
+    """Experts that every pass of the policy is to use; None: those that its routers choose."""
 
 
-@dataclass
-class Passes:
-    """How a rollout goes through the models: the models, and the cut into micro-batches."""
+@dataclass(frozen=True)
+class ForwardResults:
+    """Tensors of a rollout by the models before its first update, [N, T] or [N]; None where not asked for."""
+
+    old_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    sum_squared_probs: Tensor | None = None
+    values: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    score_sqnorm: Tensor | None = None
+    router_logscores_old: Tensor | None = None
+    router_experts_old: Tensor | None = None
+    routing: RoutingTable | None = None
+    """Experts that the updates are to use again, under ``routing_replay``."""
+
+    def added_to(self, experience: Experience) -> Experience:
+        """Return the experience with every tensor that is known here."""
+        known = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        known.pop("routing", None)
+        return replace(experience, **known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRunner:
+    """The models of a run, and how a rollout goes through them. Holds nothing of any rollout."""
 
     policy: Policy
-    reference: Policy | None
-    critic: Critic | None
+    reference: Policy | None = None
+    critic: Critic | None = None
     """A critic with a trunk of its own; otherwise values come from the policy's value head."""
     micro_batches: Callable[[Rollout, Tensor], Iterator[Tensor]]
+    """Cuts some completions of a rollout into micro-batches."""
     inputs: Callable[[Rollout, Tensor], PolicyInput]
-    replay: bool = False
-    """The experts that the old policy chooses are used again in every update; see
-    :mod:`lit_grpo.policy.forward.routing`."""
-    routing: RoutingTable | None = None
-    """Those of the rollout at hand, once it is filled."""
-    largest: Callable[[Sequence[int]], list[int]] | None = None
-    """Of sharded models: the largest of each number over all ranks. Their passes are collectives, so a rank with fewer
-    micro-batches than another makes up for it with passes that count nothing."""
-
+    """Makes the model input of some completions of a rollout."""
+    routing_replay: Literal["none", "old", "sampler"] = "none"
+    """``old``: experts that the policy chooses before the first update are used again in every update; ``sampler``:
+    those that the engine chose are used in every pass of the policy. See :mod:`lit_grpo.policy.forward.routing`."""
+    max_over_ranks: Callable[[Sequence[int]], list[int]] | None = None
+    """Returns the largest of each number over all ranks; given where models are sharded, else None."""
     device: torch.device | str = "cpu"
-    """On which the models compute."""
-    sampled: bool = False
-    """The experts that the engine chose are used in every pass of the policy, instead."""
+    """Device on which the models compute."""
 
-    def aligned(self, *parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
-        """(which list, micro-batch) in order, each list filled up with None to its length on other ranks."""
-        counts = [len(part) for part in parts]
-        if self.largest is not None:
-            counts = self.largest(counts)
-        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            yield from ((number, rows) for rows in part)
-            yield from ((number, None) for _ in range(count - len(part)))
+    # ---------------------------------------------------------------------------------------------- before an update
 
-    def idle(self, step: OptimizerStep) -> Tensor:
-        """The passes of :meth:`loss` on a single token: 0, with gradients of 0 for every weight that learns."""
-        total = torch.zeros((), device=self.device)
-        inputs = self._one_token()
-        wants_values = "values" in step.objective.loss_requires()
-        if self.critic is not None and wants_values:
-            total = total + self.critic(inputs).sum()
-        stats = self.policy(inputs, 1.0, "none", values=self.of_head(wants_values), frozen=step.warmup)
-        return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
-
-    def of_head(self, wanted: bool) -> ValueMode:
-        """Whose gradient the policy's value head gives in a loss: its own, the trunk's too, or none without a head."""
-        head = self.policy.value_head
-        if head is None or not wanted:
-            return "none"
-        return "head" if head.config.detach else "trunk"
-
-    def _one_token(self) -> PolicyInput:
-        return pad_rows([(0,)], [(0,)], width=1, device=self.device)
-
-    def rest(self) -> None:
-        """Give back what passes without gradient left gathered."""
-        reshard(self.policy, self.reference, self.critic)
-
-    def fill(self, batch: Rollout, experience: Experience, needed: frozenset[str], rows: Tensor | None = None) -> None:
-        """Put the fields named in ``needed`` (see ``Objective.requires``) into ``experience``.
+    def old_forward(
+        self, batch: Rollout, experience: Experience, needed: frozenset[str], rows: Tensor | None = None
+    ) -> ForwardResults:
+        """Compute what an objective needs before the first update, without gradient.
 
         Args:
             batch: the rollout.
             experience: its tensors.
-            needed: names of fields; the router's are left out where the model has none.
-            rows: the only completions that will be looked at; of the others the fields hold NaN. None: all.
+            needed: names of fields, see ``Objective.requires``; the router's are left out where the model has none.
+            rows: the only completions that will be looked at; fields of the others hold NaN. None: all.
 
         Raises:
-            ValueError: a field that no pass can compute.
+            ValueError: a field that no forward pass can compute.
         """
-        computable = OF_POLICY | {"ref_logprobs", "values", "score_sqnorm"}
-        if unknown := needed - computable:
+        if unknown := needed - COMPUTABLE:
             raise ValueError(f"no pass computes {', '.join(sorted(unknown))}")
         everything = torch.arange(len(batch.completions))
         if not self.policy.routes:
             needed = needed - {"router_logscores_old"}
-        found: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        if self.replay or self.sampled:
-            lengths = torch.tensor([len(p.token_ids) for p in batch.prompts])
-            groups = experience.group_ids.cpu()
-            self.routing = RoutingTable(lengths[groups], groups, experience.width)
-            if self.sampled:
-                self.routing.put_sampled(groups.tolist(), _experts(batch))
-        if self.replay or needed & (OF_POLICY | {"ref_logprobs", "values"}):
-            for _, part in self.aligned(list(self.micro_batches(batch, everything if rows is None else rows))):
-                inputs = self._one_token() if part is None else self.inputs(batch, part)
-                for name, values in self._without_gradient(inputs, part, batch.temperature, needed).items():
-                    if part is not None:
-                        found[name].append((part, values))
+        by_field: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        routing = self._new_routing_table(batch, experience)
+        if self.routing_replay == "old" or needed & (FROM_POLICY | {"ref_logprobs", "values"}):
+            cut = list(self.micro_batches(batch, everything if rows is None else rows))
+            for _, micro_batch in self.pad_micro_batches_across_ranks(cut):
+                found = self._without_gradient(batch, micro_batch, needed, routing)
+                if micro_batch is not None:
+                    for name, values in found.items():
+                        by_field[name].append((micro_batch, values))
+        score_sqnorm = None
         if "score_sqnorm" in needed:
-            norms = [self.score_sqnorm(batch, row) for row in everything.split(1)]
-            experience.score_sqnorm = torch.stack(norms)
-        for name, parts in found.items():
-            assert name in {f.name for f in fields(experience)}
-            missing = float("nan") if parts[0][1].is_floating_point() else 0
-            setattr(experience, name, gather_rows(parts, len(batch.completions), missing))
-        self.rest()
+            score_sqnorm = torch.stack([self.score_sqnorm(batch, row, routing) for row in everything.split(1)])
+        tensors: dict[str, Any] = {}
+        for name, micro_batches in by_field.items():
+            missing = float("nan") if micro_batches[0][1].is_floating_point() else 0
+            tensors[name] = gather_rows(micro_batches, len(batch.completions), missing)
+        self.reshard()
+        return ForwardResults(score_sqnorm=score_sqnorm, routing=routing, **tensors)
 
-    def _told(self, inputs: PolicyInput, rows: Tensor | None) -> Tensor | None:
-        """The experts that a pass over completions ``rows`` is to use; None: those that the routers choose."""
-        return None if self.routing is None or rows is None else self.routing.get(inputs, rows)
+    def _new_routing_table(self, batch: Rollout, experience: Experience) -> RoutingTable | None:
+        if self.routing_replay == "none":
+            return None
+        prompt_lengths = torch.tensor([len(p.token_ids) for p in batch.prompts])
+        groups = experience.group_ids.cpu()
+        routing = RoutingTable(prompt_lengths[groups], groups, experience.width)
+        if self.routing_replay == "sampler":
+            routing.put_sampled(groups.tolist(), _sampled_experts(batch))
+        return routing
 
     @torch.no_grad()
     def _without_gradient(
-        self, inputs: PolicyInput, rows: Tensor | None, temperature: float, needed: frozenset[str]
+        self, batch: Rollout, rows: Tensor | None, needed: frozenset[str], routing: RoutingTable | None
     ) -> dict[str, Tensor]:
-        """Fields of some completions, [n, T, ...]; ``rows`` None: of none, see :meth:`aligned`."""
+        """Compute fields of some completions, [n, T, ...]; ``rows`` None: of a dummy token."""
+        inputs = self._one_token() if rows is None else self.inputs(batch, rows)
+        replays = self.routing_replay == "old"
         out: dict[str, Tensor | None] = {}
-        if self.replay or needed & OF_POLICY:
+        if replays or needed & FROM_POLICY:
             stats = self.policy(
                 inputs,
-                temperature,
+                batch.temperature,
                 "detached" if "entropy" in needed else "none",
                 squares="sum_squared_probs" in needed,
                 experts="active" if "router_logscores_old" in needed else None,
-                routing="recorded" if self.replay else self._told(inputs, rows),
+                routing="recorded" if replays else _routing_for(routing, inputs, rows),
                 values="head" if "values" in needed and self.critic is None else "none",
             )
-            if self.replay and self.routing is not None and rows is not None:
+            if replays and routing is not None and rows is not None:
                 assert stats.routing is not None
-                self.routing.put(inputs, rows, stats.routing)
+                routing.put(inputs, rows, stats.routing)
             out["old_logprobs"] = stats.logprobs if "old_logprobs" in needed else None
             out["entropy"] = stats.entropy
             out["sum_squared_probs"] = stats.sum_squared_probs
             out["values"] = stats.values
             out["router_logscores_old"], out["router_experts_old"] = stats.router_logscores, stats.router_experts
         if "ref_logprobs" in needed:
-            assert self.reference is not None
-            out["ref_logprobs"] = self.reference(inputs, temperature, "none").logprobs
+            if self.reference is None:
+                raise RuntimeError("the objective needs a reference model, and none was made")
+            out["ref_logprobs"] = self.reference(inputs, batch.temperature, "none").logprobs
         if "values" in needed and out.get("values") is None:
             out["values"] = self.values(inputs)
         return {name: values for name, values in out.items() if values is not None}
 
-    def loss(
-        self,
-        batch: Rollout,
-        step: OptimizerStep,
-        rows: Tensor,
-        plan: StepPlan,
-        metrics: StepMetrics,
-        shares: Tensor | None = None,
-    ) -> tuple[LossOutput, TokenStats]:
-        """Loss of one micro-batch, and what the policy says of it now.
-
-        Args:
-            batch: the rollout.
-            step: what the loss is made from.
-            rows: completions of the micro-batch.
-            plan: their rows of the step's plan.
-            metrics: added to.
-            shares: how many completions each of them stands for in the metrics, [n]; None: itself alone.
-        """
-        objective, wanted = step.objective, step.objective.loss_requires()
-        inputs = self.inputs(batch, rows)
-        values = self.critic(inputs) if self.critic is not None and "values" in wanted else None
-        experts = None
-        if step.experience.router_experts_old is not None:
-            experts = step.experience.router_experts_old[rows.to(plan.lengths.device)]
-        entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
-        routing = self._told(inputs, rows)
-        stats: TokenStats = self.policy(
-            inputs,
-            batch.temperature,
-            entropy,
-            experts=experts,
-            routing=routing,
-            values=self.of_head("values" in wanted),
-            frozen=step.warmup,
-        )
-        values = stats.values if values is None else values
-        if stats.router_logscores is not None and plan.router_logscores_old is not None:
-            factor = objective.trust_region.router_factor(stats.router_logscores, plan.router_logscores_old)
-            weights = plan.tokens if shares is None else plan.tokens * shares.to(factor)[:, None]
-            metrics.add("router/factor", (factor * weights).sum(), weights.sum())
-
-        def loss(k: slice) -> LossOutput:
-            scores = stats.router_logscores
-            return objective.loss(
-                stats.logprobs[k],
-                plan if k == slice(None) else plan.select(torch.arange(len(rows), device=plan.lengths.device)[k]),
-                entropy=None if stats.entropy is None else stats.entropy[k],
-                values=None if values is None else values[k],
-                router_logscores=None if scores is None else scores[k],
-            )
-
-        if shares is None:
-            return loss(slice(None)), stats
-        each = [loss(slice(k, k + 1)) for k in range(len(rows))]
-        sums = StepMetrics()
-        for one, share in zip(each, shares.tolist(), strict=True):
-            sums.update({key: Sum(total * share, weight * share) for key, (total, weight) in one.metrics.items()})
-            sums.update({}, one.maxima)
-        total = torch.stack([one.loss for one in each]).sum()
-        return LossOutput(total, torch.cat([one.token_weights for one in each]), sums.sums, sums.maxima), stats
-
-    def values(self, inputs: PolicyInput) -> Tensor:
-        """The critic's value of the state before each token, [n, T]."""
-        out: Tensor = self.critic(inputs) if self.critic is not None else self.policy.values(inputs)
-        return out
-
-    @torch.no_grad()
-    def values_of(self, batch: Rollout) -> Tensor:
-        """Values of the whole rollout by the critic as it is now, [N, T]."""
-        everything = torch.arange(len(batch.completions))
-        parts = []
-        for _, rows in self.aligned(list(self.micro_batches(batch, everything))):
-            values = self.values(self._one_token() if rows is None else self.inputs(batch, rows))
-            if rows is not None:
-                parts.append((rows, values))
-        self.rest()
-        return gather_rows(parts, len(batch.completions))
-
-    def score_sqnorm(self, batch: Rollout, row: Tensor) -> Tensor:
-        """Squared norm of the gradient of log pi(o|q) with respect to all trainable weights, for one completion.
+    def score_sqnorm(self, batch: Rollout, row: Tensor, routing: RoutingTable | None = None) -> Tensor:
+        """Return the squared norm of the gradient of log pi(o|q) by all trainable weights, for one completion.
 
         Exact, and slow: a backward pass for each completion by itself.
         """
@@ -262,16 +187,17 @@ class Passes:
         weights = [p for p in self.policy.parameters() if p.requires_grad]
         with torch.enable_grad():
             inputs = self.inputs(batch, row)
-            stats = self.policy(inputs, batch.temperature, "none", routing=self._told(inputs, row))
+            stats = self.policy(inputs, batch.temperature, "none", routing=_routing_for(routing, inputs, row))
             gradients = torch.autograd.grad(stats.logprobs.sum(), weights, allow_unused=True)
         squares = [g.double().square().sum() for g in gradients if g is not None]
         return torch.stack(squares).sum().float()
 
     @torch.no_grad()
     def sequence_entropy(self, batch: Rollout) -> Tensor:
-        """<H>_i: mean entropy over the tokens of each completion, [N]; 0 for an empty one."""
-        parts = []
-        for _, rows in self.aligned(list(self.micro_batches(batch, torch.arange(len(batch.completions))))):
+        """Return <H>_i, the mean entropy over the tokens of each completion, [N]; 0 for an empty one."""
+        cut = list(self.micro_batches(batch, torch.arange(len(batch.completions))))
+        means = []
+        for _, rows in self.pad_micro_batches_across_ranks(cut):
             inputs = self._one_token() if rows is None else self.inputs(batch, rows)
             stats = self.policy(inputs, batch.temperature, "detached")
             if rows is None:
@@ -279,16 +205,148 @@ class Passes:
             lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()])
             mask = torch.arange(stats.logprobs.shape[1])[None, :] < lengths[:, None]
             assert stats.entropy is not None
-            parts.append((rows, token_mean(stats.entropy, mask.to(stats.entropy.device))))
-        self.rest()
-        return gather_rows(parts, len(batch.completions))
+            means.append((rows, token_mean(stats.entropy, mask.to(stats.entropy.device))))
+        self.reshard()
+        return gather_rows(means, len(batch.completions))
+
+    # ---------------------------------------------------------------------------------------------- in an update
+
+    def loss(
+        self, batch: Rollout, step: OptimizerStep, rows: Tensor, plan: StepPlan, multiplicity: Tensor | None = None
+    ) -> tuple[LossOutput, TokenStats]:
+        """Compute the loss of one micro-batch; also returns what the policy now says of its tokens.
+
+        Args:
+            batch: the rollout.
+            step: what the loss is made from.
+            rows: completions of the micro-batch, [n].
+            plan: their rows of the step's plan.
+            multiplicity: how many completions each of them stands for in the metrics, [n]; None: itself alone.
+        """
+        objective, wanted = step.objective, step.objective.loss_requires()
+        inputs = self.inputs(batch, rows)
+        values = self.critic(inputs) if self.critic is not None and "values" in wanted else None
+        experts = None
+        if step.experience.router_experts_old is not None:
+            experts = step.experience.router_experts_old[rows.to(plan.lengths.device)]
+        entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
+        stats: TokenStats = self.policy(
+            inputs,
+            batch.temperature,
+            entropy,
+            experts=experts,
+            routing=_routing_for(step.routing, inputs, rows),
+            values=self._value_mode("values" in wanted),
+            frozen=step.warmup,
+        )
+        values = stats.values if values is None else values
+
+        def loss_of(selected: slice) -> LossOutput:
+            scores = stats.router_logscores
+            everything = selected == slice(None)
+            return objective.loss(
+                stats.logprobs[selected],
+                plan if everything else plan.select(torch.arange(len(rows), device=plan.lengths.device)[selected]),
+                entropy=None if stats.entropy is None else stats.entropy[selected],
+                values=None if values is None else values[selected],
+                router_logscores=None if scores is None else scores[selected],
+            )
+
+        if multiplicity is None:
+            out = loss_of(slice(None))
+            return replace(out, metrics=out.metrics | _router_metrics(objective, stats, plan)), stats
+        # The metrics of each completion are weighted by themselves, so each needs a loss of its own.
+        losses = [loss_of(slice(k, k + 1)) for k in range(len(rows))]
+        sums = StepMetrics()
+        for out, count in zip(losses, multiplicity.tolist(), strict=True):
+            sums.update({key: Sum(total * count, weight * count) for key, (total, weight) in out.metrics.items()})
+            sums.update({}, out.maxima)
+        total = torch.stack([out.loss for out in losses]).sum()
+        metrics = sums.sums | _router_metrics(objective, stats, plan, multiplicity)
+        return LossOutput(total, torch.cat([out.token_weights for out in losses]), metrics, sums.maxima), stats
+
+    def dummy_forward(self, step: OptimizerStep) -> Tensor:
+        """Run the passes of :meth:`loss` on one token, and return 0 with a gradient of 0 for every weight that learns.
+
+        Forward and backward of sharded models are collectives: a rank with fewer micro-batches than others must join
+        them.
+        """
+        total = torch.zeros((), device=self.device)
+        inputs = self._one_token()
+        wants_values = "values" in step.objective.loss_requires()
+        if self.critic is not None and wants_values:
+            total = total + self.critic(inputs).sum()
+        stats = self.policy(inputs, 1.0, "none", values=self._value_mode(wants_values), frozen=step.warmup)
+        return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
+
+    def _value_mode(self, wanted: bool) -> ValueMode:
+        """Return which weights get a gradient from the policy's value head: its own, the trunk's too, or none."""
+        head = self.policy.value_head
+        if head is None or not wanted:
+            return "none"
+        return "head" if head.config.detach else "trunk"
+
+    # ---------------------------------------------------------------------------------------------- values, ranks
+
+    def values(self, inputs: PolicyInput) -> Tensor:
+        """Return the critic's value of the state before each token, [n, T]."""
+        out: Tensor = self.critic(inputs) if self.critic is not None else self.policy.values(inputs)
+        return out
+
+    @torch.no_grad()
+    def rollout_values(self, batch: Rollout) -> Tensor:
+        """Return the values of a whole rollout by the critic as it is now, [N, T]."""
+        cut = list(self.micro_batches(batch, torch.arange(len(batch.completions))))
+        found = []
+        for _, rows in self.pad_micro_batches_across_ranks(cut):
+            values = self.values(self._one_token() if rows is None else self.inputs(batch, rows))
+            if rows is not None:
+                found.append((rows, values))
+        self.reshard()
+        return gather_rows(found, len(batch.completions))
+
+    def pad_micro_batches_across_ranks(self, *cuts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield (number of the list, micro-batch) in order, each list filled up with None to its length on other ranks.
+
+        Where nothing is sharded, lists stay as they are.
+        """
+        counts = [len(cut) for cut in cuts]
+        if self.max_over_ranks is not None:
+            counts = self.max_over_ranks(counts)
+        for number, (cut, count) in enumerate(zip(cuts, counts, strict=True)):
+            yield from ((number, rows) for rows in cut)
+            yield from ((number, None) for _ in range(count - len(cut)))
+
+    def reshard(self) -> None:
+        """Free the weights that passes without gradient left gathered."""
+        reshard(self.policy, self.reference, self.critic)
+
+    def _one_token(self) -> PolicyInput:
+        return pad_rows([(0,)], [(0,)], width=1, device=self.device)
 
 
-def _experts(batch: Rollout) -> list[Tensor]:
-    """Of every completion.
+def _routing_for(routing: RoutingTable | None, inputs: PolicyInput, rows: Tensor | None) -> Tensor | None:
+    """Return the experts that a pass over completions ``rows`` is to use; None: those that the routers choose."""
+    return None if routing is None or rows is None else routing.get(inputs, rows)
+
+
+@torch.no_grad()
+def _router_metrics(
+    objective: Objective, stats: TokenStats, plan: StepPlan, multiplicity: Tensor | None = None
+) -> dict[str, Sum]:
+    """Return the mean of RSPO's router factor over tokens; nothing where the model has no routers."""
+    if stats.router_logscores is None or plan.router_logscores_old is None:
+        return {}
+    factor = objective.trust_region.router_factor(stats.router_logscores, plan.router_logscores_old)
+    weights = plan.tokens if multiplicity is None else plan.tokens * multiplicity.to(factor)[:, None]
+    return {"router/factor": Sum((factor * weights).sum(), weights.sum())}
+
+
+def _sampled_experts(batch: Rollout) -> list[Tensor]:
+    """Return the experts that the engine chose for every completion.
 
     Raises:
-        UserError: an engine that gives none.
+        UserError: the engine does not say.
     """
     found = [c.experts for c in batch.completions if c.experts is not None]
     if len(found) < len(batch.completions):

@@ -1,4 +1,4 @@
-"""Step metrics: added over micro-batches and ranks, divided once. docs/metrics.md says what each key means."""
+"""Sums behind the step metrics: added over micro-batches and ranks, divided once. docs/metrics.md has the keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class StepMetrics:
-    """Gathers :class:`Sum` s and maxima over one rollout and reduces them over ranks in two collectives.
+    """Sums and maxima of one rollout, reduced over ranks in two collectives.
 
-    Figures stay where they come from, on a GPU that is still computing them: only :meth:`compute` waits for them.
+    Values stay on the device that is still computing them: only :meth:`compute` waits.
     """
 
     def __init__(self) -> None:
@@ -31,20 +31,26 @@ class StepMetrics:
         old = self.sums.get(key)
         self.sums[key] = Sum(total, count) if old is None else Sum(old.total + total, old.weight + count)
 
+    def replace(self, key: str, value: Tensor | float) -> None:
+        """Let ``value`` stand under ``key`` in the place of everything added so far."""
+        self.sums.pop(key, None)
+        self.add(key, value)
+
     def maximum(self, key: str, value: Tensor | float) -> None:
         """Keep the largest value seen under ``key``; NaN wins."""
         value = torch.as_tensor(value).detach().double()
         self.maxima[key] = torch.maximum(self.maxima[key], value) if key in self.maxima else value
 
     def update(self, sums: dict[str, Sum], maxima: dict[str, Tensor] | None = None) -> None:
-        """Add everything of a :class:`lit_grpo.types.LossOutput`."""
+        """Add the sums and maxima of a :class:`lit_grpo.types.LossOutput`."""
         for key, (total, count) in sums.items():
             self.add(key, total, count)
         for key, value in (maxima or {}).items():
             self.maximum(key, value)
 
     def agree(self, world_size: int) -> None:
-        """Hold the keys of all ranks: one that had nothing to do in a step does not know those of its losses."""
+        """Give every rank the keys of all ranks."""
+        # A rank that had nothing to do in a step does not know the keys of its losses.
         keys: list[Any] = [None] * world_size
         torch.distributed.all_gather_object(keys, (sorted(self.sums), sorted(self.maxima)))
         for sums, maxima in keys:
@@ -54,32 +60,32 @@ class StepMetrics:
                 self.maximum(key, float("-inf"))
 
     def compute(self, reduce_sum: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
-        """Means and maxima of the whole step. A mean over nothing is left out.
+        """Return means and maxima of the whole step. A mean over nothing is left out.
 
         With more than one rank every rank must hold the same keys, see :meth:`agree`.
         """
-        keys, peaks = sorted(self.sums), sorted(self.maxima)
-        figures = _on_cpu([x for k in keys for x in self.sums[k]] + [self.maxima[k] for k in peaks])
-        sums, tops = figures[: 2 * len(keys)].view(-1, 2), figures[2 * len(keys) :]
-        if reduce_sum is not None and keys:
+        mean_keys, max_keys = sorted(self.sums), sorted(self.maxima)
+        values = _on_cpu([x for key in mean_keys for x in self.sums[key]] + [self.maxima[key] for key in max_keys])
+        sums, maxima = values[: 2 * len(mean_keys)].view(-1, 2), values[2 * len(mean_keys) :]
+        if reduce_sum is not None and mean_keys:
             sums = reduce_sum(sums)
-        if reduce_max is not None and peaks:
-            tops = reduce_max(tops)
-        out = {k: float(t / c) for k, (t, c) in zip(keys, sums, strict=True) if c > 0}
-        return out | {k: float(v) for k, v in zip(peaks, tops, strict=True)}
+        if reduce_max is not None and max_keys:
+            maxima = reduce_max(maxima)
+        out = {key: float(total / weight) for key, (total, weight) in zip(mean_keys, sums, strict=True) if weight > 0}
+        return out | {key: float(value) for key, value in zip(max_keys, maxima, strict=True)}
 
 
-def _on_cpu(figures: list[Tensor]) -> Tensor:
-    """Numbers from any devices, [n]; waits once for each."""
-    out = torch.zeros(len(figures), dtype=torch.float64)
-    for device in {x.device for x in figures}:
-        places = [i for i, x in enumerate(figures) if x.device == device]
-        out[places] = torch.stack([figures[i] for i in places]).cpu()
+def _on_cpu(scalars: list[Tensor]) -> Tensor:
+    """Return scalars from any devices as one CPU tensor, [n], with one transfer for each device."""
+    out = torch.zeros(len(scalars), dtype=torch.float64)
+    for device in {x.device for x in scalars}:
+        indices = [i for i, x in enumerate(scalars) if x.device == device]
+        out[indices] = torch.stack([scalars[i] for i in indices]).cpu()
     return out
 
 
 def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Everything that can be said of a rollout before the learner has seen it."""
+    """Add what can be said of a rollout before the learner has seen it."""
     reward = rollout.reward.double()
     lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
     count = len(reward)
@@ -87,7 +93,8 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.maximum("length/max", lengths.max() if count else 0.0)
     metrics.add("truncated", sum(c.truncated for c in rollout.completions), count)
     metrics.add("empty", (lengths == 0).sum(), count)
-    if not rollout.rewards:  # solutions of the data: nothing was judged
+    # Solutions of the data were judged by no reward.
+    if not rollout.rewards:
         return
     metrics.add("reward", reward.sum(), count)
     metrics.add("reward/std", reward.std(correction=0) * count if count else 0.0, count)
@@ -107,7 +114,7 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
 
 
 def _add_sources(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Of every source, also of those that this rank has no prompt of: ranks must hold the same keys."""
+    # Every source, also one that this rank has no prompt of: ranks must hold the same keys.
     reward = rollout.reward.double().view(-1, rollout.group_size).sum(1)
     for source in rollout.sources:
         mine = torch.tensor([prompt.source == source for prompt in rollout.prompts])

@@ -1,264 +1,269 @@
-"""Optimizer steps on one rollout: accumulate, clip, ask whoever may object, step."""
+"""Optimizer steps on one rollout: accumulate gradients, clip them, ask the callbacks, step."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
+from lit_grpo.distributed.gradients import GradientExchange
 from lit_grpo.distributed.sharding import dtype_of
 from lit_grpo.errors import StopRun
-from lit_grpo.learner import batch as shape
-from lit_grpo.learner import engine_agreement as guards
-from lit_grpo.learner.forward import OptimizerStep, Passes
-from lit_grpo.learner.metric_sums import StepMetrics
+from lit_grpo.learner.batch import positions, probe
+from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
+from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
+from lit_grpo.learner.metric_sums import Reduce, StepMetrics
 from lit_grpo.learner.rollout_metrics import add_direction, update_size
+from lit_grpo.objectives.objective import Objective, StepPlan
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.forward.attention import to_device
 from lit_grpo.policy.optimizer.build import clip_gradients
 from lit_grpo.policy.optimizer.quantized_state import rounding_seed
 from lit_grpo.types import Experience, Rollout
 from lit_grpo.utils import random as rng
 
-_BUCKET = 16 * 1024**2
-"""Numbers exchanged at once."""
 
-if TYPE_CHECKING:
-    from lit_grpo.module import LitGRPO
-    from lit_grpo.objectives.objective import Objective, StepPlan
-
-
-class Trained(NamedTuple):
-    """A model that learns."""
+@dataclass(frozen=True)
+class OptimizerBundle:
+    """An optimizer with what belongs to it."""
 
     prefix: str
-    """Of its metrics."""
+    """Prepended to the metric names of this optimizer: "" for the policy, "critic/" for the critic."""
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: Any
+    """Learning-rate schedule, stepped after each optimizer step."""
     max_grad_norm: float | None
+    """The global gradient norm is clipped to this; None: no clipping."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Everything that this optimizer trains, in the order of its groups."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
-def trained_models(module: LitGRPO) -> list[Trained]:
-    """The policy, then the critic if there is one: each with its optimizer, schedule and clipping."""
-    optimizers, schedulers = cast(Any, module.optimizers()), cast(Any, module.lr_schedulers())
-    if module.critic_config is None:
-        return [Trained("", optimizers, schedulers, module.max_grad_norm)]
-    limits = (("", module.max_grad_norm), ("critic/", module.critic_config.max_grad_norm))
-    return [Trained(prefix, o, s, limit) for (prefix, limit), o, s in zip(limits, optimizers, schedulers, strict=True)]
+@dataclass
+class StepCounters:
+    """Counts of optimizer steps over the whole run; :class:`OptimizerStepper` adds to them."""
+
+    optimizer_steps: int = 0
+    """Steps of the policy."""
+    critic_steps: int = 0
+    skipped_steps: int = 0
+    """Steps that were vetoed or not finite."""
+    empty_steps: int = 0
+    """Steps without anything to learn from."""
+    skipped_in_a_row: int = 0
 
 
-class Updater:
-    """Takes the optimizer steps of one rollout for a :class:`lit_grpo.LitGRPO`.
+def make_steps(
+    minibatches: Iterable[Tensor],
+    objective: Objective,
+    state: ObjectiveState,
+    experience: Experience,
+    advantages: Tensor,
+    results: ForwardResults,
+    *,
+    warmup: bool,
+) -> list[OptimizerStep]:
+    """List the optimizer steps of a rollout in order: each minibatch in every pass that the objective takes over it."""
+    return [
+        OptimizerStep(
+            objective=objective,
+            state=state,
+            experience=experience,
+            advantages=advantages,
+            rows=rows,
+            update=update,
+            pass_index=pass_index,
+            warmup=warmup,
+            routing=results.routing,
+        )
+        for update, rows in enumerate(minibatches)
+        for pass_index in range(objective.passes)
+    ]
 
-    Args:
-        module: holds the models, their optimizers and the counters.
-        passes: how a rollout goes through the models.
-    """
 
-    def __init__(self, module: LitGRPO, passes: Passes) -> None:
-        self.module, self.passes = module, passes
+@dataclass(frozen=True, kw_only=True)
+class OptimizerStepper:
+    """Takes the optimizer steps of rollouts. Needs neither a LightningModule nor a Trainer."""
 
-    def steps(
-        self, batch: Rollout, objective: Objective, experience: Experience, advantages: torch.Tensor, warmup: bool
+    forward: ForwardRunner
+    bundles: Sequence[OptimizerBundle]
+    """The policy's optimizer, then the critic's if there is one."""
+    counters: StepCounters
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward
+    veto: Callable[[dict[str, float]], str | None] = lambda _: None
+    """Says why a step is to be left out, None if it is not. Gets ``loss``, ``grad_norm`` and, with a critic,
+    ``critic/grad_norm``: the same numbers on every rank, and must decide alike on every rank."""
+    gradients: GradientExchange = field(default_factory=GradientExchange)
+    reduce: Reduce | None = None
+    """Sums over ranks; None for one process."""
+    rank: int = 0
+    guards: GuardConfig
+    probe_completions: int | None = None
+    """Completions without gradient that go through the models in each step all the same; None: all of them."""
+    max_skipped_steps: int = 10
+    """The run stops after this many skipped steps in a row."""
+
+    @property
+    def device(self) -> torch.device | str:
+        return self.forward.device
+
+    def old_forward(
+        self, batch: Rollout, steps: Sequence[OptimizerStep], needed: frozenset[str]
     ) -> list[OptimizerStep]:
-        """All optimizer steps of a rollout, in order; the arguments are those of :class:`OptimizerStep`."""
-        return [
-            OptimizerStep(objective, experience, advantages, rows, pass_index, warmup, update)
-            for update, rows in enumerate(self.module._minibatches(batch))
-            for pass_index in range(objective.passes)
-        ]
-
-    def prepare(self, batch: Rollout, steps: list[OptimizerStep], needed: frozenset[str]) -> None:
-        """Fill the fields ``needed`` of those completions alone that some step will look at.
+        """Compute the fields ``needed`` of only those completions that some step will look at; returns the new steps.
 
         Only where neither advantages nor plans are made from these fields: what a step multiplies by zero is then
-        known before the pass.
+        known before the forward pass.
         """
-        if not (needed or self.passes.replay or self.passes.sampled):
-            return
+        if not needed and self.forward.routing_replay == "none":
+            return list(steps)
         chosen: set[int] = set()
         for step in steps:
             active = self._plan(step).active.cpu()
             probed, _ = self._probe(batch, step, step.rows[~active])
             chosen.update(step.rows[active].tolist(), probed.tolist())
         rows = torch.tensor(sorted(chosen), dtype=torch.long)
-        self.passes.fill(batch, steps[0].experience, needed, rows)
+        results = self.forward.old_forward(batch, steps[0].experience, needed, rows)
+        experience = results.added_to(steps[0].experience)
+        return [replace(step, experience=experience, routing=results.routing) for step in steps]
+
+    def step(
+        self, batch: Rollout, step: OptimizerStep, metrics: StepMetrics, first_update: FirstUpdate | None = None
+    ) -> None:
+        """Take one optimizer step.
+
+        Weights, optimizers and schedules stay untouched if the step is empty, vetoed or not finite.
+
+        Args:
+            batch: the rollout.
+            step: what of it is learned from, and how.
+            metrics: metrics of the rollout; added to.
+            first_update: given in the first step of a rollout, before any weight changes; gets the log-probabilities.
+
+        Raises:
+            StopRun: engine and learner were found to disagree, or too many steps in a row were skipped.
+        """
+        plan = self._plan(step)
+        for bundle in self.bundles:
+            bundle.optimizer.zero_grad()
+        loss = self._accumulate(batch, step, plan, metrics, first_update)
+        metrics.add("filter/dropped", (~plan.kept).sum(), len(step.rows))
+        # Before any weight changes: gathered copies of sharded weights would survive the step, out of date.
+        self.forward.reshard()
+        if first_update is not None:
+            first_update.check_truncation(self.guards)
+            first_update.check(self.guards, self.reduce, dtype_of(self.forward.policy))
+        if plan.empty:
+            self.counters.empty_steps += 1
+            metrics.add("loss", 0.0)
+            metrics.maximum("grad_norm", 0.0)
+            return
+        learning = self.bundles[1:] if step.warmup else self.bundles
+        for bundle in learning:
+            self.gradients.average(bundle.weights)
+        norms = [clip_gradients(bundle.optimizer, bundle.max_grad_norm) for bundle in learning]
+        loss = loss if self.reduce is None else self.reduce(loss)
+        metrics.replace("loss", loss)
+        logged = {"loss": float(loss)}
+        for bundle, norm in zip(learning, norms, strict=True):
+            metrics.maximum(f"{bundle.prefix}grad_norm", norm)
+            logged[f"{bundle.prefix}grad_norm"] = float(norm)
+        if not all(torch.isfinite(x) for x in (*norms, loss)):
+            self._skip("loss or gradient not finite")
+        elif reason := self.veto(logged):
+            self._skip(reason)
+        else:
+            self._update_weights(learning, metrics, warmup=step.warmup)
+
+    def _accumulate(
+        self,
+        batch: Rollout,
+        step: OptimizerStep,
+        plan: StepPlan,
+        metrics: StepMetrics,
+        first_update: FirstUpdate | None,
+    ) -> Tensor:
+        """Add up the gradients of all micro-batches; returns this rank's share of the step's loss, float64."""
+        # Nothing in this loop waits for a GPU.
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        rows, active = step.rows, plan.active.cpu()
+        # Completions that the objective multiplies by zero need no gradient, only their place in the metrics: a few of
+        # them stand for all.
+        probed, counts = self._probe(batch, step, rows[~active])
+        learning = list(self.forward.micro_batches(batch, rows[active]))
+        probing = list(self.forward.micro_batches(batch, probed))
+        for number, chosen in self.forward.pad_micro_batches_across_ranks(learning, probing):
+            with_grad = number == 0
+            if chosen is None:
+                with torch.set_grad_enabled(with_grad):
+                    dummy_loss = self.forward.dummy_forward(step)
+                if with_grad:
+                    self.backward(dummy_loss)
+                continue
+            multiplicity = None if with_grad else counts[positions(probed, chosen)]
+            with torch.set_grad_enabled(with_grad):
+                rows_of_plan = plan.select(to_device(positions(rows, chosen), self.device))
+                out, stats = self.forward.loss(batch, step, chosen, rows_of_plan, multiplicity)
+            if with_grad:
+                with self.gradients.no_sync():
+                    # Averaging over ranks divides by their number; losses of ranks are shares that add up.
+                    self.backward(out.loss * self.gradients.world_size)
+                loss += out.loss.detach().double()
+            metrics.update(out.metrics, out.maxima)
+            add_direction(metrics, out.token_weights)
+            if first_update is not None:
+                first_update.add(chosen, stats.logprobs, stats.entropy)
+                assert stats.entropy is not None
+                tokens = torch.tensor([len(batch.completions[i].token_ids) for i in chosen.tolist()])
+                weights = torch.ones(len(chosen), dtype=torch.float64) if multiplicity is None else multiplicity
+                entropies = stats.entropy.detach().sum(1) * to_device(weights, self.device)
+                metrics.add("entropy", entropies.sum(), (tokens * weights).sum())
+        return loss
+
+    def _update_weights(self, bundles: Sequence[OptimizerBundle], metrics: StepMetrics, *, warmup: bool) -> None:
+        sharded, counters = self.forward.policy.sharded, self.counters
+        counters.skipped_in_a_row = 0
+        steps = counters.optimizer_steps, counters.critic_steps
+        # Ranks hold different shards, so they must round with different random numbers, and sum what each measures.
+        rank, reduce = (self.rank, self.reduce) if sharded else (0, None)
+        for bundle in bundles:
+            with rounding_seed(bundle.optimizer, rng.derive_seed("round", rng.run_seed(), bundle.prefix, *steps, rank)):
+                bundle.optimizer.step()
+            if (size := update_size(bundle.optimizer, reduce)) is not None:
+                metrics.add(f"{bundle.prefix}update_size", size)
+            bundle.scheduler.step()
+        counters.optimizer_steps += not warmup
+        counters.critic_steps += len(self.bundles) > 1
 
     def _plan(self, step: OptimizerStep) -> StepPlan:
         return step.objective.plan(
             step.experience.select(step.rows),
             step.advantages[step.rows],
-            self.module.objective_state,
-            reduce=self.module.reduce_or_none,
+            step.state,
+            reduce=self.reduce,
             pass_index=step.pass_index,
         )
 
-    def step(self, batch: Rollout, step: OptimizerStep, metrics: StepMetrics, *, first_pass: bool) -> None:
-        """One optimizer step. Weights, optimizers and schedulers stay untouched if it is empty, vetoed or not finite.
-
-        Args:
-            batch: the rollout.
-            step: what of it is learned from, and how.
-            metrics: of the rollout; added to.
-            first_pass: no weight has changed since the rollout was prepared.
-
-        Raises:
-            StopRun: a guard found engine and learner to disagree, or too many steps in a row were skipped.
-        """
-        module, rows = self.module, step.rows
-        plan = self._plan(step)
-        models = trained_models(module)
-        for model in models:
-            model.optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64, device=module.device)  # nothing in the loop waits for a GPU
-        guard = guards.FirstUpdate(batch, step.experience, module.policy_version) if first_pass else None
-        seen_first: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        active = plan.active.cpu()
-        # Completions that the objective multiplies by zero need no gradient, only their place in the metrics: a few of
-        # them stand for all.
-        probed, weights = self._probe(batch, step, rows[~active])
-        learning = list(module.micro_batches(batch, rows[active]))
-        for number, chosen in self.passes.aligned(learning, list(module.micro_batches(batch, probed))):
-            learns = number == 0
-            if chosen is None:  # another rank has more
-                with torch.set_grad_enabled(learns):
-                    nothing = self.passes.idle(step)
-                if learns:
-                    module.manual_backward(nothing)
-                continue
-            shares = None if learns else weights[shape.positions(probed, chosen)]
-            with torch.set_grad_enabled(learns):
-                part = plan.select(to_device(shape.positions(rows, chosen), module.device))
-                out, stats = self.passes.loss(batch, step, chosen, part, metrics, shares)
-            out.metrics.pop("filter/dropped", None)  # known of all, see below
-            if learns:
-                with self._own_gradients():
-                    module.manual_backward(out.loss * module.trainer.world_size)
-                loss += out.loss.detach().double()
-            metrics.update(out.metrics, out.maxima)
-            add_direction(metrics, out.token_weights)
-            if guard is not None:
-                seen_first.append((chosen, stats.logprobs.detach(), stats.entropy))
-                guard.add(chosen, stats.logprobs)
-                assert stats.entropy is not None
-                tokens = torch.tensor([len(batch.completions[i].token_ids) for i in chosen.tolist()])
-                each = torch.ones(len(chosen), dtype=torch.float64) if shares is None else shares
-                entropies = stats.entropy.detach().sum(1) * to_device(each, module.device)
-                metrics.add("entropy", entropies.sum(), (tokens * each).sum())
-        metrics.add("filter/dropped", (~plan.kept).sum(), len(rows))
-        self.passes.rest()  # before any weight changes
-        if guard is not None:
-            if len(rows) == len(batch.completions):
-                self._keep(seen_first, len(rows))
-            guard.check_truncation(module.guards)
-            guard.check(module.guards, module.reduce_or_none, dtype_of(self.passes.policy))
-        if plan.empty:
-            module.empty_steps += 1
-            metrics.add("loss", 0.0)
-            metrics.maximum("grad_norm", 0.0)
-            return
-        if step.warmup:
-            models = models[1:]
-        for model in models:
-            self._average_over_ranks(model.optimizer)
-        norms = [clip_gradients(model.optimizer, model.max_grad_norm) for model in models]
-        step_loss = module.reduce_sum(loss)
-        metrics.sums.pop("loss", None)
-        metrics.add("loss", step_loss)
-        seen = {"loss": float(step_loss)}
-        for model, norm in zip(models, norms, strict=True):
-            metrics.maximum(f"{model.prefix}grad_norm", norm)
-            seen[f"{model.prefix}grad_norm"] = float(norm)
-        if not all(torch.isfinite(x) for x in (*norms, step_loss)):
-            self._skip("loss or gradient not finite")
-            return
-        if objection := self._objection(seen):
-            self._skip(objection)
-            return
-        module.skipped_in_a_row = 0
-        reduce = module.reduce_sum if module.sharded else None
-        taken = module.optimizer_steps, module.critic_steps
-        for model in models:
-            rank = module.global_rank if module.sharded else 0
-            with rounding_seed(model.optimizer, rng.derive_seed("round", rng.run_seed(), model.prefix, *taken, rank)):
-                model.optimizer.step()
-            if (size := update_size(model.optimizer, reduce)) is not None:
-                metrics.add(f"{model.prefix}update_size", size)
-            model.scheduler.step()
-        module.optimizer_steps += not step.warmup
-        module.critic_steps += module.critic_config is not None
-
-    def _probe(self, batch: Rollout, step: OptimizerStep, inactive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which completions without gradient go through the models, and how many each stands for in the metrics."""
-        module = self.module
+    def _probe(self, batch: Rollout, step: OptimizerStep, inactive: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the completions without gradient that go through the models, and how many each stands for."""
         seed = rng.derive_seed("probe", rng.run_seed(), batch.index, step.update, step.pass_index)
-        return shape.probe(batch, inactive, module.probe_completions, seed)
-
-    def _keep(self, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], count: int) -> None:
-        """What the learner said of each token before any weight changed, NaN where it was not asked."""
-        if not parts:
-            return
-        nan = float("nan")
-        if self.module.last_logprobs is None:
-            logprobs = [(rows, values) for rows, values, _ in parts]
-            self.module.last_logprobs = shape.gather_rows(logprobs, count, nan)
-        entropies = [(rows, entropy.detach()) for rows, _, entropy in parts if entropy is not None]
-        if len(entropies) == len(parts) and self.module.last_entropy is None:
-            self.module.last_entropy = shape.gather_rows(entropies, count, nan)
-
-    def _own_gradients(self) -> AbstractContextManager[Any]:
-        """Keep DDP from exchanging gradients in a backward pass.
-
-        Ranks may have different numbers of completions to learn from, even none, and DDP would wait for a backward pass
-        that never comes.
-        """
-        strategy = self.module.trainer.strategy
-        return strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext()
-
-    @torch.no_grad()
-    def _average_over_ranks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once for all micro-batches, what DDP does in each backward pass."""
-        if not isinstance(self.module.trainer.strategy, DDPStrategy) or self.module.trainer.world_size == 1:
-            return
-        portion: list[torch.Tensor] = []
-        size = 0
-        weights = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for place, weight in enumerate(weights, 1):
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            portion.append(weight.grad)
-            size += weight.grad.numel()
-            if place == len(weights) or size >= _BUCKET or weights[place].dtype != weight.dtype:
-                flat = torch.cat([gradient.flatten() for gradient in portion])
-                torch.distributed.all_reduce(flat)
-                flat /= self.module.trainer.world_size
-                for gradient, part in zip(portion, flat.split([g.numel() for g in portion]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
-                portion, size = [], 0
-
-    def _objection(self, metrics: dict[str, float]) -> str | None:
-        """Why a callback wants this step to be left out.
-
-        Asked for by the method ``veto_update(trainer, module, metrics) -> str | None`` of any callback. ``metrics``
-        holds ``loss``, ``grad_norm`` and, with a critic, ``critic/grad_norm``: the same numbers on every rank, on which
-        all ranks must decide alike.
-        """
-        trainer = self.module.trainer
-        objections = [
-            callback.veto_update(trainer, self.module, metrics)
-            for callback in cast(Any, trainer).callbacks
-            if hasattr(callback, "veto_update")
-        ]  # all are asked: a monitor that keeps a history must see every step
-        return next((text for text in objections if text), None)
+        return probe(batch, inactive, self.probe_completions, seed)
 
     def _skip(self, reason: str) -> None:
-        module = self.module
-        for model in trained_models(module):
-            model.optimizer.zero_grad()
-        module.skipped_steps += 1
-        module.skipped_in_a_row += 1
-        if module.skipped_in_a_row >= module.max_skipped_steps:
-            raise StopRun(f"{module.skipped_in_a_row} optimizer steps in a row were skipped: {reason}")
+        for bundle in self.bundles:
+            bundle.optimizer.zero_grad()
+        self.counters.skipped_steps += 1
+        self.counters.skipped_in_a_row += 1
+        if self.counters.skipped_in_a_row >= self.max_skipped_steps:
+            raise StopRun(f"{self.counters.skipped_in_a_row} optimizer steps in a row were skipped: {reason}")
         rank_zero_warn(f"An optimizer step was skipped, weights and optimizer are as before: {reason}.")

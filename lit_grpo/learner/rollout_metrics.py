@@ -1,4 +1,4 @@
-"""Metrics that tell a broken pipeline and a degenerate policy from a healthy run. Cheap: they need no model pass."""
+"""Metrics that tell a broken pipeline and a degenerate policy from a healthy run. They need no forward pass."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from lit_grpo.policy.optimizer.quantized_state import strided_sample
 from lit_grpo.types import Experience, Rollout
 
 LONG_ENOUGH = 8
-"""Tokens a completion needs to have its repetition counted: in a shorter one chance alone repeats."""
+"""Tokens that a completion needs to have its repetition counted: in a shorter one chance alone repeats."""
 PREFIX = 16
-"""Tokens of the beginning that are looked at for what completions of a group share."""
+"""Tokens at the beginning of completions among which a shared prefix is looked for."""
 SAMPLED = 4096
-"""Elements of each weight matrix whose update is measured."""
+"""Elements of each weight matrix that are sampled to measure its update."""
 
 
 @torch.no_grad()
 def add_audit_metrics(
     metrics: StepMetrics, batch: Rollout, experience: Experience, advantages: Tensor, ranks: int = 1
 ) -> None:
-    """What a rollout and the tensors made from it say of each other; docs/metrics.md has the keys.
+    """Add what a rollout and the tensors made from it say of each other; docs/metrics.md has the keys.
 
     Args:
         metrics: added to.
         batch: the rollout as it was sampled.
         experience: its tensors.
-        advantages: [N, T].
-        ranks: number of processes, each with its own part of the rollout.
+        advantages: advantages of its tokens, [N, T].
+        ranks: number of processes, each with its own prompts of the rollout.
     """
     metrics.maximum("memory/peak", peak_memory(experience.lengths.device))
     size, rewards = batch.group_size, batch.reward.tolist()
     generated = sum(len(c.token_ids) for c in batch.completions)
     metrics.add("tokens/missing", generated - experience.lengths.sum(), generated)
     prompts = [p.id for p in batch.prompts for _ in range(size)]
-    metrics.add("groups/mixed_prompts", _strangers(batch, experience.group_ids.tolist(), prompts), len(prompts))
+    mixed_up = _completions_of_another_prompt(batch, experience.group_ids.tolist(), prompts)
+    metrics.add("groups/mixed_prompts", mixed_up, len(prompts))
     mean = _mean_advantages(experience, advantages).tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
@@ -51,14 +52,14 @@ def add_audit_metrics(
             same[batch.completions[i].token_ids].append(i)
         distinct += len(same)
         for group in same.values():
-            for place, i in enumerate(group):
-                for j in group[:place]:
+            for position, i in enumerate(group):
+                for j in group[:position]:
                     equal += 1
                     contradict += rewards[i] != rewards[j]
                     contradict_advantage += not abs(mean[i] - mean[j]) <= gap
-        verdict = _order([rewards[i] for i in rows], [mean[i] for i in rows])
-        mixed += verdict is not None
-        inverted += verdict is False
+        ordered = _advantages_follow_rewards([rewards[i] for i in rows], [mean[i] for i in rows])
+        mixed += ordered is not None
+        inverted += ordered is False
     groups = len(batch.prompts)
     metrics.add("groups/distinct", distinct, groups * size)
     metrics.add("groups/count", groups * ranks)
@@ -78,16 +79,17 @@ def add_audit_metrics(
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: the most that tensors took on a GPU so far, or the process in main memory."""
+    """Return GiB: the most that tensors took on a GPU so far, or the process in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    # Linux counts KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
-    """``loss/upward``: the share of what the loss does to log-probabilities that raises them.
+    """Add ``loss/upward``: the share of what the loss does to log-probabilities that raises them.
 
     Args:
         metrics: added to.
@@ -97,27 +99,28 @@ def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
 
 
 def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """How much completions repeat themselves; only those of at least :data:`LONG_ENOUGH` tokens, [n] each.
+    """Measure how much completions repeat themselves; only those of at least :data:`LONG_ENOUGH` tokens, [n] each.
 
     ``repetition``: share of 4-grams seen before in the same completion. ``repetition/run``: share of the completion
     taken by the longest run of one token. ``repetition/top_token``: share of its most frequent token.
 
     Args:
         token_ids: [N, T] int64; what is past ``lengths`` is not read.
-        lengths: [N].
+        lengths: tokens of each completion, [N].
     """
     chosen = lengths >= LONG_ENOUGH
     ids, n = token_ids[chosen].long(), lengths[chosen]
     if not len(ids):
         none = torch.zeros(0, dtype=torch.float64)
         return {"repetition": none, "repetition/run": none, "repetition/top_token": none}
-    place = torch.arange(ids.shape[1], device=ids.device)
-    alone = (-1 - place).expand_as(ids)  # padding never equals anything
-    ids = torch.where(place < n[:, None], ids, alone)
+    position = torch.arange(ids.shape[1], device=ids.device)
+    # Every position pads with an id of its own, so that padding never equals anything.
+    unique = (-1 - position).expand_as(ids)
+    ids = torch.where(position < n[:, None], ids, unique)
     code = torch.zeros_like(ids[:, 3:])
     for shift in range(4):
         code = code * 6364136223846793005 + ids[:, shift : shift + code.shape[1]]
-    code = torch.where(place[3:] < n[:, None], code & (2**62 - 1), alone[:, 3:])
+    code = torch.where(position[3:] < n[:, None], code & (2**62 - 1), unique[:, 3:])
     ordered = code.sort(1).values
     again = (ordered[:, 1:] == ordered[:, :-1]).sum(1).double() / (n - 3)
     return {
@@ -128,14 +131,14 @@ def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 def prefix_pushed_down(experience: Experience, advantages: Sequence[float]) -> tuple[int, int]:
-    """Groups whose shared beginning is pushed down, and groups that share one.
+    """Count groups whose shared beginning is pushed down, and groups that share one.
 
     The sum of A_i / n_i over the completions that share a prefix (GTPO, 2508.03772 Eq. 6), added over the shared
     prefixes of the first :data:`PREFIX` tokens, is below 0: typical where correct completions are the longer ones.
 
     Args:
-        experience: of the rollout.
-        advantages: mean of each completion, N numbers.
+        experience: tensors of the rollout.
+        advantages: mean advantage of each completion, N numbers.
     """
     assert experience.token_ids is not None
     lengths = experience.lengths.tolist()
@@ -156,13 +159,13 @@ def prefix_pushed_down(experience: Experience, advantages: Sequence[float]) -> t
 
 @torch.no_grad()
 def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) -> float | None:
-    """Norm of the last AdamW step over the norm of the weights it moved; None if it took none, or is no Adam.
+    """Return the norm of the last AdamW step over that of the weights it moved; None without a step, or without Adam.
 
     Measured on up to :data:`SAMPLED` elements of every matrix, or of this rank's shard of it. Call it before the
     schedule moves the learning rate on.
 
     Args:
-        optimizer: that has taken the step.
+        optimizer: has taken the step.
         reduce: sum over ranks that hold different shards.
     """
     moved = weights = 0.0
@@ -175,7 +178,8 @@ def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) 
         w, m, v = (
             _sampled(tensors) for tensors in (known, *([s[k] for s in states] for k in ("exp_avg", "exp_avg_sq")))
         )
-        seen = (v > 0) | (m == 0)  # quantized to 0, a second moment says nothing of the step
+        # Quantized to 0, a second moment says nothing of the step.
+        seen = (v > 0) | (m == 0)
         w, m, v = w[seen], m[seen], v[seen]
         delta = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + group["eps"]) + group["weight_decay"] * w
         moved += float(group["lr"]) ** 2 * float(delta.square().sum())
@@ -193,8 +197,8 @@ def _sampled(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _strangers(batch: Rollout, group_ids: list[int], prompts: list[str]) -> int:
-    """Completions in a group whose first one belongs to another prompt, or that answer another request."""
+def _completions_of_another_prompt(batch: Rollout, group_ids: list[int], prompts: list[str]) -> int:
+    """Count completions in a group whose first one has another prompt, or that answer another request."""
     first: dict[int, str] = {}
     count = 0
     for i, (group, prompt) in enumerate(zip(group_ids, prompts, strict=True)):
@@ -204,12 +208,12 @@ def _strangers(batch: Rollout, group_ids: list[int], prompts: list[str]) -> int:
 
 
 def _mean_advantages(experience: Experience, advantages: Tensor) -> Tensor:
-    """Of each completion over its tokens, [N]; 0 of an empty one."""
+    """Return the mean advantage over the tokens of each completion, [N]; 0 of an empty one."""
     return masked(advantages.double(), experience.mask).sum(1) / experience.lengths.clamp_min(1)
 
 
-def _order(rewards: list[float], advantages: list[float]) -> bool | None:
-    """Whether better completions have the larger advantages on average; None where nothing is better, or all equal."""
+def _advantages_follow_rewards(rewards: list[float], advantages: list[float]) -> bool | None:
+    """Tell whether better completions have larger advantages on average; None where nothing differs."""
     middle = sum(rewards) / len(rewards)
     high = [a for r, a in zip(rewards, advantages, strict=True) if r > middle]
     low = [a for r, a in zip(rewards, advantages, strict=True) if r < middle]
@@ -220,9 +224,9 @@ def _order(rewards: list[float], advantages: list[float]) -> bool | None:
 
 
 def _longest_run(rows: Tensor) -> Tensor:
-    """Length of the longest run of equal neighbours in each row, [n] float64."""
-    place = torch.arange(rows.shape[1], device=rows.device)
+    """Return the length of the longest run of equal neighbours in each row, [n] float64."""
+    position = torch.arange(rows.shape[1], device=rows.device)
     starts = torch.ones_like(rows, dtype=torch.bool)
     starts[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    begun = torch.where(starts, place, 0).cummax(1).values
-    return (place - begun + 1).max(1).values.double()
+    begun = torch.where(starts, position, 0).cummax(1).values
+    return (position - begun + 1).max(1).values.double()

@@ -1,24 +1,29 @@
-"""The objective of a run: what the run's settings change in it, and what they forbid."""
+"""Checks before a run: what its settings change in the objective, and what they forbid."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.sampler_correction import TisToken
+from lit_grpo.objectives.state import ObjectiveState
+from lit_grpo.policy.config import CriticConfig
 
-if TYPE_CHECKING:
-    from lit_grpo.module import LitGRPO
+CRITIC_KEY = "model.critic"
 
 
-def resolve(config: ObjectiveConfig, max_staleness: int) -> Objective:
-    """The objective, with token-wise sampler correction where samples may be stale and the user did not choose one."""
+def resolve_objective(config: ObjectiveConfig, max_staleness: int) -> Objective:
+    """Return the objective, with token-wise sampler correction where samples may be stale and the user chose none.
+
+    Raises:
+        UserError: staleness is allowed and nothing is sampled.
+    """
     objective = config.resolve()
     if objective.demonstrations and max_staleness > 0:
         raise UserError(
@@ -38,12 +43,12 @@ def resolve(config: ObjectiveConfig, max_staleness: int) -> Objective:
 
 
 def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> None:
-    """Contradictions that the parts alone do not show.
+    """Refuse contradictions that the parts of an objective alone do not show.
 
     Args:
-        objective: of the run.
+        objective: the objective of the run.
         passes: optimizer steps that see one completion.
-        warmup_rollouts: of the critic.
+        warmup_rollouts: length of the critic's warm-up.
 
     Raises:
         UserError: with the reason and the key.
@@ -61,7 +66,7 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
 
 
 def check_minibatches(prompts: int, size: int | None, updates: int) -> None:
-    """Minibatches of ``size`` prompts (None: all) must divide a rollout's ``prompts``, and be used equally often.
+    """Check that minibatches of ``size`` prompts (None: all) divide a rollout and are used equally often.
 
     Raises:
         UserError: with what would fit.
@@ -73,38 +78,70 @@ def check_minibatches(prompts: int, size: int | None, updates: int) -> None:
             where="model.minibatch_prompts",
             remedy=f"choose a divisor of {prompts}",
         )
-    if updates % (parts := prompts // size):
+    if updates % (minibatches := prompts // size):
         raise UserError(
-            f"{updates} updates per rollout would use some of the {parts} minibatches more often than others",
+            f"{updates} updates per rollout would use some of the {minibatches} minibatches more often than others",
             where="model.updates_per_rollout",
-            remedy=f"choose a multiple of {parts}",
+            remedy=f"choose a multiple of {minibatches}",
         )
 
 
-def monte_carlo(objective: Objective) -> Objective:
-    """The same with Monte Carlo returns as the critic's targets: lambda 1."""
-    advantage: Any = objective.advantage
-    return replace(objective, advantage=replace(advantage, gae_lambda=1.0))
+def check_critic_settings(
+    config: CriticConfig | None,
+    objective: Objective,
+    *,
+    rollouts: int,
+    max_new_tokens: int,
+    reward_range: tuple[float, float],
+) -> None:
+    """Check the critic's settings against the run, and warn of what is allowed and yet hardly meant.
 
-
-def measure_initial_entropy(module: LitGRPO) -> None:
-    """<H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
+    Args:
+        config: settings of the critic; None: there is none, and nothing to check.
+        objective: the objective of the run.
+        rollouts: length of the whole run.
+        max_new_tokens: limit of a completion.
+        reward_range: least and greatest total reward, before shaping.
 
     Raises:
-        UserError: there is no data module to sample the completions from.
+        UserError: a warm-up that leaves no rollout for the policy, a bounded head that cannot reach the rewards.
     """
-    count = module.objective.initial_entropy_prompts
-    if not count or module.objective_state.initial_entropy is not None:
+    if config is None:
         return
-    source = getattr(getattr(module.trainer, "datamodule", None), "initial_completions", None)
-    if source is None:
+    if config.warmup_rollouts and config.warmup_rollouts >= rollouts:
         raise UserError(
-            f"{module.objective.name} compares with the entropy of the untouched model, "
-            "which only RolloutDataModule lets it measure",
-            where="model.objective.initial_entropy",
-            remedy="set initial_entropy to the measured mean, in nats",
+            f"the critic's warm-up of {config.warmup_rollouts} rollouts is no shorter than the run of {rollouts}: the "
+            "policy would never learn",
+            where=f"{CRITIC_KEY}.warmup_rollouts",
+            remedy=f"choose fewer than {rollouts}, or raise data.rollouts",
         )
-    entropy = module._passes.sequence_entropy(source(count)).double()
-    total, number = module.reduce_sum(torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])).tolist()
-    module.objective_state = module.objective_state.with_initial_entropy(total / number)
-    rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
+    low, high = objective.shaping.bounds(*reward_range)
+    if config.bounded and ((math.isfinite(low) and low < config.value_low) or
+                           (math.isfinite(high) and high > config.value_high)):  # fmt: skip
+        raise UserError(
+            f"the critic's values are bounded to [{config.value_low:g}, {config.value_high:g}], but total rewards lie "
+            f"in [{low:g}, {high:g}]: it could not learn them",
+            where=f"{CRITIC_KEY}.value_low" if low < config.value_low else f"{CRITIC_KEY}.value_high",
+            remedy=f"set value_low: {low:g} and value_high: {high:g}, or bounded: false",
+        )
+    for caution in objective.advantage.cautions(max_new_tokens):
+        rank_zero_warn(caution)
+    if objective.advantage.pretrained_critic and not config.warmup_rollouts:
+        rank_zero_warn(
+            f"{objective.name} was published with a critic trained before the policy, and "
+            f"{CRITIC_KEY}.warmup_rollouts is 0."
+        )
+
+
+def with_reward_range(objective: Objective, state: ObjectiveState, reward_range: tuple[float, float]) -> ObjectiveState:
+    """Return the objective's state with the range of the shaped reward, where it keeps one and the rewards tell it."""
+    low, high = objective.shaping.bounds(*reward_range)
+    if "reward_range" in objective.state_fields and math.isfinite(low) and math.isfinite(high):
+        return state.with_reward_range(low, high)
+    return state
+
+
+def with_monte_carlo_returns(objective: Objective) -> Objective:
+    """Return the objective with Monte Carlo returns as the critic's targets (lambda 1), for its warm-up."""
+    advantage: Any = objective.advantage
+    return replace(objective, advantage=replace(advantage, gae_lambda=1.0))

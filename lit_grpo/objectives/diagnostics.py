@@ -173,12 +173,10 @@ def step_metrics(
     """Sums and maxima that a loss reports of one micro-batch, by the keys of this module's table."""
     in_loss = tokens & plan.kept[:, None] & plan.pass_mask
     stopped = (surrogate.low | surrogate.high | surrogate.dual) & in_loss
-    rows = torch.ones_like(plan.kept)
     size = masked(plan.advantages, in_loss).abs()
     sums = clip_fractions(surrogate, in_loss) | policy_change(current, old, tokens)
     sums["clip/old_prob"] = mean_of(old.exp(), stopped)
     sums["advantage/abs"] = mean_of(size, in_loss)
-    sums["filter/dropped"] = mean_of((~plan.kept).double(), rows)
     maxima = {"advantage/abs_max": torch.cat([size.new_zeros(1), size.flatten()]).max().double()}
     if plan.ref_logprobs is not None:
         sums |= reference_kl(current, plan.ref_logprobs.to(current.dtype), tokens)

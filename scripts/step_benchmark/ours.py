@@ -20,7 +20,7 @@ from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.data import InMemoryPrompts
 from lit_grpo.distributed.strategy import FSDP2Strategy
 from lit_grpo.engines.config import EngineConfig
-from lit_grpo.learner.forward import Passes
+from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
 from lit_grpo.rewards import Reward
@@ -89,7 +89,7 @@ def as_ours(module: pl.LightningModule) -> LitGRPO:
 
 def replayed(work: Work, tokenizer: Any, data: RolloutDataModule) -> Any:
     """An engine's ``generate`` that gives the samples of the first step."""
-    known = {prompt.token_ids: prompt.question for prompt in data._encoded["train"]}
+    known = {prompt.token_ids: prompt.question for prompt in data.train_prompts}
 
     def generate(requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         version = data.producer.engine.policy_version
@@ -109,8 +109,8 @@ def main() -> None:
     sharded = settings.get("strategy") == "fsdp" and torch.cuda.is_available()
     policy = {"path": work.model, "dtype": "float32" if sharded else work.dtype} | settings.get("policy", {})
     lit_grpo.datamodule.make_engine = clock.makes_engine(lit_grpo.datamodule.make_engine)  # type: ignore[attr-defined]
-    Passes.loss = clock.timed(Passes.loss, by_gradient)  # type: ignore[method-assign]
-    Passes.fill = clock.timed(Passes.fill, "other passes")  # type: ignore[method-assign]
+    ForwardRunner.loss = clock.timed(ForwardRunner.loss, by_gradient)  # type: ignore[method-assign]
+    ForwardRunner.old_forward = clock.timed(ForwardRunner.old_forward, "other passes")  # type: ignore[method-assign]
     if work.exact_length:
         lit_grpo.datamodule.end_token_ids = lambda *_: ()  # type: ignore[assignment]
     produce = lit_grpo.datamodule.RolloutGenerator.generate

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ class Catch(pl.Callback):
         self.seen: dict[int, Any] = {}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen[batch_idx + 1] = (batch, pl_module.last_experience, pl_module.last_advantages)
+        self.seen[batch_idx + 1] = (
+            batch,
+            pl_module.step_result.snapshot.experience,
+            pl_module.step_result.snapshot.advantages,
+        )
         if batch_idx + 1 == self.at:
             self.do(trainer)
 
@@ -69,7 +74,9 @@ def test_a_record_holds_what_the_engine_drew_and_the_learner_made_of_it(tmp_path
 
     def leave_entropy(*args):
         leave(module, *args)
-        module.last_entropy = module.last_experience.old_logprobs - 1
+        snapshot = module.step_result.snapshot
+        snapshot = replace(snapshot, entropy=snapshot.experience.old_logprobs - 1)
+        module.step_result = replace(module.step_result, snapshot=snapshot)
 
     monkeypatch.setattr(module, "_log", leave_entropy)
     run(tmp_path, FlightRecorder(), catch, module=module, rollouts=2)
@@ -102,7 +109,7 @@ def test_a_module_that_leaves_nothing_is_recorded_as_far_as_the_rollout_goes(tmp
 
     def forget(*args):
         leave(module, *args)
-        module.last_experience = module.last_advantages = None
+        module.step_result = None
 
     monkeypatch.setattr(module, "_log", forget)
     run(tmp_path, FlightRecorder(), module=module, rollouts=1)

@@ -50,7 +50,7 @@ def train_critic(trunk: Any, batches: list[Any], **trainer: Any) -> dict[str, An
         critic=CriticConfig(trunk=trunk, warmup_rollouts=1, measure_every=1),
         updates_per_rollout=2,
     )
-    module.prepare_for(rollouts=2, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(2))
     watch = Watch()
     tiny.trainer(callbacks=[watch], **trainer).fit(module, Given(*batches))
     keys = ("value/explained_variance", "value/explained_variance_after", "value/outside", "critic/grad_norm")

@@ -35,7 +35,7 @@ UNIFORM = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 def fit(strategy: Any, *, batches: int = 2, callbacks: Any = (), **changes: Any) -> tuple[Any, tiny.Recorder]:
     module, recorder = tiny.module(**changes), tiny.Recorder()
     loader = Given(*(rollout(seed=k, rewards=UNIFORM) for k in range(batches)))
-    module.prepare_for(rollouts=batches, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(batches))
     tiny.trainer(devices=1, strategy=strategy, callbacks=[recorder, *callbacks]).fit(module, loader)
     return module, recorder
 

@@ -35,7 +35,7 @@ UNEQUAL = [
 def unequal(ranks: int, strategy: str, rank: int = 0) -> tuple[Any, Unequal]:
     wholes = [rollout(seed=k, rewards=rewards, lengths=lengths) for k, (rewards, lengths) in enumerate(UNEQUAL)]
     module = tiny.module(updates_per_rollout=2, micro_batch_size=1)
-    module.prepare_for(rollouts=len(wholes), group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(len(wholes)))
     loader = Given(*(wholes if ranks == 1 else [part(whole, rank) for whole in wholes]))
     return module, fit(module, loader, ranks=ranks, strategy=strategy)
 

@@ -31,7 +31,7 @@ class Given:
 
 
 class Watch(tiny.Recorder):
-    """Also keeps the weights after each rollout, of policy and critic."""
+    """Recorder that also keeps the weights of policy and critic after each rollout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Watch(tiny.Recorder):
 
 
 def vector(model: Any) -> torch.Tensor:
-    """All weights of a model as one vector."""
+    """Return all weights of a model as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
@@ -56,7 +56,7 @@ def rollout(**changes: Any) -> Rollout:
 
 
 def part(whole: Rollout, rank: int) -> Rollout:
-    """One of the two groups of a rollout, as the only one of its rank."""
+    """Return one of the two groups of a rollout, as the only one of its rank."""
     rows = slice(4 * rank, 4 * rank + 4)
     return replace(
         whole,
@@ -69,9 +69,9 @@ def part(whole: Rollout, rank: int) -> Rollout:
 
 
 def fit(count: int = 2, *, batches: Any = None, callbacks: Any = (), **changes: Any) -> tuple[Any, Watch]:
-    """Train on ``count`` given rollouts; the module, and what was seen."""
+    """Train on ``count`` given rollouts; returns the module and what was seen."""
     module, watch = tiny.module(**changes), Watch()
     loader = Given(*(batches or [rollout(seed=k) for k in range(count)]))
-    module.prepare_for(rollouts=len(loader), group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(len(loader)))
     tiny.trainer(callbacks=[watch, *callbacks]).fit(module, loader)
     return module, watch

@@ -34,7 +34,7 @@ def moved_critic(share: bool, **changes: Any) -> Any:
 def test_values_are_those_of_the_state_before_each_token(share):
     batch = rollout(lengths=[3, 0, 5, 2, 4, 4, 1, 6])
     module = moved_critic(share)
-    values = module.critic(module._inputs(batch, torch.arange(8)))
+    values = module.critic(module.policy_inputs(batch, torch.arange(8)))
     for i, completion in enumerate(batch.completions):
         prompt = batch.prompts[i // 4].token_ids
         for t in range(len(completion.token_ids)):
@@ -47,7 +47,7 @@ def test_values_are_those_of_the_state_before_each_token(share):
 def test_a_bounded_critic_stays_in_the_range_of_the_reward():
     batch, rows = rollout(), torch.arange(8)
     free, bounded = moved_critic(True), moved_critic(True, bounded=True, value_low=-1.0, value_high=2.0)
-    raw, values = free.critic(free._inputs(batch, rows)), bounded.critic(bounded._inputs(batch, rows))
+    raw, values = free.critic(free.policy_inputs(batch, rows)), bounded.critic(bounded.policy_inputs(batch, rows))
     live = raw != 0
     torch.testing.assert_close(values[live], -1 + 3 * raw[live].sigmoid())
     assert make_critic(PolicyConfig(tiny=tiny.TINY), CriticConfig(bounded=True)).head.weight.abs().sum() == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lit_grpo.errors import UserError
-from lit_grpo.learner.run_critic import check
+from lit_grpo.learner.run_checks import check_critic_settings
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.policy import CriticConfig, PolicyConfig, TinyModel
@@ -55,7 +55,7 @@ def test_a_critic_of_its_own_must_read_the_policys_tokens() -> None:
 
 def run(critic: CriticConfig, rewards: tuple[float, float] = (0.0, 1.0), **objective: Any) -> None:
     given = Objective.from_recipe(objective.pop("recipe", "ppo"), **objective)
-    check(critic, given, rollouts=10, max_new_tokens=100, reward_range=rewards)
+    check_critic_settings(critic, given, rollouts=10, max_new_tokens=100, reward_range=rewards)
 
 
 def test_a_warm_up_must_leave_rollouts_for_the_policy() -> None:

@@ -48,7 +48,7 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
         micro_batch_size=3,
     )
     batches = [replace(rollout(seed=k), index=k) for k in range(rollouts)]
-    module.prepare_for(rollouts=rollouts, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(rollouts))
     start(module)
     reference, watch = Reference(module, settings, RATE, CRITIC_RATE, EPS), Watch()
     before = tiny.weights(module)
@@ -108,7 +108,7 @@ def shared(**changes: Any) -> CriticConfig:
 def train(batches: Any, objective: Any = "ppo", **changes: Any) -> tuple[Any, Watch]:
     module: Any = tiny.module(objective=ObjectiveConfig(recipe=objective), **changes)
     watch = Watch()
-    module.prepare_for(rollouts=len(batches), group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(len(batches)))
     start(module)
     tiny.trainer(callbacks=[watch]).fit(module, Given(*batches))
     return module, watch
@@ -123,7 +123,7 @@ def test_values_and_log_probabilities_of_a_shared_trunk_come_from_one_pass() -> 
             self.handle = base.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
 
     module: Any = tiny.module(objective=ObjectiveConfig(recipe="ppo"), critic=shared(measure_every=0))
-    module.prepare_for(rollouts=1, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(1))
     tiny.trainer(callbacks=[Count()]).fit(module, Given(rollout()))
     assert passes.count(True) == 1, "the loss needs one pass for both"
 
@@ -137,7 +137,7 @@ def test_a_shared_trunk_values_the_state_before_each_token(share: bool) -> None:
         policy=PolicyConfig(tiny=tiny.TINY, share_prompts=share),
     )
     start(module)
-    inputs = module._inputs(batch, torch.arange(8))
+    inputs = module.policy_inputs(batch, torch.arange(8))
     alone, stats = module.policy.values(inputs), module.policy(inputs, values="trunk")
     torch.testing.assert_close(alone, stats.values)
     for i, completion in enumerate(batch.completions):
@@ -156,7 +156,9 @@ def test_the_value_loss_reaches_a_shared_trunk_unless_it_is_detached() -> None:
         module: Any = tiny.module(objective=ObjectiveConfig(recipe="ppo", **none), critic=config)
         start(module)
         rows = torch.arange(8)
-        module.policy(module._inputs(batch, rows), values="head" if config.detach else "trunk").values.sum().backward()
+        module.policy(
+            module.policy_inputs(batch, rows), values="head" if config.detach else "trunk"
+        ).values.sum().backward()
         trunk = [p.grad for p in module.policy.model.base_model.parameters()]
         moved[name] = any(g is not None and bool(g.abs().sum() > 0) for g in trunk)
         assert module.policy.value_head.weight.grad.abs().sum() > 0
@@ -208,7 +210,7 @@ def test_a_refreshed_reference_has_no_value_head() -> None:
 
     objective = ObjectiveConfig(recipe="ppo", kl_coef=0.1, kl_in="loss")
     module: Any = tiny.module(objective=objective, critic=shared(), reference=ReferenceConfig(refresh_every=1))
-    module.prepare_for(rollouts=2, group_size=4, prompts_per_rollout=2, max_new_tokens=6)
+    module.connect(tiny.context(2))
     tiny.trainer().fit(module, Given(rollout(), rollout(seed=1)))
     assert module.reference.value_head is None
     for old, new in zip(module.reference.model.parameters(), module.policy.model.parameters(), strict=True):

@@ -143,8 +143,11 @@ def test_what_the_learner_said_before_the_update_is_within_reach(changes):
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, out: Any, batch: Any, index: int) -> None:
-            assert pl_module.last_entropy is None or pl_module.last_entropy.shape == pl_module.last_logprobs.shape
-            for own, completion in zip(pl_module.last_logprobs, batch.completions, strict=True):
+            assert (
+                pl_module.step_result.snapshot.entropy is None
+                or pl_module.step_result.snapshot.entropy.shape == pl_module.step_result.snapshot.logprobs.shape
+            )
+            for own, completion in zip(pl_module.step_result.snapshot.logprobs, batch.completions, strict=True):
                 sampled = torch.tensor(completion.logprobs)
                 torch.testing.assert_close(own[: len(sampled)], sampled, atol=1e-5, rtol=0.0)
 

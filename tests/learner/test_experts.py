@@ -10,8 +10,7 @@ import torch
 from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.forward import OptimizerStep
-from lit_grpo.learner.metric_sums import StepMetrics
-from lit_grpo.learner.optimizer_step import Updater
+from lit_grpo.learner.optimizer_step import OptimizerStepper
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import PolicyConfig, TinyModel
 from lit_grpo.types import Sum
@@ -36,7 +35,8 @@ def routed(share: bool) -> Any:
 def test_scores_are_those_of_the_routers_of_each_completion_alone(share):
     batch, module = rollout(lengths=[3, 0, 5, 2, 4, 4, 1, 6]), routed(share)
     experience = make_experience(batch, "cpu")
-    module._passes.fill(batch, experience, frozenset({"router_logscores_old"}))
+    results = module.forward_runner.old_forward(batch, experience, frozenset({"router_logscores_old"}))
+    experience = results.added_to(experience)
     scores, experts = experience.router_logscores_old, experience.router_experts_old
     assert scores is not None
     assert experts is not None
@@ -53,7 +53,7 @@ def test_scores_are_those_of_the_routers_of_each_completion_alone(share):
 
 def test_given_experts_are_looked_up_in_the_new_distribution():
     batch, module = rollout(), routed(True)
-    inputs = module._inputs(batch, torch.arange(8))
+    inputs = module.policy_inputs(batch, torch.arange(8))
     old = module.policy(inputs, experts="active")
     with torch.no_grad():
         for layer in module.policy.model.base_model.layers:
@@ -71,17 +71,17 @@ def test_the_factor_is_1_at_the_first_pass_and_less_after_an_update(monkeypatch)
     factors: list[float] = []
 
     module = tiny.module(objective=RSPO, policy=policy, updates_per_rollout=2, micro_batch_size=8)
-    update = Updater.step
+    update = OptimizerStepper.step
 
-    def spy(self: Any, batch: Any, step: Any, metrics: Any, **rest: Any) -> None:
+    def spy(self: Any, batch: Any, step: Any, metrics: Any, first_update: Any) -> None:
         before = metrics.sums.get("router/factor")
-        update(self, batch, step, metrics, **rest)
+        update(self, batch, step, metrics, first_update)
         after = metrics.sums["router/factor"]
         if before is not None:
             after = Sum(after.total - before.total, after.weight - before.weight)
         factors.append(float(after.total / after.weight))
 
-    monkeypatch.setattr(Updater, "step", spy)
+    monkeypatch.setattr(OptimizerStepper, "step", spy)
     tiny.trainer().fit(module, Given(rollout(seed=0)))
     assert factors[0] == pytest.approx(1.0, abs=1e-6)
     assert 0.8 <= factors[1] < 1 - 1e-5
@@ -115,20 +115,21 @@ def test_the_loss_looks_at_the_experts_of_the_old_policy():
     """With routers turned round before the update other experts are active, but the old ones are compared."""
     batch, module = rollout(), routed(True)
     experience = make_experience(batch, "cpu")
-    module._passes.fill(batch, experience, frozenset({"old_logprobs", "router_logscores_old"}))
+    needed = frozenset({"old_logprobs", "router_logscores_old"})
+    experience = module.forward_runner.old_forward(batch, experience, needed).added_to(experience)
     with torch.no_grad():
         for layer in module.policy.model.base_model.layers:
             layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
-    objective, rows, metrics = module.objective, torch.arange(8), StepMetrics()
+    objective, rows = module.objective, torch.arange(8)
     advantages, state = objective.advantages(experience, objective.new_state())
     plan = objective.plan(experience, advantages, state)
-    step = OptimizerStep(objective, experience, advantages, rows, 0, warmup=False)
-    module._passes.loss(batch, step, rows, plan, metrics)
-    inputs = module._inputs(batch, rows)
+    step = OptimizerStep(objective=objective, state=state, experience=experience, advantages=advantages, rows=rows)
+    out, _ = module.forward_runner.loss(batch, step, rows, plan)
+    inputs = module.policy_inputs(batch, rows)
     now = module.policy(inputs, experts=experience.router_experts_old).router_logscores
     change = (now - experience.router_logscores_old).abs().mean((-1, -2))
     expected = (-change).exp().clamp_min(0.8)[experience.mask].mean()
-    total, weight = metrics.sums["router/factor"]
+    total, weight = out.metrics["router/factor"]
     assert float(total / weight) == pytest.approx(float(expected), rel=1e-5)
     active = module.policy(inputs, experts="active")
     assert experience.router_experts_old is not None

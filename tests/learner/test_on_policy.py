@@ -23,7 +23,7 @@ class Watch(tiny.pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
         self.before.append(tiny.weights(pl_module))
         with torch.no_grad():
-            inputs = pl_module._inputs(batch, torch.arange(len(batch.completions)))
+            inputs = pl_module.policy_inputs(batch, torch.arange(len(batch.completions)))
             stats = pl_module.policy(inputs, batch.temperature, "none")
         for i, completion in enumerate(batch.completions):
             own = stats.logprobs[i, : len(completion.token_ids)]

@@ -212,7 +212,7 @@ def test_ratio_is_one_at_the_first_update_and_moves_at_the_second():
 def test_minibatches_use_each_group_equally_often_and_whole():
     batch = tiny.rollout(REWARDS * 2, LENGTHS * 2, 4)
     module = tiny.module(updates_per_rollout=4, minibatch_prompts=2)
-    steps = [rows.tolist() for rows in module._minibatches(batch)]
+    steps = [rows.tolist() for rows in module.minibatches(batch)]
     assert len(steps) == 4
     assert all(len(rows) == 8 for rows in steps)
     assert sorted(i for rows in steps for i in rows) == sorted([*range(16), *range(16)])

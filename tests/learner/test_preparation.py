@@ -26,8 +26,8 @@ def prepared(batch: Any, needed: set[str], **changes: Any) -> tuple[Any, Any]:
     for parameter in module.policy.parameters():  # away from the flat start
         parameter.data.add_(0.2 * torch.randn_like(parameter))
     experience = make_experience(batch, "cpu")
-    module._passes.fill(batch, experience, frozenset(needed))
-    return module, experience
+    results = module.forward_runner.old_forward(batch, experience, frozenset(needed))
+    return module, results.added_to(experience)
 
 
 def distributions(module: Any, batch: Any, i: int) -> torch.Tensor:
@@ -97,14 +97,14 @@ def test_top_entropy_silences_the_other_tokens():
 
 
 def test_lopti_takes_its_second_pass_with_the_weights_of_the_first():
-    class Passes(tiny.pl.Callback):
+    class WeightsOfPasses(tiny.pl.Callback):
         def __init__(self) -> None:
             self.weights: list[torch.Tensor] = []
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             self.weights.append(tiny.weights(pl_module))
 
-    passes = Passes()
+    passes = WeightsOfPasses()
     # Every token of a new model has a probability near 1/14, so 0.07 parts them.
     objective = ObjectiveConfig(recipe="lopti", lopti_eta=0.07, kl_coef=0.0)
     module, watch = fit(1, objective=objective, callbacks=[passes])
@@ -150,7 +150,7 @@ class TestCompletionsWithoutAnAnswer:
             def on_train_batch_end(
                 self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
             ) -> None:
-                kept.append((batch, pl_module.last_experience))
+                kept.append((batch, pl_module.step_result.snapshot.experience))
 
         rewards = [ExactMatch(extract=r"\d"), tiny.EvenReward(weight=0.0)]
         data = tiny.data(rewards=rewards, rollouts=1, sampling=Sampling(max_new_tokens=2))

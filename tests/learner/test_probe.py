@@ -52,7 +52,7 @@ def test_the_update_is_the_same_and_the_others_stay_away(monkeypatch):
 
 def test_entropy_is_that_of_the_learning_and_the_sampled_weighted_by_their_tokens(monkeypatch):
     everything, full, _ = run(monkeypatch, None)
-    of_token = everything.last_entropy
+    of_token = everything.step_result.snapshot.entropy
     assert full["entropy"] == pytest.approx(float(of_token.nansum()) / sum(LENGTHS), rel=1e-6)
     module, metrics, _ = run(monkeypatch, 2)
     seed = rng.derive_seed("probe", rng.run_seed(), 0, 0, 0)
@@ -60,10 +60,10 @@ def test_entropy_is_that_of_the_learning_and_the_sampled_weighted_by_their_token
     rows, weights = shape.probe(batch, torch.arange(4, 12), 2, seed)
     expected = (of_token[:4].sum() + (of_token[rows].sum(1) * weights).sum()) / sum(LENGTHS)
     assert metrics["entropy"] == pytest.approx(float(expected), rel=1e-6)
-    seen = module.last_entropy.isfinite().all(1).nonzero()[:, 0].tolist()
+    seen = module.step_result.snapshot.entropy.isfinite().all(1).nonzero()[:, 0].tolist()
     assert seen == sorted([0, 1, 2, 3, *rows.tolist()])
-    assert module.last_logprobs.isfinite().all(1).nonzero()[:, 0].tolist() == seen
-    torch.testing.assert_close(module.last_entropy[seen], of_token[seen])
+    assert module.step_result.snapshot.logprobs.isfinite().all(1).nonzero()[:, 0].tolist() == seen
+    torch.testing.assert_close(module.step_result.snapshot.entropy[seen], of_token[seen])
 
 
 def test_the_pass_before_several_updates_leaves_them_out_too(monkeypatch):
@@ -75,14 +75,16 @@ def test_the_pass_before_several_updates_leaves_them_out_too(monkeypatch):
     assert 4 + 2 <= passes[0] <= 4 + 2 + 2, "who learns, and the sample of either update"
     torch.testing.assert_close(tiny.weights(module), tiny.weights(everything), atol=1e-5, rtol=0)
     assert metrics["loss"] == pytest.approx(full["loss"], abs=1e-5)
-    asked = module.last_logprobs.isfinite().all(1)
+    asked = module.step_result.snapshot.logprobs.isfinite().all(1)
     assert asked.sum() == passes[0]
-    torch.testing.assert_close(module.last_logprobs[asked], everything.last_logprobs[asked])
-    assert module.last_logprobs[~asked].isnan().all()
+    torch.testing.assert_close(
+        module.step_result.snapshot.logprobs[asked], everything.step_result.snapshot.logprobs[asked]
+    )
+    assert module.step_result.snapshot.logprobs[~asked].isnan().all()
     assert all(value == value for value in metrics.values()), "no NaN of a completion that was not asked"
     module, _, passes = run(monkeypatch, 0, rewards=[1.0] * 12, updates_per_rollout=2)
     assert passes == []
-    assert module.last_logprobs is None
+    assert module.step_result.snapshot.logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_a_rollout_without_gradient_runs_the_sample_alone(monkeypatch):
     module, metrics, passes = run(monkeypatch, 0, rewards=[1.0] * 12)
     assert passes == []
     assert "entropy" not in metrics
-    assert module.last_entropy is None
+    assert module.step_result.snapshot.entropy is None
 
 
 def test_a_negative_number_is_refused():

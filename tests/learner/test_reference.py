@@ -27,7 +27,8 @@ def test_a_frozen_reference_is_the_policy_before_training():
     module, watch = fit(3, objective=KL)
     assert watch.metrics[0]["kl/ref_k3"] == 0.0
     assert 0 < watch.metrics[1]["kl/ref_k3"] < watch.metrics[2]["kl/ref_k3"]
-    (reference,) = module._frozen_reference
+    reference = module.reference_policy
+    assert module.reference is None
     assert torch.equal(vector(reference), initial_weights())
     assert not torch.equal(watch.policy[-1], initial_weights())
     assert not any("reference" in name for name in module.state_dict()), "checkpoints must not grow"
@@ -36,7 +37,7 @@ def test_a_frozen_reference_is_the_policy_before_training():
 def test_no_reference_is_made_for_an_objective_without_kl():
     module, _ = fit(1, reference=ReferenceConfig(refresh_every=1))
     assert module.reference is None
-    assert not module._frozen_reference
+    assert module.reference_policy is None
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
@@ -51,9 +52,10 @@ def test_kl_pulls_the_policy_back(where):
     batch = rollout(seed=0)
     rows = torch.arange(8)
     with torch.no_grad():
-        base = held._frozen_reference[0](held._inputs(batch, rows), 1.0, "none").logprobs
+        base = held.reference_policy(held.policy_inputs(batch, rows), 1.0, "none").logprobs
         gaps = [
-            float((m.policy(m._inputs(batch, rows), 1.0, "none").logprobs - base).square().sum()) for m in (free, held)
+            float((m.policy(m.policy_inputs(batch, rows), 1.0, "none").logprobs - base).square().sum())
+            for m in (free, held)
         ]
     assert gaps[1] < gaps[0]
 
@@ -66,7 +68,7 @@ class Keep(tiny.pl.Callback):
         self.policy: list[torch.Tensor] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        self.seen.append(vector(pl_module.reference or pl_module._frozen_reference[0]))
+        self.seen.append(vector(pl_module.reference_policy))
         self.policy.append(tiny.weights(pl_module))
 
 

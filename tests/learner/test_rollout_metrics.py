@@ -30,9 +30,7 @@ def rollout(ids: list[list[int]], rewards: list[float], group_size: int) -> Roll
 
 
 def audit(batch: Rollout, per_completion: list[float] | None = None, **changes: Any) -> dict[str, float]:
-    experience = make_experience(batch, "cpu")
-    for name, value in changes.items():
-        setattr(experience, name, value)
+    experience = replace(make_experience(batch, "cpu"), **changes)
     rewards = batch.reward.view(-1, batch.group_size)
     centred = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
     mean = torch.tensor(per_completion if per_completion is not None else centred, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.forward import OptimizerStep
-from lit_grpo.learner.metric_sums import StepMetrics
-from lit_grpo.learner.optimizer_step import Updater
+from lit_grpo.learner.optimizer_step import OptimizerStepper
 from lit_grpo.policy import PolicyConfig, TinyModel
 from tests import tiny
 from tests.learner.helpers import Given, rollout
@@ -19,8 +19,8 @@ from tests.learner.helpers import Given, rollout
 MOE = TinyModel(width=32, layers=2, heads=2, experts=4, experts_per_token=2)
 
 
-def replaying(**policy: Any) -> Any:
-    module = tiny.module(policy=PolicyConfig(tiny=MOE, **policy), routing_replay="old", updates_per_rollout=2)
+def replaying(routing_replay: str = "old", **policy: Any) -> Any:
+    module = tiny.module(policy=PolicyConfig(tiny=MOE, **policy), routing_replay=routing_replay, updates_per_rollout=2)
     module.configure_model()
     assert module.policy is not None
     torch.manual_seed(0)
@@ -38,12 +38,19 @@ def turn_round(module: Any) -> None:
 
 def prepared(module: Any) -> tuple[Any, Any, Any, Any]:
     batch = rollout()
-    experience = make_experience(batch, "cpu")
-    passes = module._passes
-    passes.fill(batch, experience, frozenset({"old_logprobs"}))
+    experience, forward = make_experience(batch, "cpu"), module.forward_runner
+    results = forward.old_forward(batch, experience, frozenset({"old_logprobs"}))
+    experience = results.added_to(experience)
     advantages, state = module.objective.advantages(experience, module.objective.new_state())
-    step = OptimizerStep(module.objective, experience, advantages, torch.arange(8), 0, warmup=False)
-    return batch, passes, step, module.objective.plan(experience, advantages, state)
+    step = OptimizerStep(
+        objective=module.objective,
+        state=state,
+        experience=experience,
+        advantages=advantages,
+        rows=torch.arange(8),
+        routing=results.routing,
+    )
+    return batch, forward, step, module.objective.plan(experience, advantages, state)
 
 
 LAYOUTS = [
@@ -57,37 +64,37 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_old_experts_stay_when_the_routers_change(layout):
     module = replaying(**layout)
-    batch, passes, step, plan = prepared(module)
-    free = module.policy(module._inputs(batch, torch.arange(8)), routing="recorded").routing
+    batch, forward, step, plan = prepared(module)
+    free = module.policy(module.policy_inputs(batch, torch.arange(8)), routing="recorded").routing
     turn_round(module)
-    now = module.policy(module._inputs(batch, torch.arange(8)), routing="recorded").routing
+    now = module.policy(module.policy_inputs(batch, torch.arange(8)), routing="recorded").routing
     assert not torch.equal(now, free)
     # A micro-batch of other completions than those that the old pass saw together.
     rows = torch.tensor([1, 3, 6])
     at = torch.arange(8)[rows]
-    _, stats = passes.loss(batch, step, rows, plan.select(at), StepMetrics())
+    _, stats = forward.loss(batch, step, rows, plan.select(at))
     assert len(batch.completions[1].token_ids) > 0
-    inputs = module._inputs(batch, rows)
-    expected = passes.routing.get(inputs, rows)
+    inputs = module.policy_inputs(batch, rows)
+    expected = step.routing.get(inputs, rows)
     real = inputs.owner.flatten() >= 0
     assert torch.equal(stats.routing[real].long(), expected[real])
-    whole = module._inputs(batch, torch.arange(8))
+    whole = module.policy_inputs(batch, torch.arange(8))
     keep = whole.owner.flatten() >= 0
-    assert torch.equal(passes.routing.get(whole, torch.arange(8))[keep], free[keep].long())
+    assert torch.equal(step.routing.get(whole, torch.arange(8))[keep], free[keep].long())
 
 
 def test_gates_are_computed_anew_and_the_routers_learn():
     """Against the model's own last router, changed so that it weighs otherwise and prefers the same experts."""
     module = replaying()
-    batch, passes, step, plan = prepared(module)
+    batch, forward, step, plan = prepared(module)
     module.policy.model.base_model.layers[-1].mlp.gate.weight.data.mul_(1.5)
-    out, stats = passes.loss(batch, step, torch.arange(8), plan, StepMetrics())
+    out, stats = forward.loss(batch, step, torch.arange(8), plan)
     out.loss.backward()
     gradients = [layer.mlp.gate.weight.grad.clone() for layer in module.policy.model.base_model.layers]
     module.policy.zero_grad()
     module.policy.stop_replay()
-    passes.routing = None
-    own, free = passes.loss(batch, step, torch.arange(8), plan, StepMetrics())
+    step = replace(step, routing=None)
+    own, free = forward.loss(batch, step, torch.arange(8), plan)
     own.loss.backward()
     torch.testing.assert_close(stats.logprobs, free.logprobs)
     for found, layer in zip(gradients, module.policy.model.base_model.layers, strict=True):
@@ -98,17 +105,17 @@ def test_gates_are_computed_anew_and_the_routers_learn():
 def test_a_run_replays_and_its_first_ratio_is_1(monkeypatch):
     gaps: list[float] = []
     chosen: list[Any] = []
-    step = Updater.step
+    step = OptimizerStepper.step
 
-    def spy(self: Any, batch: Any, given: Any, metrics: Any, **rest: Any) -> None:
+    def spy(self: Any, batch: Any, given: Any, metrics: Any, first_update: Any) -> None:
         before = metrics.sums.get("ratio/gap")
-        step(self, batch, given, metrics, **rest)
+        step(self, batch, given, metrics, first_update)
         total = metrics.sums["ratio/gap"].total
         gaps.append(float(total - before.total if before else total))
-        chosen.append(self.passes.routing is not None)
-        turn_round(self.module)
+        chosen.append(given.routing is not None)
+        turn_round(module)
 
-    monkeypatch.setattr(Updater, "step", spy)
+    monkeypatch.setattr(OptimizerStepper, "step", spy)
     module = tiny.module(policy=PolicyConfig(tiny=MOE), routing_replay="old", updates_per_rollout=2)
     tiny.trainer().fit(module, Given(rollout()))
     assert chosen == [True, True]
@@ -122,7 +129,7 @@ def test_a_run_replays_and_its_first_ratio_is_1(monkeypatch):
 def test_one_update_has_nothing_to_replay():
     module = tiny.module(policy=PolicyConfig(tiny=MOE), routing_replay="old")
     module.configure_model()
-    assert not module._passes.replay
+    assert module.forward_runner.routing_replay == "none"
 
 
 def test_a_dense_model_is_refused_before_it_is_made():

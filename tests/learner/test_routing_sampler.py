@@ -12,8 +12,7 @@ from lit_grpo.engines import EngineConfig, EngineContext, make_engine
 from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.forward import OptimizerStep
-from lit_grpo.learner.metric_sums import StepMetrics
-from lit_grpo.learner.optimizer_step import Updater
+from lit_grpo.learner.optimizer_step import OptimizerStepper
 from lit_grpo.policy import PolicyConfig
 from lit_grpo.types import Request, Sampling
 from tests import tiny
@@ -46,16 +45,13 @@ def sampled(module: Any, *, beside: bool = False) -> Any:
 
 
 def module(**policy: Any) -> Any:
-    made = replaying(**policy)
-    made.routing_replay = "sampler"
-    return made
+    return replaying(routing_replay="sampler", **policy)
 
 
 def filled(made: Any, batch: Any) -> tuple[Any, Any]:
     experience = make_experience(batch, "cpu")
-    passes = made._passes
-    passes.fill(batch, experience, frozenset({"old_logprobs", "entropy"}))
-    return passes, experience
+    results = made.forward_runner.old_forward(batch, experience, frozenset({"old_logprobs", "entropy"}))
+    return results.routing, results.added_to(experience)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -70,8 +66,8 @@ def test_with_equal_weights_it_changes_nothing(layout: Any, beside: bool) -> Non
         assert c.experts is not None
         assert c.experts.shape == (prompt + lengths[i] - 1, MOE.layers, MOE.experts_per_token)
     _, replayed = filled(made, batch)
-    made.routing_replay = "none"
-    _, free = filled(made, batch)
+    routing, free = filled(replaying(routing_replay="none", **layout), batch)
+    assert routing is None
     place = torch.arange(replayed.width)[None, :] < replayed.lengths[:, None]
     torch.testing.assert_close(replayed.old_logprobs[place], free.old_logprobs[place], rtol=0, atol=1e-5)
     assert torch.equal(place.sum(1), replayed.lengths)
@@ -85,13 +81,20 @@ def test_the_sampled_experts_stay_when_the_routers_change(layout: Any) -> None:
     batch = sampled(made)
     turn_round(made)
     rows = torch.tensor([1, 2, 6])
-    free = made.policy(made._inputs(batch, rows), routing="recorded")
-    passes, experience = filled(made, batch)
+    free = made.policy(made.policy_inputs(batch, rows), routing="recorded")
+    routing, experience = filled(made, batch)
     advantages, state = made.objective.advantages(experience, made.objective.new_state())
     plan = made.objective.plan(experience, advantages, state)
-    step = OptimizerStep(made.objective, experience, advantages, torch.arange(8), 0, warmup=False)
-    inputs = made._inputs(batch, rows)
-    out, stats = passes.loss(batch, step, rows, plan.select(rows), StepMetrics())
+    step = OptimizerStep(
+        objective=made.objective,
+        state=state,
+        experience=experience,
+        advantages=advantages,
+        rows=torch.arange(8),
+        routing=routing,
+    )
+    inputs = made.policy_inputs(batch, rows)
+    out, stats = made.forward_runner.loss(batch, step, rows, plan.select(rows))
     owner, position = inputs.owner.flatten(), inputs.position_ids.flatten()
     told = 0
     for place in range(len(owner)):
@@ -112,13 +115,13 @@ def test_the_sampled_experts_stay_when_the_routers_change(layout: Any) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_replays_what_was_sampled(ahead: int, monkeypatch: Any) -> None:
-    found, told, step = [], [], Updater.step
+    found, told, step = [], [], OptimizerStepper.step
 
-    def spy(self: Any, *args: Any, **rest: Any) -> None:
-        told.append(self.passes.routing is not None)
-        step(self, *args, **rest)
+    def spy(self: Any, batch: Any, given: Any, *rest: Any) -> None:
+        told.append(given.routing is not None)
+        step(self, batch, given, *rest)
 
-    monkeypatch.setattr(Updater, "step", spy)
+    monkeypatch.setattr(OptimizerStepper, "step", spy)
     for replay in ("none", "sampler"):
         recorder = tiny.Recorder()
         made: Any = tiny.module(policy=PolicyConfig(tiny=MOE), routing_replay=replay, max_staleness=ahead)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +54,8 @@ def run(case: golden.Case, dtype: torch.dtype, *, junk: float | None = None) -> 
     if junk is not None:
         for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "entropy", "values", "sum_squared_probs"):
             if (value := getattr(exp, name)) is not None:
-                setattr(exp, name, masked(value, exp.mask, junk))
+                changed: dict[str, Any] = {name: masked(value, exp.mask, junk)}
+                exp = replace(exp, **changed)
         logprobs = masked(logprobs, exp.mask, junk)
         values = None if values is None else masked(values, exp.mask, junk)
     logprobs.requires_grad_()

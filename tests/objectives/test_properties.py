@@ -67,7 +67,8 @@ def test_uniform_group_and_group_of_one_are_exactly_zero(kind: str, value: float
         lengths=torch.full((4,), 3),
         prompt_ids=["a", "a", "a", "b"],
     )
-    exp.old_logprobs, exp.sum_squared_probs = torch.rand(2, 4, 3, dtype=torch.float64).neg().unbind()
+    old_logprobs, sum_squared_probs = torch.rand(2, 4, 3, dtype=torch.float64).neg().unbind()
+    exp = replace(exp, old_logprobs=old_logprobs, sum_squared_probs=sum_squared_probs)
     estimator = ADVANTAGES[kind]
     inputs = AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids))
     result = estimator(inputs)
@@ -159,8 +160,8 @@ def test_no_mismatch_no_correction(kind: str) -> None:
 def test_unknown_sampler_probability_counts_as_one() -> None:
     exp, now = batch(2, groups=2, size=3, width=4)
     exp = replace(exp, lengths=torch.full((6,), 4))
-    for key in ("old_logprobs", "sampler_logprobs"):
-        setattr(exp, key, getattr(exp, key).nan_to_num(-1.0))
+    known = {key: getattr(exp, key).nan_to_num(-1.0) for key in ("old_logprobs", "sampler_logprobs")}
+    exp = replace(exp, **known)
     now.logprobs = now.logprobs.nan_to_num(-1.0)
     assert exp.sampler_logprobs is not None
     exp.sampler_logprobs[0, 1], exp.sampler_logprobs[3, 2] = float("nan"), float("-inf")

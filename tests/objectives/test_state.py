@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ def test_dcpo_uniform_group_teaches_on_a_later_visit() -> None:
     made = objective("dcpo")
     exp, now = batch(3, groups=1, size=4, width=3)
     exp = replace(exp, lengths=torch.full((4,), 3), truncated=torch.zeros(4, dtype=torch.bool))
-    for key in ("old_logprobs", "sampler_logprobs"):
-        setattr(exp, key, torch.full((4, 3), -1.0, dtype=torch.float64))
+    logprobs = torch.full((4, 3), -1.0, dtype=torch.float64)
+    exp = replace(exp, old_logprobs=logprobs, sampler_logprobs=logprobs)
     now.logprobs = torch.full((4, 3), -1.0, dtype=torch.float64)
     state = made.new_state()
     mixed = replace(exp, rewards=torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
@@ -144,9 +145,8 @@ def test_dynamic_sampling_is_told_to_the_trainer() -> None:
 
 
 def _without(exp: Experience, field: str) -> Experience:
-    bare = replace(exp)
-    setattr(bare, field, None)
-    return bare
+    missing: dict[str, Any] = {field: None}
+    return replace(exp, **missing)
 
 
 def test_missing_inputs_are_named() -> None:

@@ -66,10 +66,12 @@ def test_wilson():
 def experience(entropy: float = 0.5, gap: float = 0.0, sampler: float = -0.7):
     made = make_experience(scored([1.0, 0, 0, 0]), "cpu")
     shape = (4, 3)
-    made.sampler_logprobs = torch.full(shape, sampler)
-    made.old_logprobs = torch.full(shape, sampler + gap)
-    made.entropy = torch.full(shape, entropy)
-    return made
+    return replace(
+        made,
+        sampler_logprobs=torch.full(shape, sampler),
+        old_logprobs=torch.full(shape, sampler + gap),
+        entropy=torch.full(shape, entropy),
+    )
 
 
 @pytest.mark.parametrize(

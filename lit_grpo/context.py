@@ -1,0 +1,115 @@
+"""The handshake between the module that learns and the data module that makes its rollouts.
+
+The data module asks :meth:`RolloutLearner.requirements` what the rollouts must hold, and tells the shape of the run by
+:meth:`RolloutLearner.connect`, once, in its ``setup`` and before any model is loaded. Neither looks into the other
+after that: the engine follows :meth:`RolloutLearner.named_weights` and ``policy_version``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from lit_grpo.errors import UserError
+from lit_grpo.types import Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RewardRange = tuple[float, float]
+"""Least and greatest total reward of a completion."""
+UNKNOWN_RANGE: RewardRange = (-math.inf, math.inf)
+"""The range of rewards that do not say theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The shape of a run, as the data module tells it to the learner."""
+
+    rollouts: int
+    """Length of the whole run."""
+    group_size: int
+    """Completions of each prompt."""
+    prompts_per_rollout: int
+    """Prompts of each rollout, over all ranks."""
+    max_new_tokens: int
+    """Limit of a training completion."""
+    reward_range: RewardRange = UNKNOWN_RANGE
+    """Least and greatest total reward, before any shaping by the objective."""
+    initial_completions: Callable[[int], Rollout] | None = None
+    """Samples completions of the first n training prompts with the untouched model, the same on every rank. None: there
+    is no engine to sample them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerRequirements:
+    """What a learner needs of its rollouts, as it tells the data module."""
+
+    completions_from: Literal["engine", "dataset"] = "engine"
+    """``dataset``: completions are the solutions of the data (supervised fine-tuning), and nothing is sampled."""
+    dynamic_sampling: bool = False
+    """Groups of equal rewards are replaced by sampling more prompts."""
+    max_staleness: int = 0
+    """Rollouts that may be sampled before their turn."""
+    sampled_experts: bool = False
+    """Completions say which experts their tokens went through (``routing_replay: sampler``)."""
+    extracted_answers: bool = False
+    """Some reward tells which completions hold no answer at all."""
+
+
+class RolloutLearner(Protocol):
+    """A LightningModule that learns from the rollouts of :class:`lit_grpo.RolloutDataModule`.
+
+    :class:`lit_grpo.LitGRPO` is one. ``policy`` and ``policy_config`` are what the engine is built from, see
+    :func:`lit_grpo.engines.make_engine`.
+    """
+
+    policy_version: int
+    """Number of rollouts that the weights have been trained on."""
+    policy: Any
+    policy_config: Any
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def requirements(self) -> LearnerRequirements:
+        """Say what rollouts must hold. Cheap, and possible before the model is made."""
+        ...
+
+    def connect(self, context: RunContext) -> None:
+        """Fit objective and schedule to the run, before the model is made.
+
+        Raises:
+            UserError: the learner's settings and the run contradict each other.
+        """
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights as (transformers name, full tensor)."""
+        ...
+
+
+_CONSEQUENCES = {
+    "named_weights": "so the engine cannot follow it",
+    "requirements": "so it is not known what rollouts it needs",
+    "connect": "so it cannot be told the shape of the run",
+}
+
+
+def as_learner(module: object) -> RolloutLearner:
+    """Return ``module`` if it can learn from rollouts.
+
+    Raises:
+        UserError: it lacks a method of :class:`RolloutLearner`.
+    """
+    # No isinstance on a runtime_checkable protocol: that evaluates properties, and `tokenizer` loads files.
+    for method, consequence in _CONSEQUENCES.items():
+        if not callable(getattr(type(module), method, None)):
+            raise UserError(
+                f"{type(module).__name__} has no {method}(), {consequence}",
+                where="model",
+                remedy="use lit_grpo.LitGRPO or a subclass",
+            )
+    return cast(RolloutLearner, module)

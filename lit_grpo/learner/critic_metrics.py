@@ -1,0 +1,44 @@
+"""Measurements of the critic after an update."""
+
+from __future__ import annotations
+
+import torch
+
+from lit_grpo.learner.forward import ForwardRunner
+from lit_grpo.learner.metric_sums import Reduce
+from lit_grpo.objectives.diagnostics import mean_of
+from lit_grpo.objectives.objective import Objective
+from lit_grpo.objectives.state import ObjectiveState
+from lit_grpo.objectives.tensors import masked
+from lit_grpo.types import Experience, Rollout, Sum
+
+
+@torch.no_grad()
+def critic_after_update(
+    forward: ForwardRunner,
+    batch: Rollout,
+    objective: Objective,
+    experience: Experience,
+    state: ObjectiveState,
+    reduce: Reduce | None = None,
+) -> dict[str, Sum]:
+    """Measure the critic on a rollout that it has just learned from; sums by metric key.
+
+    Args:
+        forward: computes the values with the weights as they are now.
+        batch: the rollout.
+        objective: whose returns and rewards the values are compared with.
+        experience: tensors of the rollout, values before the update among them.
+        state: histories of the objective.
+        reduce: sum over ranks; None for one process.
+    """
+    returns = objective.returns(experience, state, reduce)
+    values, mask = forward.rollout_values(batch).to(returns.dtype), experience.mask
+    positive = (objective.rewards(experience, state)[0] > 0)[:, None]
+    error = masked(returns - values, mask)
+    return {
+        "value/correct_after": mean_of(values, mask & positive),
+        "value/incorrect_after": mean_of(values, mask & ~positive),
+        "value/error_after": mean_of(error, mask),
+        "value/error_sq_after": mean_of(error * error, mask),
+    }

@@ -1,0 +1,114 @@
+"""Optimizer steps and forward passes without a LightningModule and without a Trainer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.errors import StopRun
+from lit_grpo.learner import batch as batches
+from lit_grpo.learner.batch import make_experience
+from lit_grpo.learner.engine_agreement import GuardConfig
+from lit_grpo.learner.forward import ForwardResults, ForwardRunner
+from lit_grpo.learner.metric_sums import StepMetrics
+from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, StepCounters, make_steps
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import OptimizerConfig, PolicyConfig
+from lit_grpo.policy.forward.batching import Layout
+from lit_grpo.policy.forward.policy import Policy
+from lit_grpo.policy.model.load import load_model
+from lit_grpo.policy.optimizer.build import make_optimizer
+from tests import tiny
+from tests.learner.helpers import fit, rollout, vector
+
+CONFIG = PolicyConfig(tiny=tiny.TINY)
+RATE = OptimizerConfig(lr=1e-2)
+
+
+def stepper(**changes: Any) -> OptimizerStepper:
+    layout = Layout(CONFIG.pack, CONFIG.share_prompts)
+    policy = Policy(load_model(CONFIG), CONFIG.logits_chunk)
+    forward = ForwardRunner(
+        policy=policy,
+        micro_batches=partial(batches.micro_batches, layout=layout, tokens=4096, size=8),
+        inputs=partial(batches.policy_input, layout=layout, device="cpu"),
+    )
+    optimizer, scheduler = make_optimizer(policy.model, RATE, 1)
+    settings: dict[str, Any] = {
+        "forward": forward,
+        "bundles": [OptimizerBundle("", optimizer, scheduler, 1.0)],
+        "counters": StepCounters(),
+        "guards": GuardConfig(),
+        "probe_completions": 8,
+    }
+    return OptimizerStepper(**(settings | changes))
+
+
+def weights(given: OptimizerStepper) -> torch.Tensor:
+    return vector(given.forward.policy)
+
+
+def take(given: OptimizerStepper, batch: Any) -> dict[str, float]:
+    """One rollout, one update; its metrics."""
+    objective, experience, metrics = ObjectiveConfig().resolve(), make_experience(batch, "cpu"), StepMetrics()
+    advantages, state = objective.advantages(experience, objective.new_state())
+    rows = [torch.arange(len(batch.completions))]
+    for step in make_steps(rows, objective, state, experience, advantages, ForwardResults(), warmup=False):
+        given.step(batch, step, metrics)
+    return metrics.compute()
+
+
+def test_a_step_is_that_of_the_module():
+    alone = stepper()
+    metrics = take(alone, rollout())
+    module, watch = fit(batches=[rollout()], optimizer=RATE)
+    assert torch.equal(weights(alone), vector(module.policy))
+    assert metrics["loss"] == watch.metrics[0]["loss"]
+    assert metrics["grad_norm"] == watch.metrics[0]["grad_norm"]
+    assert alone.counters == StepCounters(optimizer_steps=1)
+
+
+def test_a_veto_leaves_the_weights_alone_and_a_row_of_them_ends_the_run():
+    asked: list[dict[str, float]] = []
+
+    def veto(logged: dict[str, float]) -> str:
+        asked.append(logged)
+        return "no"
+
+    given = stepper(veto=veto, max_skipped_steps=2)
+    before = weights(given)
+    with pytest.warns(UserWarning, match="was skipped"):
+        take(given, rollout())
+    assert torch.equal(weights(given), before)
+    assert given.counters == StepCounters(skipped_steps=1, skipped_in_a_row=1)
+    assert set(asked[0]) == {"loss", "grad_norm"}
+    with pytest.raises(StopRun, match="2 optimizer steps in a row were skipped: no"):
+        take(given, rollout())
+
+
+def test_a_step_without_anything_to_learn_is_empty():
+    given = stepper()
+    before = weights(given)
+    metrics = take(given, rollout(rewards=[1.0] * 8))
+    assert torch.equal(weights(given), before)
+    assert given.counters == StepCounters(empty_steps=1)
+    assert metrics["loss"] == 0.0
+
+
+def test_the_forward_before_an_update_makes_a_new_experience():
+    forward = stepper().forward
+    batch = rollout()
+    experience = make_experience(batch, "cpu")
+    results = forward.old_forward(batch, experience, frozenset({"old_logprobs", "entropy"}))
+    added = results.added_to(experience)
+    assert experience.old_logprobs is None
+    assert added.old_logprobs is not None
+    assert added.entropy is not None
+    assert added.values is None
+    with pytest.raises(ValueError, match="no pass computes nonsense"):
+        forward.old_forward(batch, experience, frozenset({"nonsense"}))
+    with pytest.raises(RuntimeError, match="none was made"):
+        forward.old_forward(batch, experience, frozenset({"ref_logprobs"}))
