@@ -109,7 +109,7 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
             where=f"{KEY}.init_args",
             remedy=f"set {KEY}.custom_engine, or write the settings of {config.name} directly under {KEY}",
         )
-    return {name: getattr(config, name) for name in own}
+    return {item.name: getattr(config, item.name) for item in fields(ENGINES[config.name].config)}
 
 
 def load_engine_class(class_path: str) -> EngineClass:
