@@ -24,7 +24,7 @@ from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import primary_reward
 from lit_grpo.rewards.combine import OnError
-from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty, primary_reward_of
+from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
 from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
@@ -49,7 +49,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
-        difficulty: training questions that are solved or out of reach come up less often; None: all equally often.
+        curriculum: training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: the same for ``test`` and ``predict``.
         val_prompts: one more set, named after its source: ``{class_path: lit_grpo.data.JsonlPrompts, ...}``.
@@ -58,10 +58,11 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: completions of each evaluation prompt, for sets that do not say.
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
-        max_generation_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
+        max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
             prompts of a rollout; what is no longer needed is cancelled).
-        on_short_rollout: what happens then: uniform groups, which have no gradient, fill the rollout up, with a warning
+        on_incomplete_rollout: what happens then: uniform groups, which have no gradient, fill the rollout up, with a
+            warning
             and ``sampling/short`` (``fill``), or the run ends (``error``). It ends too without any mixed group.
     """
 
@@ -76,7 +77,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: Sampling = Sampling(),  # noqa: B008
         format: PromptFormat = PromptFormat(),  # noqa: B008
         clean: CleanConfig = CleanConfig(),  # noqa: B008
-        difficulty: DifficultyConfig | None = None,
+        curriculum: CurriculumConfig | None = None,
         val: dict[str, EvaluationSet] | None = None,
         test: dict[str, EvaluationSet] | None = None,
         val_prompts: PromptSource | None = None,
@@ -85,20 +86,20 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: int = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
-        max_generation_rounds: int = 10,
-        on_short_rollout: OnShort = "fill",
+        max_sampling_rounds: int = 10,
+        on_incomplete_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
         self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
-        self.sampling, self.clean, self.difficulty = sampling, clean, difficulty
+        self.sampling, self.clean, self.curriculum = sampling, clean, curriculum
         self.val, self.test = dict(val or {}), dict(test or {})
         self.val_prompts, self.test_prompts = val_prompts, test_prompts
         self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
         self.demonstrations = demonstrations
         self._solutions: dict[str, tuple[int, ...]] = {}
         self.on_reward_error = on_reward_error
-        self.max_generation_rounds, self.on_short_rollout = max_generation_rounds, on_short_rollout
+        self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutGenerator | None = None
         self.evaluations: dict[str, list[ResolvedSet]] = {}
@@ -106,7 +107,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_generation_rounds"):
+        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_sampling_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
         if self.sampling.max_new_tokens < 1:
@@ -126,8 +127,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
             )
         check_rewards(self.rewards)
-        if self.difficulty is not None:
-            primary_reward_of(self.rewards, "data.difficulty")
+        if self.curriculum is not None:
+            primary_reward_of(self.rewards, "data.curriculum")
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -411,18 +412,18 @@ class RolloutDataModule(pl.LightningDataModule):
             rank=self._current_trainer.global_rank,
             world_size=self._current_trainer.world_size,
             dynamic=self._requirements.dynamic_sampling,
-            max_rounds=self.max_generation_rounds,
-            on_short=self.on_short_rollout,
+            max_rounds=self.max_sampling_rounds,
+            on_short=self.on_incomplete_rollout,
             gather=_Gather() if self._current_trainer.world_size > 1 else no_exchange,
             weights=self.train_set.weights,
-            difficulty=self._running_difficulty(),
+            curriculum=self._make_curriculum(),
             num_prefetch=self._num_prefetch,
         )
 
-    def _running_difficulty(self) -> RunningDifficulty | None:
-        if self.difficulty is None:
+    def _make_curriculum(self) -> Curriculum | None:
+        if self.curriculum is None:
             return None
-        return RunningDifficulty(self.difficulty, self.train_prompts, self.rewards, self.producer.seed)
+        return Curriculum(self.curriculum, self.train_prompts, self.rewards, self.producer.seed)
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("val")

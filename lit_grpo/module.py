@@ -61,7 +61,7 @@ from lit_grpo.utils.dataclasses import as_dataclass
 
 __all__ = ["LitGRPO"]
 
-SHOWN_IN_PROGRESS_BAR = ("reward", "entropy", "length")
+SHOWN_IN_PROGRESS_BAR = ("reward", "policy/entropy", "completions/length")
 
 
 class LitGRPO(pl.LightningModule):
@@ -79,7 +79,8 @@ class LitGRPO(pl.LightningModule):
         micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
             model; None: no bound. Bounds memory, changes no gradient.
         micro_batch_size: completions in one forward and backward pass; None: no bound but that of tokens.
-        probe_completions: completions without gradient (of equal rewards, filtered, ...) do not go through the model,
+        zero_advantage_samples: completions without gradient (of equal rewards, filtered, ...) do not go through the
+            model,
             but for this many of each optimizer step, chosen by chance, so that metrics over all completions stay
             without bias; None: all of them do.
         routing_replay: ``old``: in every update tokens go through the experts that the policy before the first update
@@ -104,7 +105,7 @@ class LitGRPO(pl.LightningModule):
         critic: CriticConfig | None = None,
         micro_batch_tokens: int | None = 4096,
         micro_batch_size: int | None = None,
-        probe_completions: int | None = 8,
+        zero_advantage_samples: int | None = 8,
         routing_replay: Literal["none", "old", "sampler"] = "none",
         updates_per_rollout: int = 1,
         minibatch_prompts: int | None = None,
@@ -128,8 +129,8 @@ class LitGRPO(pl.LightningModule):
         ):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}, must be at least 1", where=f"model.{name}")
-        if probe_completions is not None and probe_completions < 0:
-            raise UserError(f"probe_completions is {probe_completions}", where="model.probe_completions",
+        if zero_advantage_samples is not None and zero_advantage_samples < 0:
+            raise UserError(f"zero_advantage_samples is {zero_advantage_samples}", where="model.zero_advantage_samples",
                             remedy="set it to 0 or more, or null for all")  # fmt: skip
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
@@ -142,7 +143,7 @@ class LitGRPO(pl.LightningModule):
             )
         check_critic(self.policy_config, self.critic_config)
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
-        self.probe_completions, self.routing_replay = probe_completions, routing_replay
+        self.zero_advantage_samples, self.routing_replay = zero_advantage_samples, routing_replay
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
         self.updates_per_rollout, self.minibatch_prompts = updates_per_rollout, minibatch_prompts
         self.max_grad_norm = max_grad_norm
@@ -159,7 +160,7 @@ class LitGRPO(pl.LightningModule):
                 "critic": None if self.critic_config is None else asdict(self.critic_config),
                 "micro_batch_tokens": micro_batch_tokens,
                 "micro_batch_size": micro_batch_size,
-                "probe_completions": probe_completions,
+                "zero_advantage_samples": zero_advantage_samples,
                 "routing_replay": routing_replay,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
@@ -305,7 +306,7 @@ class LitGRPO(pl.LightningModule):
 
     def _new_policy(self, critic: CriticConfig | None = None) -> Policy:
         model = load_model(self._resolved_policy_config)
-        head = make_head(model, critic) if critic is not None and critic.trunk == "shared" else None
+        head = make_head(model, critic) if critic is not None and critic.backbone == "shared" else None
         return Policy(model, self.policy_config.logits_chunk, head)
 
     def configure_optimizers(self) -> Any:
@@ -392,8 +393,8 @@ class LitGRPO(pl.LightningModule):
         """The policy's optimizer with its schedule and clipping, then the critic's if there is one."""
         optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
         if self.critic_config is None:
-            return [OptimizerBundle("", optimizers, schedulers, self.max_grad_norm)]
-        limits = (("", self.max_grad_norm), ("critic/", self.critic_config.max_grad_norm))
+            return [OptimizerBundle("optim/", optimizers, schedulers, self.max_grad_norm)]
+        limits = (("optim/", self.max_grad_norm), ("critic/", self.critic_config.max_grad_norm))
         return [
             OptimizerBundle(prefix, optimizer, scheduler, limit)
             for (prefix, limit), optimizer, scheduler in zip(limits, optimizers, schedulers, strict=True)
@@ -412,7 +413,7 @@ class LitGRPO(pl.LightningModule):
                 reduce=self.reduce_or_none,
                 rank=self.global_rank,
                 guards=self.guards,
-                probe_completions=self.probe_completions,
+                zero_advantage_samples=self.zero_advantage_samples,
                 max_skipped_steps=self.max_skipped_steps,
             )
         return self._optimizer_stepper
@@ -570,11 +571,11 @@ class LitGRPO(pl.LightningModule):
         values = metrics.compute(self.reduce_or_none, self.reduce_max if several_ranks else None)
         values |= diagnostics.derive(values) | batch.metrics
         values |= {
-            "optimizer_steps": float(self.optimizer_steps),
-            "skipped_steps": float(self.skipped_steps),
-            "empty_steps": float(self.empty_steps),
-            "policy_version": float(self.policy_version),
-            "staleness": float(staleness),
+            "optim/steps": float(self.optimizer_steps),
+            "optim/skipped_steps": float(self.skipped_steps),
+            "optim/empty_steps": float(self.empty_steps),
+            "rollout/policy_version": float(self.policy_version),
+            "rollout/staleness": float(staleness),
             "time/update": seconds,
         }
         for bundle in self._stepper.bundles:
@@ -582,17 +583,19 @@ class LitGRPO(pl.LightningModule):
         if self.critic_config is not None:
             values["critic/steps"] = float(self.critic_steps)
         if self.objective_state.initial_entropy is not None:
-            values["entropy/initial"] = self.objective_state.initial_entropy
+            values["policy/entropy_initial"] = self.objective_state.initial_entropy
         if self.objective_state.beta is not None:
-            values["kl/beta"] = self.objective_state.beta
+            values["policy/kl_beta"] = self.objective_state.beta
         # Beside the learner's work, sampling costs only what the learner waits for it.
-        phases = ("wait", "sync") if "time/wait" in batch.metrics else ("generate", "reward", "sync")
+        phases = ("wait", "sync") if "time/learner_idle" in batch.metrics else ("generate", "reward", "sync")
         busy = seconds + sum(batch.metrics.get(f"time/{phase}", 0.0) for phase in phases)
-        values["tokens_per_second"] = batch.metrics.get("tokens", 0.0) / busy if busy > 0 else 0.0
+        values["time/tokens_per_second"] = batch.metrics.get("completions/tokens", 0.0) / busy if busy > 0 else 0.0
         self._step_metrics = dict(values)
         assert self.step_result is not None
         self.step_result = replace(self.step_result, metrics=self._step_metrics)
-        self.objective_state = self.objective.end_of_rollout(self.objective_state, approx_kl=values.get("kl/old_k3"))
+        self.objective_state = self.objective.end_of_rollout(
+            self.objective_state, approx_kl=values.get("policy/approx_kl_k3")
+        )
         # Lightning would log the last known value of a key again where this rollout has none.
         values |= dict.fromkeys(self._logged_keys - values.keys(), float("nan"))
         self._logged_keys |= values.keys()

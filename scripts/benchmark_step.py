@@ -46,7 +46,7 @@ SAVINGS: dict[str, dict[str, Any]] = {
     "no shared prompts": {"policy": {"share_prompts": False}},
     "no packing": {"policy": {"pack": False}},
     "no token budget": {"model": {"micro_batch_tokens": None}},
-    "no skipping": {"model": {"probe_completions": None}},
+    "no skipping": {"model": {"zero_advantage_samples": None}},
     "whole logits": {"policy": {"logits_chunk": 2**40}},
     "no shared cache": {"share_decoding_cache": False},
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Train PPO and VAPO on the quickstart task, with a critic of its own and with a value head on the policy's trunk.
+"""Train PPO and VAPO on the quickstart task, with a critic of its own and with a value head on the policy's backbone.
 
     python scripts/critic_curves.py --jobs 12                          # runs, then a table and a picture
     python scripts/critic_curves.py --only ppo/shared --rollouts 20    # a look
     python scripts/critic_curves.py --jobs 0                           # only draw what is in the file
 
 Each run is `lit-grpo fit --config configs/quickstart.yaml --config configs/quickstart/RECIPE.yaml
---model.critic.trunk TRUNK --seed_everything SEED` without tracking, on one thread. It is written to --out (JSON lines)
-as soon as it has ended, and what is there with the same settings is not run again.
+--model.critic.backbone TRUNK --seed_everything SEED` without tracking, on one thread. It is written to --out (JSON
+lines) as soon as it has ended, and what is there with the same settings is not run again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from scripts import side_by_side  # noqa: E402
 RUNS = ("ppo/separate", "ppo/shared", "vapo/separate", "vapo/shared")
 KEYS = (
     "reward",
-    "entropy",
+    "policy/entropy",
     "loss/value",
-    "value/correct",
-    "value/incorrect",
-    "value/outside",
-    "value/outside_incorrect",
-    "value/explained_variance",
-    "value/explained_variance_after",
+    "critic/value_correct",
+    "critic/value_incorrect",
+    "critic/value_outside_frac",
+    "critic/value_outside_incorrect_frac",
+    "critic/explained_variance",
+    "critic/explained_variance_after",
 )
 LAST = 10
 """Number of last rollouts that a final value is the mean of."""
@@ -80,9 +80,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def settings(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Give the configuration of a run: the quickstart's, with the recipe's laid over it."""
-    recipe, _, trunk = name.partition("/")
+    recipe, _, backbone = name.partition("/")
     config = side_by_side.load(ROOT / "configs/quickstart.yaml", ROOT / f"configs/quickstart/{recipe}.yaml")
-    return side_by_side.merge(config, {"model": {"critic": {"trunk": trunk}}, "data": changes})
+    return side_by_side.merge(config, {"model": {"critic": {"backbone": backbone}}, "data": changes})
 
 
 def by_job(records: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
@@ -123,12 +123,12 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
     """Write Markdown: at five places of the run, means over seeds of the mean of ten rollouts."""
     columns = {
         "reward": "reward",
-        "entropy": "entropy",
-        "value/correct": "V correct",
-        "value/incorrect": "V incorrect",
-        "value/outside": "outside",
-        "value/explained_variance": "expl. var.",
-        "value/explained_variance_after": "after",
+        "policy/entropy": "policy/entropy",
+        "critic/value_correct": "V correct",
+        "critic/value_incorrect": "V incorrect",
+        "critic/value_outside_frac": "outside",
+        "critic/explained_variance": "expl. var.",
+        "critic/explained_variance_after": "after",
     }
     lines = ["| run | rollouts | " + " | ".join(columns.values()) + " |", "|" + "---|" * (len(columns) + 2)]
     for name in dict.fromkeys(name for name, _ in found):
@@ -140,7 +140,7 @@ def table(found: dict[tuple[str, int], dict[str, Any]]) -> str:
                 values = known([around(record, key, place) for record in runs])
                 text = f"{statistics.fmean(values):.3f}" if values else "-"
                 spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
-                cells.append(text + (spread if key in ("reward", "value/explained_variance") else ""))
+                cells.append(text + (spread if key in ("reward", "critic/explained_variance") else ""))
             lines.append(f"| `{name}` | {max(1, place - LAST + 1)}-{place} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -163,8 +163,8 @@ def draw(found: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
             if other != name:
                 continue
             curves = record["curves"]
-            rows = [(0, "reward", "reward"), (1, "value/explained_variance", "explained")]
-            rows += [(2, f"value/{kind}", kind) for kind in ("correct", "incorrect")]
+            rows = [(0, "reward", "reward"), (1, "critic/explained_variance", "explained")]
+            rows += [(2, f"critic/value_{kind}", kind) for kind in ("correct", "incorrect")]
             for row, key, label in rows:
                 low = -1.0 if row == 1 else -math.inf
                 raw = [math.nan if value is None else max(value, low) for value in curves[key]]

@@ -142,7 +142,7 @@ def run(job: Job, models: Path, rollouts: int | None, record: Path | None) -> di
     with tempfile.TemporaryDirectory() as folder:
         done = train(job, models, Path(folder), rollouts=rollouts)
     case = find(job.name)
-    out = {**job._asdict(), "recipe": case.recipe, "lr": case.lr, "steps": len(done["steps"])}
+    out = {**job._asdict(), "recipe": case.recipe, "optim/lr": case.lr, "steps": len(done["steps"])}
     out |= {key: done[key] for key in ("status", "reason", "traceback", "cpu_seconds") if key in done}
     start = case.make().start
     if job.part == "rollback":
@@ -167,7 +167,7 @@ def write_trace(path: Path, job: Job, start: int, done: dict[str, Any]) -> None:
         "recipe": case.recipe,
         "seed": job.seed,
         "seeds": job.seeds,
-        "lr": case.lr,
+        "optim/lr": case.lr,
         "onset": onset_of(case, correct, start),
         "lost": None if fall is None or case.healthy else fall.lost,
         "right": sorted(case.right),

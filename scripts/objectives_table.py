@@ -130,7 +130,7 @@ def parts(objective: Objective) -> str:
     for name in ("filters", "token_weights", "entropy_signal", "regularizers", "shaping"):
         value, default = getattr(objective, name), getattr(plain, name)
         for f in fields(value):
-            if getattr(value, f.name) != getattr(default, f.name) and f.name not in ("kl_in", "kl_estimator"):
+            if getattr(value, f.name) != getattr(default, f.name) and f.name not in ("kl_placement", "kl_estimator"):
                 out.append(f"{f.name} {number(getattr(value, f.name))}")
     kl = objective.labels()["kl"]
     if kl != "off":
@@ -180,13 +180,12 @@ def always_there() -> str:
 def metrics() -> str:
     """The metric keys, as the module that makes them lists them."""
     text = inspect.getdoc(diagnostics) or ""
-    table = text[text.index("====") :].splitlines()[1:]
+    table = text[text.index("Keys, each") :].split("\n\n", 1)[1].replace("\n    ", " ")
     rows = ["## Metrics", "", "Logged by every loss, as means over the step.", "", "| key | meaning |", "|---|---|"]
-    for line in table:
-        if line.startswith("===="):
-            break
-        key, meaning = line[:30].strip(), line[30:].strip()
-        rows.append(f"| {cell(key.replace('``', '`'))} | {cell(meaning.replace('``', '`'))} |")
+    for line in table.splitlines():
+        keys, meaning = line.split(": ", 1)
+        names = ", ".join(f"`{key}`" for key in keys.split(", "))
+        rows.append(f"| {names} | {cell(meaning.replace('``', '`'))} |")
     return "\n".join(rows) + "\n"
 
 

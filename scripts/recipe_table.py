@@ -106,18 +106,18 @@ def train(recipe: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Give curves and final values of one run."""
     import lightning.pytorch as pl
 
-    curves = ("reward", "sampling/reward", "entropy", "length", "grad_norm")
+    curves = ("reward", "sampling/reward", "policy/entropy", "completions/length", "optim/grad_norm")
     module, data, out = side_by_side.fit(config_of(recipe, settings), seed, curves)
     kept = out.pop("curves")
     # Of a rollout of mixed groups alone the mean says nothing; a step that is left out has no norm.
     rewards = [own if all_ is None else all_ for own, all_ in zip(kept["reward"], kept["sampling/reward"], strict=True)]
     (scores,) = pl.Trainer(**side_by_side.PLAIN).validate(module, datamodule=data, verbose=False)
     out |= {"name": module.objective.name, "greedy": scores["val/reward"], "done_rollouts": len(rewards)}
-    for key in ("entropy", "length", "grad_norm"):
+    for key in ("policy/entropy", "completions/length", "optim/grad_norm"):
         out[key] = _mean([value for value in kept[key] if value is not None][-LAST:])
     windows = [_mean(rewards[i : i + LAST]) for i in range(max(1, len(rewards) - LAST + 1))]
     out |= {"final": windows[-1], "best": max(windows), "rewards": rewards}
-    out["entropies"] = [value for value in kept["entropy"] if value is not None]
+    out["entropies"] = [value for value in kept["policy/entropy"] if value is not None]
     return out | {"collapsed": collapsed(out)}
 
 
@@ -134,7 +134,7 @@ def config_of(recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
 def collapsed(values: dict[str, Any]) -> bool:
     """Compute the columns that ``DEFINITIONS`` describes."""
     fell = values["best"] > 0.1 and values["final"] < 0.5 * values["best"]
-    stuck = values["entropy"] < 0.01 and values["final"] < 0.5
+    stuck = values["policy/entropy"] < 0.01 and values["final"] < 0.5
     return fell or stuck or "not finite" in values.get("reason", "")
 
 
@@ -153,8 +153,13 @@ def table(done: dict[tuple[str, int], dict[str, Any]], settings: dict[str, Any])
         runs = [record for (name, _), record in done.items() if name == recipe and record["status"] != "error"]
         if not runs:
             continue
-        cells = [_span(runs, "final", 3), _span(runs, "best", 3), _span(runs, "greedy", 2), _span(runs, "entropy", 3)]
-        cells += [_span(runs, "length", 2), _span(runs, "grad_norm", 3)]
+        cells = [
+            _span(runs, "final", 3),
+            _span(runs, "best", 3),
+            _span(runs, "greedy", 2),
+            _span(runs, "policy/entropy", 3),
+        ]
+        cells += [_span(runs, "completions/length", 2), _span(runs, "optim/grad_norm", 3)]
         cells.append(f"{sum(r['collapsed'] for r in runs)} of {len(runs)}")
         early = [str(r["done_rollouts"]) for r in runs if r["status"] == "stopped"]
         cells.append("at " + ", ".join(early) if early else "-")
@@ -162,7 +167,18 @@ def table(done: dict[tuple[str, int], dict[str, Any]], settings: dict[str, Any])
         rows.append((-_mean([r["final"] for r in runs]), f"| `{recipe}` | " + " | ".join(cells) + " |"))
     bonus = settings["entropy_coef"]
     bonus = "each recipe's own entropy coefficient" if bonus == "own" else f"entropy_coef {bonus} for all"
-    head = ["recipe", "final", "best", "greedy", "entropy", "length", "grad norm", "collapsed", "ended early", "CPU s"]
+    head = [
+        "recipe",
+        "final",
+        "best",
+        "greedy",
+        "policy/entropy",
+        "completions/length",
+        "grad norm",
+        "collapsed",
+        "ended early",
+        "CPU s",
+    ]
     return "\n".join(
         [
             f"Quickstart task, {settings['rollouts']} rollouts of {settings['prompts']} x {settings['group_size']}, "

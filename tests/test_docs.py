@@ -57,8 +57,8 @@ def test_every_config_is_accepted_by_the_command_line(path, capsys, monkeypatch)
 def test_every_logged_key_is_documented():
     documented = (ROOT / "docs/metrics.md").read_text() + (ROOT / "docs/objectives.md").read_text()
     names = set(re.findall(r"`([\w/*<>]+)`", documented))
-    names |= {"reward/even_reward", "timeouts/even_reward", "mismatch/logprob_max"}
-    names |= {"mismatch/learner_perplexity", "mismatch/sampler_perplexity"}
+    names |= {"reward/even_reward", "reward_errors/timeout_frac/even_reward", "sampler_mismatch/logprob_abs_diff_max"}
+    names |= {"sampler_mismatch/learner_perplexity", "sampler_mismatch/sampler_perplexity"}
     module = tiny.module(objective=ObjectiveConfig(entropy_coef=0.01))
     tiny.trainer().fit(module, datamodule=tiny.data(rollouts=1))
     shorts = {name.split("/")[-1] for name in names if "/" in name} | {name for name in names if "/" not in name}

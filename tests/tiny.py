@@ -105,7 +105,7 @@ class Recorder(pl.Callback):
         self.versions.append((batch.policy_version, pl_module.policy_version))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Rollout, batch_idx: int) -> None:
-        timed = ("time/", "tokens_per_second", "memory/")
+        timed = ("time/", "time/tokens_per_second", "memory/")
         self.metrics.append({k: v for k, v in pl_module.step_metrics.items() if not k.startswith(timed)})
         self.ids.append([c.token_ids for c in batch.completions])
         self.prompts.append([p.id for p in batch.prompts])

@@ -62,7 +62,7 @@ class CollapseDetector(Monitor):
     length explode, the gradient norm spikes, and in the end a few tokens are repeated. The names are those of the study
     of positive-only and negative-only losses. Over ``window`` rollouts:
 
-    - ``c_pl``: entropy fell by more than ``fall``, length too, and ``groups/distinct`` fell.
+    - ``c_pl``: entropy fell by more than ``fall``, length too, and ``groups/distinct_frac`` fell.
     - ``c_nl``: entropy rose by more than ``rise``, length by more than ``growth`` (or ``truncated`` is above
       ``truncation``), and the gradient norm is above ``spike`` times its median. Or, the later stage: the repetition of
       completions is above ``repetition`` after entropy had risen.
@@ -74,7 +74,8 @@ class CollapseDetector(Monitor):
     it does before a collapse of such losses. These bounds were chosen on the benchmark's tuning seeds, where healthy
     runs stay below 4 standard errors. Then the cause gives the name: ``advantage_inverted`` where better completions
     get the smaller advantage in more than ``unrelated`` of the groups, ``c_pl`` and ``c_nl`` by what the loss pushes up
-    (``loss/upward``), and ``unstable``, which is a learning rate that is too high, where none of that explains it.
+    (``policy/upward_frac``), and ``unstable``, which is a learning rate that is too high, where none of that explains
+    it.
 
     With a loss that divides by a constant number of tokens, collapses change form: positives-only gets long and random
     (``tn_pl``), negatives-only short (``tn_nl``), so the sign of the length test is swapped.
@@ -99,18 +100,18 @@ class CollapseDetector(Monitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = (
-        "entropy",
-        "length",
-        "groups/distinct",
-        "grad_norm",
-        "truncated",
-        "repetition",
+        "policy/entropy",
+        "completions/length",
+        "groups/distinct_frac",
+        "optim/grad_norm",
+        "completions/truncated_frac",
+        "completions/repetition_frac",
         "reward",
-        "advantage/abs",
-        "advantage/abs_max",
-        "advantage/inverted",
-        "loss/upward",
-        "update_size",
+        "policy/advantage_abs",
+        "policy/advantage_abs_max",
+        "sanity/inverted_advantage_frac",
+        "policy/upward_frac",
+        "optim/update_to_weight_ratio",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         *(
@@ -168,37 +169,46 @@ class CollapseDetector(Monitor):
         return (max if high else min)(smoothed[:-1]), smoothed[-1]
 
     def _minimal(self, step: int) -> Iterable[Finding]:
-        entropy, length = self._then_and_now("entropy", high=True), self._then_and_now("length", high=True)
-        distinct = self._then_and_now("groups/distinct", high=True)
+        entropy, length = (
+            self._then_and_now("policy/entropy", high=True),
+            self._then_and_now("completions/length", high=True),
+        )
+        distinct = self._then_and_now("groups/distinct_frac", high=True)
         if entropy is None or length is None:
             return
         fewer = distinct is None or distinct[1] < distinct[0]
         keep = 1 - self.fall
         if entropy[1] < keep * entropy[0] and length[1] < keep * length[0] and fewer:
             evidence: list[Numbers] = [
-                ("entropy", self.window, entropy[1], keep * entropy[0], entropy[0]),
-                ("length", self.window, length[1], keep * length[0], length[0]),
+                ("policy/entropy", self.window, entropy[1], keep * entropy[0], entropy[0]),
+                ("completions/length", self.window, length[1], keep * length[0], length[0]),
             ]
             if distinct is not None:
-                evidence.append(("groups/distinct", self.window, distinct[1], distinct[0], distinct[0]))
+                evidence.append(("groups/distinct_frac", self.window, distinct[1], distinct[0], distinct[0]))
             kind = "tn_nl" if self.token_normalised else "c_pl"
             yield self.finding(
                 kind,
                 "critical",
                 "entropy, length and diversity have fallen together: the policy says one short thing",
                 *evidence,
-                onset=self._turn("entropy", high=True),
+                onset=self._turn("policy/entropy", high=True),
                 remedies=REMEDIES_NL if self.token_normalised else REMEDIES_PL,
             )
 
     def _maximal(self, step: int) -> Iterable[Finding]:
-        entropy, length = self._then_and_now("entropy", high=False), self._then_and_now("length", high=False)
-        norm, usual = self.history.median("grad_norm", self.smooth), self.history.median("grad_norm", 50, self.smooth)
-        repeated = self.history.median("repetition", self.smooth)
+        entropy, length = (
+            self._then_and_now("policy/entropy", high=False),
+            self._then_and_now("completions/length", high=False),
+        )
+        norm, usual = (
+            self.history.median("optim/grad_norm", self.smooth),
+            self.history.median("optim/grad_norm", 50, self.smooth),
+        )
+        repeated = self.history.median("completions/repetition_frac", self.smooth)
         if entropy is None or length is None:
             return
-        truncated = self.history.median("truncated", self.smooth) or 0.0
-        shorter = self._then_and_now("length", high=True)
+        truncated = self.history.median("completions/truncated_frac", self.smooth) or 0.0
+        shorter = self._then_and_now("completions/length", high=True)
         wild = entropy[1] > (1 + self.rise) * entropy[0]
         long = length[1] > (1 + self.growth) * length[0] or truncated > self.truncation
         short = shorter is not None and shorter[1] < (1 - self.fall) * shorter[0]
@@ -210,19 +220,19 @@ class CollapseDetector(Monitor):
         if kind is None:
             return
         evidence: list[Numbers] = [
-            ("entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
-            ("length", self.window, length[1], (1 + self.growth) * length[0], length[0]),
+            ("policy/entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
+            ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0]),
         ]
         if steep and norm is not None and usual:
             evidence.append(("grad_norm / median", 50, norm / usual, self.spike))
         if degenerate and repeated is not None:
-            evidence.append(("repetition", self.smooth, repeated, self.repetition))
+            evidence.append(("completions/repetition_frac", self.smooth, repeated, self.repetition))
         yield self.finding(
             kind,
             "critical",
             "entropy and length have exploded: the policy no longer knows what to say or when to end",
             *evidence,
-            onset=self._turn("entropy", high=False),
+            onset=self._turn("policy/entropy", high=False),
             remedies=REMEDIES_PL if kind == "tn_pl" else REMEDIES_NL,
         )
 
@@ -231,21 +241,24 @@ class CollapseDetector(Monitor):
         share, errors = self.history.fall("reward")
         signs = self._has_sign_advantages()
         bound = self.sure_one_sided if signs else self.sure
-        norm, usual = self.history.median("grad_norm", 5), self.history.median("grad_norm", 50, 5)
+        norm, usual = self.history.median("optim/grad_norm", 5), self.history.median("optim/grad_norm", 50, 5)
         if signs and norm and usual and norm > self.steeper * usual:
             share, errors, bound = *self.history.fall("reward", recent=6), self.sure_steep
         if share <= self.lost or errors <= bound:
             return
         now, best = self.history.mean("reward", 3) or 0.0, self.history.best("reward", 8) or 0.0
-        upward, inverted = self.history.mean("loss/upward", 10), self.history.mean("advantage/inverted", 10)
-        entropy = self._then_and_now("entropy", high=False)
+        upward, inverted = (
+            self.history.mean("policy/upward_frac", 10),
+            self.history.mean("sanity/inverted_advantage_frac", 10),
+        )
+        entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
         evidence: list[Numbers] = [("reward", 3, now, (1 - self.lost) * best, best)]
         if entropy is not None:
-            evidence.append(("entropy", self.window, entropy[1], entropy[0], entropy[0]))
+            evidence.append(("policy/entropy", self.window, entropy[1], entropy[0], entropy[0]))
         if inverted is not None and inverted > self.unrelated:
             kind, what, remedies = "advantage_inverted", "the advantages do not follow the rewards", REMEDIES_OTHER
-            evidence.append(("advantage/inverted", 10, inverted, self.unrelated))
+            evidence.append(("sanity/inverted_advantage_frac", 10, inverted, self.unrelated))
         elif signs and upward is not None and upward > 0.9:
             kind, what, remedies = "c_pl", "only positives are reinforced", REMEDIES_PL
         elif signs and upward is not None and upward < 0.1:
@@ -256,12 +269,12 @@ class CollapseDetector(Monitor):
             remedies = REMEDIES_NL if rising else REMEDIES_PL
         else:
             kind, what, remedies = "unstable", "nothing but the size of the updates explains it", REMEDIES_RATE
-            if (size := self.history.mean("update_size", 3)) is not None:
-                evidence.append(("update_size", 3, size, size))
+            if (size := self.history.mean("optim/update_to_weight_ratio", 3)) is not None:
+                evidence.append(("optim/update_to_weight_ratio", 3, size, size))
         if self.token_normalised and kind in ("c_pl", "c_nl"):
             kind = kind.replace("c_", "tn_")
         if upward is not None:
-            evidence.append(("loss/upward", 10, upward, 0.9 if upward > 0.5 else 0.1))
+            evidence.append(("policy/upward_frac", 10, upward, 0.9 if upward > 0.5 else 0.1))
         yield self.finding(
             kind,
             "critical",
@@ -276,8 +289,14 @@ class CollapseDetector(Monitor):
 
         It is C_NL before the reward falls.
         """
-        upward, cut = self.history.mean("loss/upward", 10), self.history.median("truncated", self.smooth)
-        entropy, length = self._then_and_now("entropy", high=False), self._then_and_now("length", high=False)
+        upward, cut = (
+            self.history.mean("policy/upward_frac", 10),
+            self.history.median("completions/truncated_frac", self.smooth),
+        )
+        entropy, length = (
+            self._then_and_now("policy/entropy", high=False),
+            self._then_and_now("completions/length", high=False),
+        )
         if (
             upward is None
             or upward > 0.1
@@ -292,17 +311,17 @@ class CollapseDetector(Monitor):
                 "tn_nl" if self.token_normalised else "c_nl",
                 "critical",
                 "entropy and length rise together, and only negatives are pushed down",
-                ("entropy", self.window, entropy[1], 1.3 * entropy[0], entropy[0]),
-                ("length", self.window, length[1], 1.1 * length[0], length[0]),
-                ("truncated", self.smooth, cut, 0.05),
-                ("loss/upward", 10, upward, 0.1),
-                onset=self._turn("entropy", high=False),
+                ("policy/entropy", self.window, entropy[1], 1.3 * entropy[0], entropy[0]),
+                ("completions/length", self.window, length[1], 1.1 * length[0], length[0]),
+                ("completions/truncated_frac", self.smooth, cut, 0.05),
+                ("policy/upward_frac", 10, upward, 0.1),
+                onset=self._turn("policy/entropy", high=False),
                 remedies=REMEDIES_NL,
             )
 
     def _has_sign_advantages(self) -> bool:
         """Whether advantages are signs, without a baseline: solved and hopeless prompts push as hard as others."""
-        mean, largest = self.history.last("advantage/abs"), self.history.last("advantage/abs_max")
+        mean, largest = self.history.last("policy/advantage_abs"), self.history.last("policy/advantage_abs_max")
         return mean is not None and largest is not None and 0.99 < mean <= largest < 1.01
 
     def _peak(self) -> int:

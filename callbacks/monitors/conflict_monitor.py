@@ -31,7 +31,7 @@ class ConflictMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("conflict/rate", "conflict/prefix_down", "reward")
+    keys: ClassVar[tuple[str, ...]] = ("policy/conflict_frac", "groups/prefix_pushed_down_frac", "reward")
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
             "prefix_pushed_down",
@@ -63,23 +63,26 @@ class ConflictMonitor(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         key = self.format_key if self.history.count(self.format_key) else "reward"
-        down, lost = self.history.median("conflict/prefix_down", self.smooth), self.history.lost(key, self.smooth)
-        enough = self.history.count("conflict/prefix_down") >= self.smooth
+        down, lost = (
+            self.history.median("groups/prefix_pushed_down_frac", self.smooth),
+            self.history.lost(key, self.smooth),
+        )
+        enough = self.history.count("groups/prefix_pushed_down_frac") >= self.smooth
         if enough and down is not None and down > self.share and lost > self.fall:
             yield self.finding(
                 "prefix_pushed_down",
                 "warning",
                 f"{down:.0%} of the groups push their shared beginning down, and {key} has lost {lost:.0%} of its best",
-                ("conflict/prefix_down", self.smooth, down, self.share),
+                ("groups/prefix_pushed_down_frac", self.smooth, down, self.share),
                 (f"{key} lost", self.smooth, lost, self.fall),
-                onset=self.history.began("conflict/prefix_down", lambda value: value > self.share, step),
+                onset=self.history.began("groups/prefix_pushed_down_frac", lambda value: value > self.share, step),
             )
-        then, now = self.history.then_and_now("conflict/rate", self.smooth, self.trend) or (0.0, 0.0)
+        then, now = self.history.then_and_now("policy/conflict_frac", self.smooth, self.trend) or (0.0, 0.0)
         if then and now > self.growth * then:
             yield self.finding(
                 "conflicts",
                 "info",
                 f"{now:.0%} of the tokens are in conflict, {then:.0%} {self.trend} rollouts ago",
-                ("conflict/rate", self.trend, now, self.growth * then, then),
+                ("policy/conflict_frac", self.trend, now, self.growth * then, then),
                 onset=step - self.trend,
             )

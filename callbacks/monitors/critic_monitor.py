@@ -54,11 +54,11 @@ class CriticMonitor(ThresholdMonitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = (
-        "value/correct",
-        "value/incorrect",
-        "value/outside",
-        "value/explained_variance",
-        "advantage/contradiction",
+        "critic/value_correct",
+        "critic/value_incorrect",
+        "critic/value_outside_frac",
+        "critic/explained_variance",
+        "sanity/advantage_contradiction_frac",
         "reward",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = tuple(
@@ -82,7 +82,7 @@ class CriticMonitor(ThresholdMonitor):
         positive("CriticMonitor", unexplained=unexplained, patience=patience, range=highest - lowest)
         self._always = [
             Rule(
-                "advantage/contradiction",
+                "sanity/advantage_contradiction_frac",
                 above=contradiction,
                 for_rollouts=patience,
                 severity="critical",
@@ -91,7 +91,7 @@ class CriticMonitor(ThresholdMonitor):
                 remedies=REMEDIES_FAULT,
             ),
             Rule(
-                "value/explained_variance",
+                "critic/explained_variance",
                 below=hopeless,
                 for_rollouts=patience,
                 severity="critical",
@@ -102,7 +102,7 @@ class CriticMonitor(ThresholdMonitor):
         ]
         self._after_warmup = [
             Rule(
-                "value/incorrect",
+                "critic/value_incorrect",
                 below=lowest - margin,
                 for_rollouts=patience,
                 name="value_sign",
@@ -110,7 +110,7 @@ class CriticMonitor(ThresholdMonitor):
                 statistic="median",
             ),
             Rule(
-                "value/outside",
+                "critic/value_outside_frac",
                 above=outside,
                 for_rollouts=patience,
                 name="value_out_of_range",
@@ -118,7 +118,7 @@ class CriticMonitor(ThresholdMonitor):
                 statistic="median",
             ),
             Rule(
-                "value/explained_variance",
+                "critic/explained_variance",
                 below=0.0,
                 for_rollouts=unexplained,
                 name="value_unexplained",
@@ -130,11 +130,11 @@ class CriticMonitor(ThresholdMonitor):
         self.lowest, self.highest, self.patience, self.warmup = lowest, highest, patience, warmup
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        if not math.isfinite(metrics.get("value/outside", math.nan)):
+        if not math.isfinite(metrics.get("critic/value_outside_frac", math.nan)):
             return
         for rule in self._always:
             yield from self.apply(rule)
-        values = (self.history.median(key, self.patience) for key in ("value/incorrect", "value/correct"))
+        values = (self.history.median(key, self.patience) for key in ("critic/value_incorrect", "critic/value_correct"))
         distances = (abs(v - min(max(v, self.lowest), self.highest)) for v in values if v is not None)
         far_off = max(distances, default=0.0) > self.highest - self.lowest
         if step <= self.warmup and not far_off:

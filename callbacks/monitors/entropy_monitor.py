@@ -37,7 +37,8 @@ ENTROPY_COLLAPSE = DiagnosisKind(
 class EntropyMonitor(Monitor):
     """Mean next-token entropy H of the policy against that of the untouched model, H_ini.
 
-    H_ini is ``entropy/initial`` where the module measures it (GTPO's rule does), else the mean of ``entropy/sequence``
+    H_ini is ``policy/entropy_initial`` where the module measures it (GTPO's rule does), else the mean of
+    ``policy/entropy_sequence``
     over the first rollouts until ``initial_prompts`` prompts were seen, at most ``initial_rollouts`` of them, since
     later ones are no longer those of the untouched model.
 
@@ -62,7 +63,7 @@ class EntropyMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("entropy", "reward", "groups/all_wrong")
+    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "reward", "groups/all_wrong_frac")
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
         FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
@@ -97,8 +98,8 @@ class EntropyMonitor(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         self._measure_initial(metrics)
-        initial, now = self.initial_entropy, self.history.median("entropy", self.smooth)
-        if initial is None or now is None or self.history.count("entropy") < self.smooth:
+        initial, now = self.initial_entropy, self.history.median("policy/entropy", self.smooth)
+        if initial is None or now is None or self.history.count("policy/entropy") < self.smooth:
             return
         if now > self.high * initial:
             yield self._high("exceeds its bound", now, self.high * initial, initial)
@@ -109,10 +110,10 @@ class EntropyMonitor(Monitor):
         yield from self._low(step, initial)
 
     def _measure_initial(self, metrics: Mapping[str, float]) -> None:
-        if "entropy/initial" in metrics:
-            self.initial_entropy = metrics["entropy/initial"]
+        if "policy/entropy_initial" in metrics:
+            self.initial_entropy = metrics["policy/entropy_initial"]
             return
-        value = metrics.get("entropy/sequence", metrics.get("entropy", math.nan))
+        value = metrics.get("policy/entropy_sequence", metrics.get("policy/entropy", math.nan))
         enough = self._initial_groups >= self.initial_prompts or self._initial_seen >= self.initial_rollouts
         if enough or not math.isfinite(value):
             return
@@ -123,17 +124,17 @@ class EntropyMonitor(Monitor):
         self.initial_entropy = self._initial_sum / self._initial_groups
 
     def _high(self, what: str, now: float, bound: float, initial: float) -> Finding:
-        onset = self.history.began("entropy", lambda value: value > bound, self.step)
+        onset = self.history.began("policy/entropy", lambda value: value > bound, self.step)
         return self.finding(
             "entropy_high",
             "warning",
             f"entropy {what}: {now:.3g} nats, {initial:.3g} in the beginning",
-            ("entropy", self.smooth, now, bound, initial),
+            ("policy/entropy", self.smooth, now, bound, initial),
             onset=onset,
         )
 
     def _rising(self, now: float, initial: float) -> Iterable[Finding]:
-        slope = self.history.slope("entropy", self.trend)
+        slope = self.history.slope("policy/entropy", self.trend)
         if slope is None or slope <= 0 or now <= initial:
             return
         ahead, bound = now + slope * self.horizon, self.high * initial
@@ -142,26 +143,28 @@ class EntropyMonitor(Monitor):
                 "entropy_rising",
                 "info",
                 f"entropy rises by {slope:.2g} nats a rollout and passes {bound:.3g} within {self.horizon} rollouts",
-                ("entropy", self.trend, ahead, bound, now),
+                ("policy/entropy", self.trend, ahead, bound, now),
                 onset=self.step - self.trend,
             )
 
     def _low(self, step: int, initial: float) -> Iterable[Finding]:
         bound = max(self.low * initial, self.floor)
-        if not self.history.holds("entropy", self.patience, lambda value: value < bound):
+        if not self.history.holds("policy/entropy", self.patience, lambda value: value < bound):
             return
-        wrong = self.history.mean("groups/all_wrong", self.patience) or 0.0
+        wrong = self.history.mean("groups/all_wrong_frac", self.patience) or 0.0
         unsolved = wrong > self.unsolved or self.history.fallen("reward")
-        now = self.history.mean("entropy", self.patience) or 0.0
-        evidence: list[tuple[str, int, float, float, float | None]] = [("entropy", self.patience, now, bound, initial)]
+        now = self.history.mean("policy/entropy", self.patience) or 0.0
+        evidence: list[tuple[str, int, float, float, float | None]] = [
+            ("policy/entropy", self.patience, now, bound, initial)
+        ]
         if wrong > self.unsolved:
-            evidence.append(("groups/all_wrong", self.patience, wrong, self.unsolved, None))
+            evidence.append(("groups/all_wrong_frac", self.patience, wrong, self.unsolved, None))
         yield self.finding(
             "entropy_low",
             "critical" if unsolved else "info",
             f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts"
             + (" while prompts are left unsolved" if unsolved else ", on prompts that are solved"),
             *evidence,
-            onset=self.history.began("entropy", lambda value: value < bound, step),
+            onset=self.history.began("policy/entropy", lambda value: value < bound, step),
             remedies=None if unsolved else ("take harder prompts, or end the run",),
         )

@@ -47,10 +47,10 @@ class GradientNormMonitor(ThresholdMonitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = (
-        "grad_norm",
+        "optim/grad_norm",
         "critic/grad_norm",
-        "update_size",
-        "groups/zero_gradient",
+        "optim/update_to_weight_ratio",
+        "groups/zero_std_frac",
         "reward",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
@@ -98,7 +98,7 @@ class GradientNormMonitor(ThresholdMonitor):
     ) -> None:
         positive("GradientNormMonitor", window=window, spikes=spikes, patience=patience, skip=skip, update=update)
         rule = Rule(
-            "grad_norm",
+            "optim/grad_norm",
             below=vanished,
             of="usual",
             reference_rollouts=window,
@@ -119,31 +119,31 @@ class GradientNormMonitor(ThresholdMonitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._non_finite(step, metrics)
-        for key in ("grad_norm", "critic/grad_norm"):
+        for key in ("optim/grad_norm", "critic/grad_norm"):
             yield from self._spikes(key, step)
-        flat = self.history.mean("groups/zero_gradient", self.vanished_patience)
+        flat = self.history.mean("groups/zero_std_frac", self.vanished_patience)
         # Without rewards that differ there is nothing that a gradient could come from.
         if flat is None or flat <= 0.9:
             yield from super().check(step, metrics)
-        size = self.history.now("update_size", step)
+        size = self.history.now("optim/update_to_weight_ratio", step)
         if size is not None and size > self.update:
             yield self.finding(
                 "updates_too_large",
                 "critical"
-                if self.history.holds("update_size", self.patience, lambda v: v > self.update)
+                if self.history.holds("optim/update_to_weight_ratio", self.patience, lambda v: v > self.update)
                 else "warning",
                 f"an optimizer step moves the weights by {size:.1%} of their norm",
-                ("update_size", 1, size, self.update),
-                onset=self.history.began("update_size", lambda value: value > self.update, step),
+                ("optim/update_to_weight_ratio", 1, size, self.update),
+                onset=self.history.began("optim/update_to_weight_ratio", lambda value: value > self.update, step),
             )
 
     def _non_finite(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        watched = ("loss", "grad_norm", "critic/grad_norm", "entropy", "reward")
+        watched = ("loss", "optim/grad_norm", "critic/grad_norm", "policy/entropy", "reward")
         bad = [key for key in watched if not math.isfinite(metrics.get(key, 0.0))]
         self._bad = self._bad + 1 if bad else 0
         if bad:
             # Entropy comes from the forward pass alone: if that is no number, skipping the step does not help.
-            lost = "entropy" in bad or self._bad >= self.lasts
+            lost = "policy/entropy" in bad or self._bad >= self.lasts
             yield self.finding(
                 "non_finite",
                 "critical" if lost else "warning",
@@ -171,7 +171,7 @@ class GradientNormMonitor(ThresholdMonitor):
     def veto_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> str | None:
         """Say why the optimizer step that is about to be taken should be left out; None lets it be taken."""
         reasons = []
-        for key in ("grad_norm", "critic/grad_norm"):
+        for key in ("optim/grad_norm", "critic/grad_norm"):
             norm, known = metrics.get(key), self._norms.setdefault(key, [])
             if norm is None or not math.isfinite(norm):
                 continue

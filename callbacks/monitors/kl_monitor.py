@@ -26,7 +26,7 @@ class KLMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("kl/ref_k3", "entropy", "reward")
+    keys: ClassVar[tuple[str, ...]] = ("policy/kl_ref_k3", "policy/entropy", "reward")
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
             "kl_late",
@@ -50,8 +50,8 @@ class KLMonitor(Monitor):
         self.growth, self.window, self.entropy, self.lost, self.smooth = growth, window, entropy, lost, smooth
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        kl = self.history.then_and_now("kl/ref_k3", self.smooth, self.window)
-        entropy = self.history.then_and_now("entropy", self.smooth, self.window)
+        kl = self.history.then_and_now("policy/kl_ref_k3", self.smooth, self.window)
+        entropy = self.history.then_and_now("policy/entropy", self.smooth, self.window)
         if kl is None or entropy is None or kl[1] <= self.growth * kl[0]:
             return
         moved = abs(entropy[1] - entropy[0]) > self.entropy * entropy[0]
@@ -60,6 +60,6 @@ class KLMonitor(Monitor):
                 "kl_late",
                 "info",
                 "late confirmation: KL to the reference rises after entropy and reward have turned",
-                ("kl/ref_k3", self.window, kl[1], self.growth * kl[0], kl[0]),
+                ("policy/kl_ref_k3", self.window, kl[1], self.growth * kl[0], kl[0]),
                 onset=step - self.window,
             )

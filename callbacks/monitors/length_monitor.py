@@ -50,7 +50,14 @@ class LengthMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("length", "length/correct", "length/incorrect", "truncated", "reward", "entropy")
+    keys: ClassVar[tuple[str, ...]] = (
+        "completions/length",
+        "completions/correct_length",
+        "completions/incorrect_length",
+        "completions/truncated_frac",
+        "reward",
+        "policy/entropy",
+    )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("length_growing", LENGTH_EXPLOSION, 600, REMEDIES_LONG),
         FindingKind(
@@ -111,64 +118,71 @@ class LengthMonitor(Monitor):
         return 0.0 if now is None or then is None else now - then
 
     def _change(self, step: int) -> Iterable[Finding]:
-        size = min(self.trend, self.history.count("length"))
+        size = min(self.trend, self.history.count("completions/length"))
         # Medians of three need earlier values to be compared with.
         if size < max(self.patience, 6):
             return
-        now = self.history.median("length", 3)
-        values = self.history.window("length", size)
+        now = self.history.median("completions/length", 3)
+        values = self.history.window("completions/length", size)
         assert now is not None
-        low = min(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
-        high = max(self.history.median("length", 3, back) or 0.0 for back in range(3, size - 2))
+        low = min(self.history.median("completions/length", 3, back) or 0.0 for back in range(3, size - 2))
+        high = max(self.history.median("completions/length", 3, back) or 0.0 for back in range(3, size - 2))
         (lost, _), fallen = self.history.fall("reward"), self.history.fallen("reward", errors=5.0)
-        cut = self.history.median("truncated", 3) or 0.0
+        cut = self.history.median("completions/truncated_frac", 3) or 0.0
         if low and now > self.growth * low and self._reward_gain(size) < self.flat:
             bad = fallen or cut > self.truncation_once
-            start = self.history.steps["length"][-size:][values.index(min(values))]
+            start = self.history.steps["completions/length"][-size:][values.index(min(values))]
             yield self.finding(
                 "length_growing",
                 "critical" if bad else "warning",
                 f"completions grew from {low:.3g} to {now:.3g} tokens and the reward did not",
-                ("length", size, now, self.growth * low, low),
+                ("completions/length", size, now, self.growth * low, low),
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
             )
         if now < self.floor or now < self.fall * high:
-            start = self.history.steps["length"][-size:][values.index(max(values))]
+            start = self.history.steps["completions/length"][-size:][values.index(max(values))]
             yield self.finding(
                 "length_falling",
                 "critical" if fallen else "info",
                 f"completions shrank from {high:.3g} to {now:.3g} tokens",
-                ("length", size, now, max(self.floor, self.fall * high), high),
+                ("completions/length", size, now, max(self.floor, self.fall * high), high),
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
             )
 
     def _sudden(self, step: int) -> Iterable[Finding]:
         """Look for growth into the limit with rising entropy, whatever the reward says: it may pay for length."""
-        history, size = self.history, min(self.sudden_within, self.history.count("length") - 3)
-        if size < 5 or history.count("entropy") < size + 3:
+        history, size = self.history, min(self.sudden_within, self.history.count("completions/length") - 3)
+        if size < 5 or history.count("policy/entropy") < size + 3:
             return
-        now, cut = history.median("length", 3) or 0.0, history.median("truncated", 3) or 0.0
-        unsure = history.median("entropy", 3) or 0.0
+        now, cut = (
+            history.median("completions/length", 3) or 0.0,
+            history.median("completions/truncated_frac", 3) or 0.0,
+        )
+        unsure = history.median("policy/entropy", 3) or 0.0
         low, calm = (
-            min(history.median(key, 3, back) or 0.0 for back in range(3, size + 1)) for key in ("length", "entropy")
+            min(history.median(key, 3, back) or 0.0 for back in range(3, size + 1))
+            for key in ("completions/length", "policy/entropy")
         )
         if now > self.sudden * low and cut > self.truncation_sudden and unsure > self.sudden_entropy * calm:
             yield self.finding(
                 "length_growing",
                 "critical",
                 f"completions grow into the limit: {low:.3g} to {now:.3g} tokens, {cut:.0%} cut, and entropy rises",
-                ("length", size, now, self.sudden * low, low),
-                ("truncated", 3, cut, self.truncation_sudden),
-                ("entropy", size, unsure, self.sudden_entropy * calm, calm),
-                onset=history.began("truncated", lambda value: value > 0, step),
+                ("completions/length", size, now, self.sudden * low, low),
+                ("completions/truncated_frac", 3, cut, self.truncation_sudden),
+                ("policy/entropy", size, unsure, self.sudden_entropy * calm, calm),
+                onset=history.began("completions/truncated_frac", lambda value: value > 0, step),
                 remedies=("check that no reward pays for length", *REMEDIES_LONG),
             )
 
     def _gap(self, step: int) -> Iterable[Finding]:
-        right, wrong = self.history.median("length/correct", 10), self.history.median("length/incorrect", 10)
-        if right is None or wrong is None or self.history.count("length/correct") < self.patience:
+        right, wrong = (
+            self.history.median("completions/correct_length", 10),
+            self.history.median("completions/incorrect_length", 10),
+        )
+        if right is None or wrong is None or self.history.count("completions/correct_length") < self.patience:
             return
         gap = wrong - right
         if gap > self.gap * right:
@@ -176,10 +190,12 @@ class LengthMonitor(Monitor):
                 "length_gap",
                 "warning",
                 f"incorrect completions are {gap:.3g} tokens longer than correct ones",
-                ("length/incorrect - length/correct", 10, gap, self.gap * right),
+                ("completions/incorrect_length - completions/correct_length", 10, gap, self.gap * right),
             )
             return
-        rights, wrongs = (self.history.then_and_now(f"length/{s}", 10, self.trend) for s in ("correct", "incorrect"))
+        rights, wrongs = (
+            self.history.then_and_now(f"completions/{s}_length", 10, self.trend) for s in ("correct", "incorrect")
+        )
         if rights is None or wrongs is None:
             return
         before = wrongs[0] - rights[0]
@@ -188,15 +204,15 @@ class LengthMonitor(Monitor):
                 "length_gap",
                 "info",
                 f"incorrect completions grow while the reward is flat: {gap:.3g} tokens longer, {before:.3g} before",
-                ("length/incorrect - length/correct", self.trend, gap, 1.2 * before, before),
+                ("completions/incorrect_length - completions/correct_length", self.trend, gap, 1.2 * before, before),
                 onset=step - self.trend,
             )
 
     def _truncated(self, step: int) -> Iterable[Finding]:
-        now = self.history.now("truncated", step)
+        now = self.history.now("completions/truncated_frac", step)
         if now is None:
             return
-        lasting = self.history.holds("truncated", self.patience, lambda value: value > self.truncation)
+        lasting = self.history.holds("completions/truncated_frac", self.patience, lambda value: value > self.truncation)
         if now > self.truncation_once or lasting:
             bound = self.truncation_once if now > self.truncation_once else self.truncation
             remedies = ["raise the length limit (max_new_tokens)", "add a soft penalty on overlong completions"]
@@ -207,7 +223,7 @@ class LengthMonitor(Monitor):
                 "truncated",
                 "warning",
                 f"{now:.0%} of the completions hit the length limit",
-                ("truncated", self.patience if lasting else 1, now, bound),
-                onset=self.history.began("truncated", lambda value: value > self.truncation, step),
+                ("completions/truncated_frac", self.patience if lasting else 1, now, bound),
+                onset=self.history.began("completions/truncated_frac", lambda value: value > self.truncation, step),
                 remedies=tuple(remedies),
             )

@@ -54,7 +54,11 @@ class MismatchMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("mismatch/logprob", "mismatch/prob_max", "mismatch/k3")
+    keys: ClassVar[tuple[str, ...]] = (
+        "sampler_mismatch/logprob_abs_diff",
+        "sampler_mismatch/prob_abs_diff_max",
+        "sampler_mismatch/kl_k3",
+    )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("sampler_mismatch", SAMPLER_MISMATCH, 200, REMEDIES),
         FindingKind("impossible_tokens", SAMPLER_MISMATCH, 210, REMEDIES),
@@ -108,19 +112,21 @@ class MismatchMonitor(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._plumbing(metrics)
-        if "mismatch/logprob" not in metrics:
+        if "sampler_mismatch/logprob_abs_diff" not in metrics:
             return
         if self._first_gap is None and step == 1:
-            self._first_gap = metrics["mismatch/logprob"]
-        stale = metrics.get("staleness", 0.0) > 0
+            self._first_gap = metrics["sampler_mismatch/logprob_abs_diff"]
+        stale = metrics.get("rollout/staleness", 0.0) > 0
         left = self._bounds_left(metrics)
         if not stale:
             left += self._grown()
         if left:
-            starved = metrics.get("mismatch/ess", 1.0) < self.ess_stop
-            known = self.history.window("mismatch/logprob", self.memory)
+            starved = metrics.get("sampler_mismatch/ess", 1.0) < self.ess_stop
+            known = self.history.window("sampler_mismatch/logprob_abs_diff", self.memory)
             usual = min(known)
-            onset = self.history.began("mismatch/logprob", lambda value: value > max(3 * usual, self.least), step)
+            onset = self.history.began(
+                "sampler_mismatch/logprob_abs_diff", lambda value: value > max(3 * usual, self.least), step
+            )
             names = ", ".join(e.metric.partition("/")[2] for e in left)
             yield self.finding(
                 "sampler_mismatch",
@@ -131,13 +137,13 @@ class MismatchMonitor(Monitor):
                 # Old weights are meant where rollouts are stale: to correct for them is then the first remedy.
                 remedies=REMEDIES[-1:] + REMEDIES[:-1] if stale else None,
             )
-        share = metrics.get("mismatch/impossible", 0.0)
+        share = metrics.get("sampler_mismatch/impossible_frac", 0.0)
         if share > 0:
             yield self.finding(
                 "impossible_tokens",
                 "critical" if share > self.impossible and not stale else "warning",
                 f"{share:.2%} of the tokens were likely for the engine and impossible for the learner",
-                ("mismatch/impossible", 1, share, self.impossible),
+                ("sampler_mismatch/impossible_frac", 1, share, self.impossible),
             )
 
     def _bounds_left(self, metrics: Mapping[str, float]) -> list[Evidence]:
@@ -148,42 +154,48 @@ class MismatchMonitor(Monitor):
                 found.append(Evidence(key, window, value, low if value < low else high))
 
         inf, nan = math.inf, math.nan
-        mean, square = metrics.get("mismatch/weight", nan), metrics.get("mismatch/weight_sq", nan)
-        outside("mismatch/weight", mean, *self.weight)
-        outside("mismatch/weight_std", math.sqrt(max(0.0, square - mean * mean)), -inf, self.weight_std)
-        outside("mismatch/ess", metrics.get("mismatch/ess", nan), self.ess, inf)
-        outside("mismatch/k1", metrics.get("mismatch/k1", nan), -self.kl, self.kl)
-        outside("mismatch/k3", metrics.get("mismatch/k3", nan), -self.kl, self.kl)
-        outside("mismatch/chi2_token", metrics.get("mismatch/chi2_token", nan), -inf, self.chi2)
-        learner, sampler = (metrics.get(f"mismatch/{side}_perplexity", nan) for side in ("learner", "sampler"))
-        outside("mismatch/perplexity_ratio", learner / sampler, *self.perplexity)
-        if self.history.holds("mismatch/prob_max", self.patience, lambda value: value > self.prob_max):
-            outside("mismatch/prob_max", metrics.get("mismatch/prob_max", nan), -inf, self.prob_max, self.patience)
+        mean, square = metrics.get("sampler_mismatch/weight", nan), metrics.get("sampler_mismatch/weight_sq", nan)
+        outside("sampler_mismatch/weight", mean, *self.weight)
+        outside("sampler_mismatch/weight_std", math.sqrt(max(0.0, square - mean * mean)), -inf, self.weight_std)
+        outside("sampler_mismatch/ess", metrics.get("sampler_mismatch/ess", nan), self.ess, inf)
+        outside("sampler_mismatch/kl_k1", metrics.get("sampler_mismatch/kl_k1", nan), -self.kl, self.kl)
+        outside("sampler_mismatch/kl_k3", metrics.get("sampler_mismatch/kl_k3", nan), -self.kl, self.kl)
+        outside("sampler_mismatch/chi2_token", metrics.get("sampler_mismatch/chi2_token", nan), -inf, self.chi2)
+        learner, sampler = (metrics.get(f"sampler_mismatch/{side}_perplexity", nan) for side in ("learner", "sampler"))
+        outside("sampler_mismatch/perplexity_ratio", learner / sampler, *self.perplexity)
+        if self.history.holds("sampler_mismatch/prob_abs_diff_max", self.patience, lambda value: value > self.prob_max):
+            outside(
+                "sampler_mismatch/prob_abs_diff_max",
+                metrics.get("sampler_mismatch/prob_abs_diff_max", nan),
+                -inf,
+                self.prob_max,
+                self.patience,
+            )
         return found
 
     def _grown(self) -> list[Evidence]:
         if self._first_gap is None:
             return []
         bound = max(self.growth * self._first_gap, self.least)
-        if not self.history.holds("mismatch/logprob", self.patience, lambda value: value > bound):
+        if not self.history.holds("sampler_mismatch/logprob_abs_diff", self.patience, lambda value: value > bound):
             return []
-        now = self.history.mean("mismatch/logprob", self.patience) or 0.0
-        return [Evidence("mismatch/logprob", self.patience, now, bound, self._first_gap)]
+        now = self.history.mean("sampler_mismatch/logprob_abs_diff", self.patience) or 0.0
+        return [Evidence("sampler_mismatch/logprob_abs_diff", self.patience, now, bound, self._first_gap)]
 
     def _plumbing(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        missing = metrics.get("tokens/missing", 0.0)
+        missing = metrics.get("sanity/missing_tokens_frac", 0.0)
         if missing != 0:
             yield self.finding(
                 "tokens_missing",
                 "critical",
                 f"{missing:.1%} of the generated tokens are not in the learner's mask",
-                ("tokens/missing", 1, missing, 0.0),
+                ("sanity/missing_tokens_frac", 1, missing, 0.0),
             )
-        mixed = metrics.get("groups/mixed_prompts", 0.0)
+        mixed = metrics.get("sanity/mixed_prompts_frac", 0.0)
         if mixed != 0:
             yield self.finding(
                 "groups_mixed",
                 "critical",
                 f"{mixed:.1%} of the completions are in a group of another prompt",
-                ("groups/mixed_prompts", 1, mixed, 0.0),
+                ("sanity/mixed_prompts_frac", 1, mixed, 0.0),
             )

@@ -46,13 +46,13 @@ class RatioMonitor(ThresholdMonitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = (
-        "ratio/gap",
-        "kl/old_k3",
-        "clip/low",
-        "clip/high",
+        "policy/ratio_gap",
+        "policy/approx_kl_k3",
+        "policy/clip_frac/low",
+        "policy/clip_frac/high",
         "policy/delta_prob_abs",
-        "optimizer_steps",
-        "skipped_steps",
+        "optim/steps",
+        "optim/skipped_steps",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("first_update_ratio", PLUMBING_RATIO, 240, REMEDIES_FAULT),
@@ -82,7 +82,7 @@ class RatioMonitor(ThresholdMonitor):
                 name="policy_change",
                 text="the policy moves far on one rollout: {key} {value:.2g}",
             )
-            for key, bound in (("ratio/gap", gap), ("kl/old_k3", kl))
+            for key, bound in (("policy/ratio_gap", gap), ("policy/approx_kl_k3", kl))
         ]
         self._clip_rules = {
             side: Rule(
@@ -92,10 +92,13 @@ class RatioMonitor(ThresholdMonitor):
                 severity="info",
                 name="clipping",
                 text="{value:.1%} of the tokens are stopped at {key}",
-                remedies=(*REMEDIES, "if rare tokens are clipped (clip/old_prob is low): clip_high 0.28, or cispo"),
+                remedies=(
+                    *REMEDIES,
+                    "if rare tokens are clipped (policy/clipped_old_prob is low): clip_high 0.28, or cispo",
+                ),
                 statistic="median",
             )
-            for side in ("clip/low", "clip/high")
+            for side in ("policy/clip_frac/low", "policy/clip_frac/high")
         }
         super().__init__([*self._change_rules, *self._clip_rules.values()], actions)
         self.first_gap, self.double_within, self.delta = first_gap, double_within, delta
@@ -111,26 +114,26 @@ class RatioMonitor(ThresholdMonitor):
     def _had_one_update(self, step: int) -> bool:
         """Whether this rollout had at most one optimizer step. False where that is not logged."""
         taken = 0.0
-        for key in ("optimizer_steps", "skipped_steps"):
+        for key in ("optim/steps", "optim/skipped_steps"):
             values = self.history.window(key, 2)
             if len(values) == 2:
                 taken += values[1] - values[0]
-            elif key == "optimizer_steps" and not (values and step == 1):
+            elif key == "optim/steps" and not (values and step == 1):
                 return False
             elif values:
                 taken += values[0]
         return taken <= 1
 
     def _faults(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        gap = metrics.get("ratio/gap", 0.0)
+        gap = metrics.get("policy/ratio_gap", 0.0)
         if not gap <= self.first_gap:
             yield self.finding(
                 "first_update_ratio",
                 "critical",
                 f"the ratio of the first update is not 1: mean |ratio - 1| is {gap:.2g}",
-                ("ratio/gap", 1, gap, self.first_gap),
+                ("policy/ratio_gap", 1, gap, self.first_gap),
             )
-        for side in ("clip/low", "clip/high"):
+        for side in ("policy/clip_frac/low", "policy/clip_frac/high"):
             share = metrics.get(side, 0.0)
             if share > 0:
                 yield self.finding(
@@ -157,8 +160,11 @@ class RatioMonitor(ThresholdMonitor):
             )
 
     def _clipping(self) -> Iterable[Finding]:
-        low, high = (self.history.median(side, self.patience) or 0.0 for side in ("clip/low", "clip/high"))
-        for side, share, other in (("clip/low", low, high), ("clip/high", high, low)):
+        low, high = (
+            self.history.median(side, self.patience) or 0.0
+            for side in ("policy/clip_frac/low", "policy/clip_frac/high")
+        )
+        for side, share, other in (("policy/clip_frac/low", low, high), ("policy/clip_frac/high", high, low)):
             if stopped := self.apply(self._clip_rules[side]):
                 yield from stopped
                 return

@@ -24,7 +24,11 @@ class RepetitionMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("repetition", "repetition/run", "repetition/top_token")
+    keys: ClassVar[tuple[str, ...]] = (
+        "completions/repetition_frac",
+        "completions/longest_run_frac",
+        "completions/top_token_frac",
+    )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
             "repetition",
@@ -47,7 +51,11 @@ class RepetitionMonitor(Monitor):
     ) -> None:
         super().__init__(actions)
         positive("RepetitionMonitor", repeated=repeated, run=run, top_token=top_token, patience=patience)
-        self.bounds = {"repetition": repeated, "repetition/run": run, "repetition/top_token": top_token}
+        self.bounds = {
+            "completions/repetition_frac": repeated,
+            "completions/longest_run_frac": run,
+            "completions/top_token_frac": top_token,
+        }
         self.patience = patience
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:

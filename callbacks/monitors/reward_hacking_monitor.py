@@ -10,7 +10,7 @@ from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
-NO_TERMS = ("reward/std", "reward/contradiction")
+NO_TERMS = ("reward/std", "sanity/reward_contradiction_frac")
 """Metrics that are named like a term of the reward and are none."""
 REMEDIES = (
     "read 20 completions with a high reward: what do they have in common?",

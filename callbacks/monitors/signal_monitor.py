@@ -53,14 +53,14 @@ class SignalMonitor(ThresholdMonitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = (
-        "groups/zero_gradient",
-        "groups/all_correct",
-        "groups/all_wrong",
+        "groups/zero_std_frac",
+        "groups/all_correct_frac",
+        "groups/all_wrong_frac",
         "groups/count",
         "groups/equal_pairs",
-        "reward/contradiction",
-        "advantage/contradiction",
-        "advantage/inverted",
+        "sanity/reward_contradiction_frac",
+        "sanity/advantage_contradiction_frac",
+        "sanity/inverted_advantage_frac",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
@@ -115,7 +115,7 @@ class SignalMonitor(ThresholdMonitor):
     ) -> None:
         positive("SignalMonitor", zero_gradient=zero_gradient, patience=patience, smooth=smooth, pairs=pairs)
         rule = Rule(
-            "advantage/inverted",
+            "sanity/inverted_advantage_frac",
             above=inverted,
             for_rollouts=smooth,
             severity="critical",
@@ -129,28 +129,28 @@ class SignalMonitor(ThresholdMonitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._groups(step)
-        yield from self._noise("reward/contradiction", "rewards")
+        yield from self._noise("sanity/reward_contradiction_frac", "rewards")
         # With a critic its values are in the advantages, and contradictions are the CriticMonitor's concern.
-        if not math.isfinite(metrics.get("value/outside", math.nan)):
-            yield from self._noise("advantage/contradiction", "advantages")
+        if not math.isfinite(metrics.get("critic/value_outside_frac", math.nan)):
+            yield from self._noise("sanity/advantage_contradiction_frac", "advantages")
         yield from super().check(step, metrics)
         yield from self._failures(metrics)
 
     def _groups(self, step: int) -> Iterable[Finding]:
         history, size = self.history, self.smooth
-        if history.count("groups/zero_gradient") < size:
+        if history.count("groups/zero_std_frac") < size:
             return
-        zero, wrong = history.median("groups/zero_gradient", size), history.median("groups/all_wrong", size)
-        right = history.median("groups/all_correct", size)
+        zero, wrong = history.median("groups/zero_std_frac", size), history.median("groups/all_wrong_frac", size)
+        right = history.median("groups/all_correct_frac", size)
         assert zero is not None
         if wrong is not None and wrong > self.all_wrong:
-            lasts = history.holds("groups/all_wrong", self.patience, lambda value: value > self.hopeless)
+            lasts = history.holds("groups/all_wrong_frac", self.patience, lambda value: value > self.hopeless)
             yield self.finding(
                 "all_wrong",
                 "critical" if lasts else "warning",
                 f"{wrong:.0%} of the groups have no completion with a reward",
-                ("groups/all_wrong", size, wrong, self.hopeless if lasts else self.all_wrong),
-                onset=history.began("groups/all_wrong", lambda value: value > self.all_wrong, step),
+                ("groups/all_wrong_frac", size, wrong, self.hopeless if lasts else self.all_wrong),
+                onset=history.began("groups/all_wrong_frac", lambda value: value > self.all_wrong, step),
             )
         elif zero > self.zero_gradient:
             solved = right is not None and right > zero / 2
@@ -159,8 +159,8 @@ class SignalMonitor(ThresholdMonitor):
                 "info" if solved else "warning",
                 f"{zero:.0%} of the groups have equal rewards and no gradient"
                 + (", most of them because they are solved" if solved else ""),
-                ("groups/zero_gradient", size, zero, self.zero_gradient),
-                onset=history.began("groups/zero_gradient", lambda value: value > self.zero_gradient, step),
+                ("groups/zero_std_frac", size, zero, self.zero_gradient),
+                onset=history.began("groups/zero_std_frac", lambda value: value > self.zero_gradient, step),
             )
         groups = history.last("groups/count")
         if groups is not None and groups * (1 - zero) < self.batch:
@@ -191,7 +191,7 @@ class SignalMonitor(ThresholdMonitor):
 
     def _failures(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
         for key, value in sorted(metrics.items()):
-            if key.startswith(("timeouts/", "failed/")) and value > self.failures:
+            if key.startswith(("reward_errors/timeout_frac/", "reward_errors/failed_frac/")) and value > self.failures:
                 yield self.finding(
                     "reward_failures",
                     "critical" if value > 0.5 else "warning",

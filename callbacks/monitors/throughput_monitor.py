@@ -35,7 +35,7 @@ class ThroughputMonitor(ThresholdMonitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("tokens_per_second", "memory/peak", *PHASES)
+    keys: ClassVar[tuple[str, ...]] = ("time/tokens_per_second", "memory/peak_gib", *PHASES)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
             "slow", SLOW_DOWN, 730, ("look at the phase that grew", "compare with the length of the completions")
@@ -54,7 +54,7 @@ class ThroughputMonitor(ThresholdMonitor):
     ) -> None:
         positive("ThroughputMonitor", slow=slow, patience=patience, window=window, growth=growth, trend=trend)
         rule = Rule(
-            "tokens_per_second",
+            "time/tokens_per_second",
             below=slow,
             of="usual",
             reference_rollouts=window,
@@ -84,14 +84,16 @@ class ThroughputMonitor(ThresholdMonitor):
 
     def _memory(self, step: int) -> Iterable[Finding]:
         half = self.trend // 2
-        if self.history.count("memory/peak") < self.trend:
+        if self.history.count("memory/peak_gib") < self.trend:
             return
-        now, middle, then = (self.history.median("memory/peak", 5, back) or 0.0 for back in (0, half - 5, 2 * half - 5))
+        now, middle, then = (
+            self.history.median("memory/peak_gib", 5, back) or 0.0 for back in (0, half - 5, 2 * half - 5)
+        )
         if now > (1 + self.growth) * middle and middle > (1 + self.growth) * then:
             yield self.finding(
                 "memory",
                 "warning",
                 f"peak memory grows steadily: {now:.3g} GiB, {then:.3g} GiB {self.trend} rollouts ago",
-                ("memory/peak", self.trend, now, (1 + self.growth) * middle, then),
+                ("memory/peak_gib", self.trend, now, (1 + self.growth) * middle, then),
                 onset=step - self.trend,
             )

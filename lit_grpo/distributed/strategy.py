@@ -181,10 +181,10 @@ def data_mesh(
         )
     if needs_score_norms:
         raise UserError(
-            "bstar_weights: given needs the gradient norm of every single completion, which sharded weights do not "
-            "have: their gradients are summed over ranks as they are made",
-            where="model.objective.bstar_weights",
-            remedy="set bstar_weights to length, logit or token_level, or use `strategy: ddp`",
+            "optimal_baseline_weights: given needs the gradient norm of every single completion, which sharded "
+            "weights do not have: their gradients are summed over ranks as they are made",
+            where="model.objective.optimal_baseline_weights",
+            remedy="set optimal_baseline_weights to length, logit or token_level, or use `strategy: ddp`",
         )
     plain = not isinstance(strategy, FSDP2Strategy)
     if plain and config.cpu_offload:

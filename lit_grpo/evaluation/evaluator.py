@@ -85,7 +85,7 @@ class _PartMeters:
         self.part = graded.part
         n, ks = batch.group_size, graded.part.ks
         self.means = PromptMean(
-            ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated", "no_answer"]
+            ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated_frac", "no_answer_frac"]
         )
         has_verdicts = graded.correct is not None
         self.pass_at_k = PassAtK(ks) if has_verdicts else None

@@ -30,7 +30,7 @@ def _cells(metrics: dict[str, float]) -> dict[str, str]:
         names = [f"pass@{last}", f"maj@{last}"]
         names += [key for key in metrics if key.startswith(f"best@{last}/") and not key.endswith("/se")]
         cells |= {key: _share(metrics, key) for key in names if key in metrics}
-    for key in ("truncated", "no_answer"):
+    for key in ("truncated_frac", "no_answer_frac"):
         if key in metrics:
             cells[key.replace("_", " ")] = f"{100 * metrics[key]:.1f}"
     if "reward" in metrics:

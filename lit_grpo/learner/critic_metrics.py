@@ -37,8 +37,8 @@ def critic_after_update(
     positive = (objective.rewards(experience, state)[0] > 0)[:, None]
     error = masked(returns - values, mask)
     return {
-        "value/correct_after": mean_of(values, mask & positive),
-        "value/incorrect_after": mean_of(values, mask & ~positive),
-        "value/error_after": mean_of(error, mask),
-        "value/error_sq_after": mean_of(error * error, mask),
+        "critic/value_correct_after": mean_of(values, mask & positive),
+        "critic/value_incorrect_after": mean_of(values, mask & ~positive),
+        "critic/error_after": mean_of(error, mask),
+        "critic/error_sq_after": mean_of(error * error, mask),
     }

@@ -46,7 +46,7 @@ class OptimizerStep:
     pass_index: int = 0
     """Number of the pass over the same completions (Lopti takes two)."""
     warmup: bool = False
-    """Only the critic learns: the policy, and a trunk that it shares with the critic, stay untouched."""
+    """Only the critic learns: the policy, and a backbone that it shares with the critic, stay untouched."""
     routing: RoutingTable | None = None
     """Experts that every pass of the policy is to use; None: those that its routers choose."""
 
@@ -80,7 +80,7 @@ class ForwardRunner:
     policy: Policy
     reference: Policy | None = None
     critic: Critic | None = None
-    """A critic with a trunk of its own; otherwise values come from the policy's value head."""
+    """A critic with a backbone of its own; otherwise values come from the policy's value head."""
     micro_batches: Callable[[Rollout, Tensor], Iterator[Tensor]]
     """Cuts some completions of a rollout into micro-batches."""
     inputs: Callable[[Rollout, Tensor], PolicyInput]
@@ -280,11 +280,11 @@ class ForwardRunner:
         return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
 
     def _value_mode(self, wanted: bool) -> ValueMode:
-        """Return which weights get a gradient from the policy's value head: its own, the trunk's too, or none."""
+        """Return which weights get a gradient from the policy's value head: its own, the backbone's too, or none."""
         head = self.policy.value_head
         if head is None or not wanted:
             return "none"
-        return "head" if head.config.detach else "trunk"
+        return "head" if head.config.detach else "backbone"
 
     # ---------------------------------------------------------------------------------------------- values, ranks
 
@@ -339,7 +339,7 @@ def _router_metrics(
         return {}
     factor = objective.trust_region.router_factor(stats.router_logscores, plan.router_logscores_old)
     weights = plan.tokens if multiplicity is None else plan.tokens * multiplicity.to(factor)[:, None]
-    return {"router/factor": Sum((factor * weights).sum(), weights.sum())}
+    return {"policy/router_factor": Sum((factor * weights).sum(), weights.sum())}
 
 
 def _sampled_experts(batch: Rollout) -> list[Tensor]:

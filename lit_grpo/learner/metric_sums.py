@@ -89,10 +89,10 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     reward = rollout.reward.double()
     lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
     count = len(reward)
-    metrics.add("length", lengths.sum(), count)
-    metrics.maximum("length/max", lengths.max() if count else 0.0)
-    metrics.add("truncated", sum(c.truncated for c in rollout.completions), count)
-    metrics.add("empty", (lengths == 0).sum(), count)
+    metrics.add("completions/length", lengths.sum(), count)
+    metrics.maximum("completions/length_max", lengths.max() if count else 0.0)
+    metrics.add("completions/truncated_frac", sum(c.truncated for c in rollout.completions), count)
+    metrics.add("completions/empty_frac", (lengths == 0).sum(), count)
     # Solutions of the data were judged by no reward.
     if not rollout.rewards:
         return
@@ -101,15 +101,15 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     for name, values in rollout.rewards.items():
         metrics.add(f"reward/{name}", values.double().sum(), count)
     correct = reward > 0
-    metrics.add("length/correct", lengths[correct].sum(), correct.sum())
-    metrics.add("length/incorrect", lengths[~correct].sum(), (~correct).sum())
+    metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
+    metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
     if rollout.no_answer is not None:
-        metrics.add("no_answer", rollout.no_answer.sum(), count)
+        metrics.add("completions/no_answer_frac", rollout.no_answer.sum(), count)
     groups = reward.view(-1, rollout.group_size)
     flat = (groups == groups[:, :1]).all(1)
-    metrics.add("groups/zero_gradient", flat.sum(), len(groups))
-    metrics.add("groups/all_correct", (flat & (groups[:, 0] > 0)).sum(), len(groups))
-    metrics.add("groups/all_wrong", (flat & (groups[:, 0] <= 0)).sum(), len(groups))
+    metrics.add("groups/zero_std_frac", flat.sum(), len(groups))
+    metrics.add("groups/all_correct_frac", (flat & (groups[:, 0] > 0)).sum(), len(groups))
+    metrics.add("groups/all_wrong_frac", (flat & (groups[:, 0] <= 0)).sum(), len(groups))
     _add_sources(metrics, rollout)
 
 
@@ -119,4 +119,4 @@ def _add_sources(metrics: StepMetrics, rollout: Rollout) -> None:
     for source in rollout.sources:
         mine = torch.tensor([prompt.source == source for prompt in rollout.prompts])
         metrics.add(f"source/{source}/reward", reward[mine].sum(), mine.sum() * rollout.group_size)
-        metrics.add(f"source/{source}/share", mine.sum(), len(mine))
+        metrics.add(f"source/{source}/prompts_frac", mine.sum(), len(mine))

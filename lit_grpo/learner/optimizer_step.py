@@ -32,7 +32,7 @@ class OptimizerBundle:
     """An optimizer with what belongs to it."""
 
     prefix: str
-    """Prepended to the metric names of this optimizer: "" for the policy, "critic/" for the critic."""
+    """Prepended to the metric names of this optimizer: "optim/" for the policy, "critic/" for the critic."""
     optimizer: torch.optim.Optimizer
     scheduler: Any
     """Learning-rate schedule, stepped after each optimizer step."""
@@ -43,6 +43,11 @@ class OptimizerBundle:
     def weights(self) -> list[Tensor]:
         """Everything that this optimizer trains, in the order of its groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def seed_name(self) -> str:
+        """Name under which this optimizer's stochastic rounding is seeded; apart from the names of its metrics."""
+        return self.prefix.removeprefix("optim/")
 
     @property
     def lr(self) -> float:
@@ -108,7 +113,7 @@ class OptimizerStepper:
     """Sums over ranks; None for one process."""
     rank: int = 0
     guards: GuardConfig
-    probe_completions: int | None = None
+    zero_advantage_samples: int | None = None
     """Completions without gradient that go through the models in each step all the same; None: all of them."""
     max_skipped_steps: int = 10
     """The run stops after this many skipped steps in a row."""
@@ -157,7 +162,7 @@ class OptimizerStepper:
         for bundle in self.bundles:
             bundle.optimizer.zero_grad()
         loss = self._accumulate(batch, step, plan, metrics, first_update)
-        metrics.add("filter/dropped", (~plan.kept).sum(), len(step.rows))
+        metrics.add("completions/filtered_frac", (~plan.kept).sum(), len(step.rows))
         # Before any weight changes: gathered copies of sharded weights would survive the step, out of date.
         self.forward.reshard()
         if first_update is not None:
@@ -166,7 +171,7 @@ class OptimizerStepper:
         if plan.empty:
             self.counters.empty_steps += 1
             metrics.add("loss", 0.0)
-            metrics.maximum("grad_norm", 0.0)
+            metrics.maximum("optim/grad_norm", 0.0)
             return
         learning = self.bundles[1:] if step.warmup else self.bundles
         for bundle in learning:
@@ -227,7 +232,7 @@ class OptimizerStepper:
                 tokens = torch.tensor([len(batch.completions[i].token_ids) for i in chosen.tolist()])
                 weights = torch.ones(len(chosen), dtype=torch.float64) if multiplicity is None else multiplicity
                 entropies = stats.entropy.detach().sum(1) * to_device(weights, self.device)
-                metrics.add("entropy", entropies.sum(), (tokens * weights).sum())
+                metrics.add("policy/entropy", entropies.sum(), (tokens * weights).sum())
         return loss
 
     def _update_weights(self, bundles: Sequence[OptimizerBundle], metrics: StepMetrics, *, warmup: bool) -> None:
@@ -237,10 +242,12 @@ class OptimizerStepper:
         # Ranks hold different shards, so they must round with different random numbers, and sum what each measures.
         rank, reduce = (self.rank, self.reduce) if sharded else (0, None)
         for bundle in bundles:
-            with rounding_seed(bundle.optimizer, rng.derive_seed("round", rng.run_seed(), bundle.prefix, *steps, rank)):
+            with rounding_seed(
+                bundle.optimizer, rng.derive_seed("round", rng.run_seed(), bundle.seed_name, *steps, rank)
+            ):
                 bundle.optimizer.step()
             if (size := update_size(bundle.optimizer, reduce)) is not None:
-                metrics.add(f"{bundle.prefix}update_size", size)
+                metrics.add(f"{bundle.prefix}update_to_weight_ratio", size)
             bundle.scheduler.step()
         counters.optimizer_steps += not warmup
         counters.critic_steps += len(self.bundles) > 1
@@ -257,7 +264,7 @@ class OptimizerStepper:
     def _probe(self, batch: Rollout, step: OptimizerStep, inactive: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the completions without gradient that go through the models, and how many each stands for."""
         seed = rng.derive_seed("probe", rng.run_seed(), batch.index, step.update, step.pass_index)
-        return probe(batch, inactive, self.probe_completions, seed)
+        return probe(batch, inactive, self.zero_advantage_samples, seed)
 
     def _skip(self, reason: str) -> None:
         for bundle in self.bundles:

@@ -34,13 +34,13 @@ def add_audit_metrics(
         advantages: advantages of its tokens, [N, T].
         ranks: number of processes, each with its own prompts of the rollout.
     """
-    metrics.maximum("memory/peak", peak_memory(experience.lengths.device))
+    metrics.maximum("memory/peak_gib", peak_memory(experience.lengths.device))
     size, rewards = batch.group_size, batch.reward.tolist()
     generated = sum(len(c.token_ids) for c in batch.completions)
-    metrics.add("tokens/missing", generated - experience.lengths.sum(), generated)
+    metrics.add("sanity/missing_tokens_frac", generated - experience.lengths.sum(), generated)
     prompts = [p.id for p in batch.prompts for _ in range(size)]
     mixed_up = _completions_of_another_prompt(batch, experience.group_ids.tolist(), prompts)
-    metrics.add("groups/mixed_prompts", mixed_up, len(prompts))
+    metrics.add("sanity/mixed_prompts_frac", mixed_up, len(prompts))
     mean = _mean_advantages(experience, advantages).tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
@@ -61,21 +61,21 @@ def add_audit_metrics(
         mixed += ordered is not None
         inverted += ordered is False
     groups = len(batch.prompts)
-    metrics.add("groups/distinct", distinct, groups * size)
+    metrics.add("groups/distinct_frac", distinct, groups * size)
     metrics.add("groups/count", groups * ranks)
     metrics.add("groups/equal_pairs", equal * ranks)
-    metrics.add("reward/contradiction", contradict, equal)
-    metrics.add("advantage/contradiction", contradict_advantage, equal)
-    metrics.add("advantage/inverted", inverted, mixed)
+    metrics.add("sanity/reward_contradiction_frac", contradict, equal)
+    metrics.add("sanity/advantage_contradiction_frac", contradict_advantage, equal)
+    metrics.add("sanity/inverted_advantage_frac", inverted, mixed)
     rewarded = batch.reward > 0
     truncated = torch.tensor([c.truncated for c in batch.completions])
     for name, chosen in (("correct", rewarded), ("incorrect", ~rewarded)):
-        metrics.add(f"truncated/{name}", (truncated & chosen).sum(), chosen.sum())
+        metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():
             metrics.add(name, values.sum(), len(values))
         down, count = prefix_pushed_down(experience, mean)
-        metrics.add("conflict/prefix_down", down, count)
+        metrics.add("groups/prefix_pushed_down_frac", down, count)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -89,20 +89,21 @@ def peak_memory(device: torch.device) -> float:
 
 
 def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
-    """Add ``loss/upward``: the share of what the loss does to log-probabilities that raises them.
+    """Add ``policy/upward_frac``: the share of what the loss does to log-probabilities that raises them.
 
     Args:
         metrics: added to.
         token_weights: dL/d(log-probability), [n, T], 0 outside the mask.
     """
-    metrics.add("loss/upward", -token_weights.clamp_max(0).sum(), token_weights.abs().sum())
+    metrics.add("policy/upward_frac", -token_weights.clamp_max(0).sum(), token_weights.abs().sum())
 
 
 def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     """Measure how much completions repeat themselves; only those of at least :data:`LONG_ENOUGH` tokens, [n] each.
 
-    ``repetition``: share of 4-grams seen before in the same completion. ``repetition/run``: share of the completion
-    taken by the longest run of one token. ``repetition/top_token``: share of its most frequent token.
+    ``repetition``: share of 4-grams seen before in the same completion. ``completions/longest_run_frac``: share of
+    the completion
+    taken by the longest run of one token. ``completions/top_token_frac``: share of its most frequent token.
 
     Args:
         token_ids: [N, T] int64; what is past ``lengths`` is not read.
@@ -112,7 +113,11 @@ def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     ids, n = token_ids[chosen].long(), lengths[chosen]
     if not len(ids):
         none = torch.zeros(0, dtype=torch.float64)
-        return {"repetition": none, "repetition/run": none, "repetition/top_token": none}
+        return {
+            "completions/repetition_frac": none,
+            "completions/longest_run_frac": none,
+            "completions/top_token_frac": none,
+        }
     position = torch.arange(ids.shape[1], device=ids.device)
     # Every position pads with an id of its own, so that padding never equals anything.
     unique = (-1 - position).expand_as(ids)
@@ -124,9 +129,9 @@ def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     ordered = code.sort(1).values
     again = (ordered[:, 1:] == ordered[:, :-1]).sum(1).double() / (n - 3)
     return {
-        "repetition": again,
-        "repetition/run": _longest_run(ids) / n,
-        "repetition/top_token": _longest_run(ids.sort(1).values) / n,
+        "completions/repetition_frac": again,
+        "completions/longest_run_frac": _longest_run(ids) / n,
+        "completions/top_token_frac": _longest_run(ids.sort(1).values) / n,
     }
 
 

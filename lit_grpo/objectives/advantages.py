@@ -4,7 +4,7 @@ Symbols: r reward of a completion, mu_g and sigma_g mean and standard deviation 
 n tokens of a completion, G completions of a group. Every result is detached.
 
 Conventions: a group whose rewards are all equal gets exactly 0, never 0/0; so does a group of one, unless
-``singleton`` is ``raw``. Empty completions count in the statistics of their group.
+``single_sample_advantage`` is ``raw``. Empty completions count in the statistics of their group.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Estimator(Part):
     """True if the result is [N, T] and a KL penalty enters token by token."""
     pretrained_critic: ClassVar[bool] = False
     """True if the method was published with a critic trained before the policy."""
-    singleton: Literal["zero", "raw"] = "zero"
+    single_sample_advantage: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one, of estimators that compare with the group: 0, or its reward."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -90,11 +90,12 @@ class Estimator(Part):
         return []
 
 
-def _finish(advantage: Tensor, inputs: AdvantageInputs, singleton: str) -> Tensor:
-    """Set the advantages of uniform groups to exact zero, and treat groups of one as ``singleton`` says."""
+def _finish(advantage: Tensor, inputs: AdvantageInputs, single_sample_advantage: str) -> Tensor:
+    """Set the advantages of uniform groups to exact zero, and treat groups of one as ``single_sample_advantage``
+    says."""
     groups = inputs.groups
     advantage = masked(advantage, ~groups.spread(groups.uniform(inputs.rewards)))
-    if singleton == "raw":
+    if single_sample_advantage == "raw":
         advantage = torch.where(groups.spread(groups.size) == 1, inputs.rewards, advantage)
     return advantage
 
@@ -121,7 +122,7 @@ class GroupStd(Estimator):
     """Divisor of the variance is the number of rewards minus std_ddof."""
     std_eps: float = 1e-6
     """Added to the standard deviation."""
-    singleton: Literal["zero", "raw"] = "zero"
+    single_sample_advantage: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one: 0, or its reward."""
 
     def scale(self, inputs: AdvantageInputs) -> Tensor:
@@ -132,7 +133,7 @@ class GroupStd(Estimator):
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         groups = inputs.groups
         centred = inputs.rewards - groups.spread(groups.mean(inputs.rewards))
-        return _finish(centred / (self.scale(inputs) + self.std_eps), inputs, self.singleton)
+        return _finish(centred / (self.scale(inputs) + self.std_eps), inputs, self.single_sample_advantage)
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,13 @@ class GroupMean(Estimator):
 
     kind: ClassVar[str] = "group_mean"
     grouped: ClassVar[bool] = True
-    singleton: Literal["zero", "raw"] = "zero"
+    single_sample_advantage: Literal["zero", "raw"] = "zero"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         groups = inputs.groups
-        return _finish(inputs.rewards - groups.spread(groups.mean(inputs.rewards)), inputs, self.singleton)
+        return _finish(
+            inputs.rewards - groups.spread(groups.mean(inputs.rewards)), inputs, self.single_sample_advantage
+        )
 
 
 @dataclass(frozen=True)
@@ -179,13 +182,13 @@ class LeaveOneOut(Estimator):
 
     kind: ClassVar[str] = "rloo"
     grouped: ClassVar[bool] = True
-    singleton: Literal["zero", "raw"] = "zero"
+    single_sample_advantage: Literal["zero", "raw"] = "zero"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         groups, r = inputs.groups, inputs.rewards
         size = groups.spread(groups.size)
         centred = r - groups.spread(groups.mean(r))
-        return _finish(centred * size / (size - 1).clamp_min(1), inputs, self.singleton)
+        return _finish(centred * size / (size - 1).clamp_min(1), inputs, self.single_sample_advantage)
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class BStar(Estimator):
 
     kind: ClassVar[str] = "bstar"
     grouped: ClassVar[bool] = True
-    bstar_weights: Literal["given", "length", "logit", "token_level"] = "length"
+    optimal_baseline_weights: Literal["given", "length", "logit", "token_level"] = "length"
     """Weights W of the variance-minimising baseline."""
 
     def required(self) -> frozenset[str]:
@@ -223,7 +226,7 @@ class BStar(Estimator):
             "length": frozenset[str](),
             "logit": frozenset({"old_logprobs", "sum_squared_probs"}),
             "token_level": frozenset({"old_logprobs", "sum_squared_probs"}),
-        }[self.bstar_weights]
+        }[self.optimal_baseline_weights]
 
     def _logit_norms(self, inputs: AdvantageInputs) -> Tensor:
         exp, mask = inputs.experience, inputs.mask
@@ -236,18 +239,20 @@ class BStar(Estimator):
         exp, r, groups = inputs.experience, inputs.rewards, inputs.groups
         for name in self.required():
             if getattr(exp, name) is None:
-                raise UserError(f"the baseline weights {self.bstar_weights!r} need {name}, which is not known")
-        if self.bstar_weights == "token_level":
+                raise UserError(
+                    f"the baseline weights {self.optimal_baseline_weights!r} need {name}, which is not known"
+                )
+        if self.optimal_baseline_weights == "token_level":
             weights = masked(self._logit_norms(inputs).cumsum(1), inputs.mask)  # [N, T], alive positions only
             shape = (len(groups.size), weights.shape[1])
             norm = weights.new_zeros(shape).index_add_(0, groups.index, weights)[groups.index]
             value = weights.new_zeros(shape).index_add_(0, groups.index, weights * r[:, None])[groups.index]
             advantage = masked(r[:, None] - value / norm.clamp_min(1e-30), inputs.mask & (norm > 0))
             return masked(advantage, ~groups.spread(groups.uniform(r))[:, None])
-        if self.bstar_weights == "given":
+        if self.optimal_baseline_weights == "given":
             assert exp.score_sqnorm is not None
             w = exp.score_sqnorm.to(r.dtype)
-        elif self.bstar_weights == "length":
+        elif self.optimal_baseline_weights == "length":
             w = exp.lengths.to(r.dtype)
         else:
             w = self._logit_norms(inputs).sum(1)

@@ -146,12 +146,12 @@ class SeqSum(Aggregation):
 
 @dataclass(frozen=True)
 class PerPromptSet(Aggregation):
-    """1 / (prompts with a non-empty set x |set of the prompt| x n_i): the likelihood losses. ``pool`` ``batch`` makes
-    one set of the whole batch.
+    """1 / (prompts with a non-empty set x |set of the prompt| x n_i): the likelihood losses. ``set_scope`` ``batch``
+    makes one set of the whole batch.
     """
 
     kind: ClassVar[str] = "per_prompt_set"
-    pool: Literal["prompt", "batch"] = "prompt"
+    set_scope: Literal["prompt", "batch"] = "prompt"
     """Sets per prompt, or one of the whole batch."""
     count_empty: bool = False
 
@@ -162,7 +162,7 @@ class PerPromptSet(Aggregation):
     def __call__(self, counts: Counts) -> Tensor:
         members = counts.rows(self.count_empty, counts.member & counts.counted)
         per_token = _inverse(self.length(counts))
-        if self.pool == "batch":
+        if self.set_scope == "batch":
             return _inverse(counts.total(members)) * per_token
         size = counts.groups.sum(members.to(counts.dtype))
         return _inverse(counts.total(size > 0)) * counts.groups.spread(_inverse(size)) * per_token
@@ -181,7 +181,7 @@ class PerPromptSetConst(PerPromptSet):
         return torch.full(counts.tokens.shape, float(constant), dtype=counts.dtype, device=counts.tokens.device)
 
     def for_run(self, max_new_tokens: int) -> PerPromptSetConst:
-        return self if self.max_tokens else PerPromptSetConst(self.pool, self.count_empty, max_new_tokens)
+        return self if self.max_tokens else PerPromptSetConst(self.set_scope, self.count_empty, max_new_tokens)
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ def _check_demonstrations(o: Objective) -> None:
         refuse(key, f"{sampled}, so there are no groups of samples to drop or to sample again")
     if o.advantage.kind != "sign":
         refuse("advantage", f"{rewards}, so there are no advantages: every solution counts 1")
-    if f.keep != "all":
-        refuse("keep", f"{rewards} to choose completions by")
+    if f.keep_sign != "all":
+        refuse("keep_sign", f"{rewards} to choose completions by")
     if r.kl_reward:
-        refuse("kl_in", f"{rewards} for a KL term to go into", "set kl_in: loss")
+        refuse("kl_placement", f"{rewards} for a KL term to go into", "set kl_placement: loss")
     if r.nll_coef:
         refuse("nll_coef", "the loss is that already")
     shaped = {
@@ -77,7 +77,7 @@ def check_run(o: Objective, group_size: int, updates: int, has_critic: bool) -> 
             where="data.group_size",
             remedy="set data.group_size: 1 (configs/recipes/sft.yaml does)",
         )
-    if alone and o.advantage.grouped and o.advantage.singleton == "zero":
+    if alone and o.advantage.grouped and o.advantage.single_sample_advantage == "zero":
         refuse(
             "advantage",
             f"{o.name}: the advantage {o.advantage.kind!r} compares the completions of one prompt, and group_size is 1,"

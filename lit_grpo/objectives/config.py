@@ -21,7 +21,7 @@ RecipeName = Literal[
 ]  # fmt: skip
 AdvantageName = Literal[
     "raw", "group_std", "group_var", "batch_std", "group_mean", "rloo", "sign", "bstar", "batch_whiten",
-    "group_mean_then_whiten", "gae", "gae_length", "sas",
+    "group_mean_then_whiten", "gae", "gae_length", "smooth_advantage",
 ]  # fmt: skip
 RatioName = Literal["none", "self", "token", "sequence", "sequence_token", "sequence_product", "geometric"]
 TrustRegionName = Literal["none", "clip", "cispo", "sapo", "gmpo", "rspo", "dcpo", "kl_penalty"]
@@ -60,13 +60,13 @@ class ObjectiveConfig:
     """Divisor of the variance is the number of rewards minus std_ddof (group_std, group_var, batch_std)."""
     std_eps: float | None = None
     """Added to the standard deviation (group_std, group_var, batch_std)."""
-    singleton: Literal["zero", "raw"] | None = None
+    single_sample_advantage: Literal["zero", "raw"] | None = None
     """Advantage of a group of one: 0, or its reward (group_std, group_var, batch_std, group_mean, rloo)."""
     positive_weight: float | None = None
     """Advantage of rewards above 0 (sign)."""
     negative_weight: float | None = None
     """Advantage of the other rewards (sign)."""
-    bstar_weights: Literal["given", "length", "logit", "token_level"] | None = None
+    optimal_baseline_weights: Literal["given", "length", "logit", "token_level"] | None = None
     """Weights W of the variance-minimising baseline (bstar)."""
     whiten_ddof: int | None = None
     """Divisor of the whitening's variance is tokens - whiten_ddof (batch_whiten, group_mean_then_whiten, gae,
@@ -128,7 +128,7 @@ class ObjectiveConfig:
     per_prompt_set, per_prompt_set_const)."""
     max_tokens: int | None = None
     """Constant divisor; the run's generation limit if left out (sum_const, per_prompt_set_const)."""
-    pool: Literal["prompt", "batch"] | None = None
+    set_scope: Literal["prompt", "batch"] | None = None
     """Sets per prompt, or one of the whole batch (per_prompt_set, per_prompt_set_const)."""
 
     # Filters
@@ -138,7 +138,7 @@ class ObjectiveConfig:
     """Drop them, and sample more prompts until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
     mask_truncated: bool | None = None
     """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
-    keep: Literal["all", "positives", "negatives"] | None = None
+    keep_sign: Literal["all", "positives", "negatives"] | None = None
     """Keep only completions with a reward above 0, or only the others."""
     filtered_denominator: Literal["kept", "all"] | None = None
     """Whether dropped groups and completions stay in the denominators (released code of Reinforce-Rej, RAFT++)."""
@@ -169,7 +169,7 @@ class ObjectiveConfig:
     # Regularizers
     kl_coef: float | None = None
     """Coefficient beta of KL(pi || pi_ref); 0 is off and needs no reference."""
-    kl_in: Literal["loss", "reward"] | None = None
+    kl_placement: Literal["loss", "reward"] | None = None
     """Where the KL term goes: the loss (aggregated as the policy term), or -beta (lp_old - lp_ref) in the reward."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of a KL term in the loss. k1 has a gradient of mean zero, k2 that of KL(pi || ref), k3 that of KL(ref

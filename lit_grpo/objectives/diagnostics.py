@@ -3,37 +3,43 @@
 Means are :class:`lit_grpo.types.Sum` s over generated tokens (or completions), so that they add over micro-batches and
 ranks. :func:`derive` turns the reduced means into the numbers that are no means.
 
-============================  =========================================================================================
-``ratio/mean``                mean of pi / pi_old; 1 in the first update
-``ratio/gap``                 mean of |ratio - 1|
-``clip/low``                  share of tokens with A < 0 whose ratio is below the bound; tokens in the loss
-``clip/high``                 share of tokens with A > 0 whose ratio is above the bound
-``clip/dual``                 share of tokens stopped by the dual clip
-``clip/old_prob``             mean pi_old of the clipped tokens
-``kl/old_k1``, ``kl/old_k3``  KL(pi_old || pi): mean of -d, of rho - 1 - log rho
-``kl/ref_k1``, ``kl/ref_k3``  KL(pi || pi_ref) on the sampled tokens
-``policy/delta_prob``         mean of pi - pi_old, and ``policy/delta_prob_abs`` of its size
-``advantage/abs``             mean |A| over tokens in the loss; ``advantage/abs_max`` the largest
-``loss/<term>``               share of the term in the loss: policy, kl_ref, kl_old, entropy, nll, value
-``mismatch/prob``             mean |pi_old - pi_sampler|, ``mismatch/prob_max`` the largest; same for ``logprob``
-``mismatch/k1``, ``/k3``      KL(pi_sampler || pi_old): mean of -log c, of c - 1 - log c
-``mismatch/weight``           mean c; ``mismatch/weight_sq`` mean c^2, ``mismatch/sequence_weight_sq`` mean C^2
-``mismatch/capped``           share of tokens whose weight the sampler correction changed
-``mismatch/applied``          mean of the weight w after correction, ``mismatch/applied_sq`` mean w^2
-``mismatch/missing``          share of tokens without a sampler log-probability
-``mismatch/impossible``       share of tokens with pi_sampler > 0.5 and pi_old < 1e-4: wrong template, stale weights
-``mismatch/*_perplexity``     learner and sampler: mean over completions of exp(-mean log-probability)
-``entropy/sequence``          mean over completions of <H>_i; ``entropy/high`` share of completions above ln 2
-``conflict/rate``             share of tokens in GTPO's conflict masks
-``filter/dropped``            share of completions that a filter took out of the loss
-``value/correct``             mean value on tokens of correct completions; ``value/incorrect`` of the others
-``value/outside``             share of values outside the rewards' range; also ``_correct`` and ``_incorrect``
-``value/return``              mean target of the critic; ``value/error`` mean of target - V; ``_sq`` of the squares
-``mismatch/ess``              derived: (mean c)^2/mean c^2; ``mismatch/chi2_token``, ``chi2_sequence``: mean c^2 - 1
-``mismatch/applied_ess``      derived: (mean w)^2/mean w^2, the ESS after correction
-``value/explained_variance``  derived: 1 - Var(return - V) / Var(return), V before the update
-``value/*_after``             derived or mean: the same after the update, every ``critic.measure_every`` rollouts
-============================  =========================================================================================
+Keys, each with what it measures; a line that is indented goes on with the one above it:
+
+policy/ratio_mean: mean of pi / pi_old; 1 in the first update
+policy/ratio_gap: mean of |ratio - 1|
+policy/clip_frac/low: share of tokens with A < 0 whose ratio is below the bound; tokens in the loss
+policy/clip_frac/high: share of tokens with A > 0 whose ratio is above the bound
+policy/clip_frac/dual: share of tokens stopped by the dual clip
+policy/clipped_old_prob: mean pi_old of the clipped tokens
+policy/approx_kl_k1, policy/approx_kl_k3: KL(pi_old || pi): mean of -d, of rho - 1 - log rho
+policy/kl_ref_k1, policy/kl_ref_k3: KL(pi || pi_ref) on the sampled tokens
+policy/delta_prob: mean of pi - pi_old, and ``policy/delta_prob_abs`` of its size
+policy/advantage_abs: mean |A| over tokens in the loss; ``policy/advantage_abs_max`` the largest
+policy/entropy_sequence: mean over completions of <H>_i; ``policy/entropy_high_frac`` share of completions above ln 2
+policy/conflict_frac: share of tokens in GTPO's conflict masks
+loss/<term>: share of the term in the loss: policy, kl_ref, kl_old, entropy, nll, value
+completions/filtered_frac: share of completions that a filter took out of the loss
+critic/value_correct: mean value on tokens of correct completions; ``critic/value_incorrect`` of the others
+critic/value_outside_frac: share of values outside the rewards' range; also ``critic/value_outside_correct_frac`` and
+    ``critic/value_outside_incorrect_frac``
+critic/return: mean target of the critic; ``critic/error`` mean of target - V; ``critic/return_sq``,
+    ``critic/error_sq`` of the squares
+critic/explained_variance: derived: 1 - Var(return - V) / Var(return), V before the update
+critic/*_after: derived or mean: the same after the update, every ``critic.measure_every`` rollouts
+sampler_mismatch/prob_abs_diff: mean |pi_old - pi_sampler|; ``sampler_mismatch/prob_abs_diff_max`` the largest
+sampler_mismatch/logprob_abs_diff: mean |log pi_old - log pi_sampler|; ``sampler_mismatch/logprob_abs_diff_max`` the
+    largest
+sampler_mismatch/kl_k1, sampler_mismatch/kl_k3: KL(pi_sampler || pi_old): mean of -log c, of c - 1 - log c
+sampler_mismatch/weight: mean c; ``sampler_mismatch/weight_sq`` mean c^2, ``sampler_mismatch/sequence_weight_sq`` mean
+    C^2
+sampler_mismatch/capped_frac: share of tokens whose weight the sampler correction changed
+sampler_mismatch/applied: mean of the weight w after correction; ``sampler_mismatch/applied_sq`` mean w^2
+sampler_mismatch/missing_frac: share of tokens without a sampler log-probability
+sampler_mismatch/impossible_frac: share of tokens with pi_sampler > 0.5 and pi_old < 1e-4: wrong template, stale weights
+sampler_mismatch/*_perplexity: learner and sampler: mean over completions of exp(-mean log-probability)
+sampler_mismatch/ess: derived: (mean c)^2/mean c^2; ``sampler_mismatch/chi2_token``,
+    ``sampler_mismatch/chi2_sequence``: mean c^2 - 1
+sampler_mismatch/applied_ess: derived: (mean w)^2/mean w^2, the ESS after correction
 """
 
 from __future__ import annotations
@@ -58,9 +64,11 @@ def mean_of(value: Tensor, mask: Tensor) -> Sum:
 
 
 def clip_fractions(surrogate: SurrogateOutput, mask: Tensor) -> dict[str, Sum]:
-    """``clip/low``, ``clip/high``, ``clip/dual`` over the tokens of ``mask`` [n, T]."""
+    """``policy/clip_frac/low``, ``policy/clip_frac/high``, ``policy/clip_frac/dual`` over the tokens of ``mask`` [n,
+    T].
+    """
     sides = {"low": surrogate.low, "high": surrogate.high, "dual": surrogate.dual}
-    return {f"clip/{k}": mean_of((v & mask).double(), mask) for k, v in sides.items()}
+    return {f"policy/clip_frac/{k}": mean_of((v & mask).double(), mask) for k, v in sides.items()}
 
 
 def policy_change(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, Sum]:
@@ -70,10 +78,10 @@ def policy_change(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[
     ratio = exp_clamped(d)
     change = new.exp() - old.exp()
     return {
-        "ratio/mean": mean_of(ratio, mask),
-        "ratio/gap": mean_of((ratio - 1).abs(), mask),
-        "kl/old_k1": mean_of(-d, mask),
-        "kl/old_k3": mean_of(ratio - 1 - d, mask),
+        "policy/ratio_mean": mean_of(ratio, mask),
+        "policy/ratio_gap": mean_of((ratio - 1).abs(), mask),
+        "policy/approx_kl_k1": mean_of(-d, mask),
+        "policy/approx_kl_k3": mean_of(ratio - 1 - d, mask),
         "policy/delta_prob": mean_of(change, mask),
         "policy/delta_prob_abs": mean_of(change.abs(), mask),
     }
@@ -81,7 +89,7 @@ def policy_change(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Sum]:
     """KL(pi || pi_ref) by k1 and k3, [n, T] each."""
-    return {f"kl/ref_{k}": mean_of(kl_to_reference(k, logprobs, ref_logprobs, mask), mask) for k in ("k1", "k3")}
+    return {f"policy/kl_ref_{k}": mean_of(kl_to_reference(k, logprobs, ref_logprobs, mask), mask) for k in ("k1", "k3")}
 
 
 def sampler_mismatch(
@@ -95,22 +103,22 @@ def sampler_mismatch(
     rows = mask.any(1)
     sequence = exp_clamped(log_c.sum(1))
     sums = {
-        "mismatch/prob": mean_of(gap, known),
-        "mismatch/logprob": mean_of(log_gap, known),
-        "mismatch/k1": mean_of(-log_c, known),
-        "mismatch/k3": mean_of(c - 1 - log_c, known),
-        "mismatch/weight": mean_of(c, known),
-        "mismatch/weight_sq": mean_of(c * c, known),
-        "mismatch/sequence_weight_sq": mean_of(sequence * sequence, rows),
-        "mismatch/missing": mean_of(missing.double(), mask),
-        "mismatch/impossible": mean_of(((sampled.exp() > 0.5) & (old.exp() < 1e-4)).double(), known),
-        "mismatch/learner_perplexity": mean_of((-token_mean(old, known)).exp(), known.any(1)),
-        "mismatch/sampler_perplexity": mean_of((-token_mean(sampled, known)).exp(), known.any(1)),
+        "sampler_mismatch/prob_abs_diff": mean_of(gap, known),
+        "sampler_mismatch/logprob_abs_diff": mean_of(log_gap, known),
+        "sampler_mismatch/kl_k1": mean_of(-log_c, known),
+        "sampler_mismatch/kl_k3": mean_of(c - 1 - log_c, known),
+        "sampler_mismatch/weight": mean_of(c, known),
+        "sampler_mismatch/weight_sq": mean_of(c * c, known),
+        "sampler_mismatch/sequence_weight_sq": mean_of(sequence * sequence, rows),
+        "sampler_mismatch/missing_frac": mean_of(missing.double(), mask),
+        "sampler_mismatch/impossible_frac": mean_of(((sampled.exp() > 0.5) & (old.exp() < 1e-4)).double(), known),
+        "sampler_mismatch/learner_perplexity": mean_of((-token_mean(old, known)).exp(), known.any(1)),
+        "sampler_mismatch/sampler_perplexity": mean_of((-token_mean(sampled, known)).exp(), known.any(1)),
     }
     zero = old.new_zeros(1)
     maxima = {
-        "mismatch/prob_max": torch.cat([zero, masked(gap, known).flatten()]).max().double(),
-        "mismatch/logprob_max": torch.cat([zero, masked(log_gap, known).flatten()]).max().double(),
+        "sampler_mismatch/prob_abs_diff_max": torch.cat([zero, masked(gap, known).flatten()]).max().double(),
+        "sampler_mismatch/logprob_abs_diff_max": torch.cat([zero, masked(log_gap, known).flatten()]).max().double(),
     }
     return sums, maxima
 
@@ -118,7 +126,10 @@ def sampler_mismatch(
 def entropy_shares(entropy: Tensor, mask: Tensor, threshold: float = LN2) -> dict[str, Sum]:
     """Mean over completions of <H>_i, and the share with <H>_i above the threshold; empty ones left out."""
     mean, rows = token_mean(entropy, mask), mask.any(1)
-    return {"entropy/sequence": mean_of(mean, rows), "entropy/high": mean_of((mean > threshold).double(), rows)}
+    return {
+        "policy/entropy_sequence": mean_of(mean, rows),
+        "policy/entropy_high_frac": mean_of((mean > threshold).double(), rows),
+    }
 
 
 def value_signs(
@@ -130,33 +141,35 @@ def value_signs(
     correct, incorrect = mask & positive[:, None], mask & ~positive[:, None]
     outside = ((v < low) | (v > high)).double()
     return {
-        "value/correct": mean_of(v, correct),
-        "value/incorrect": mean_of(v, incorrect),
-        "value/outside": mean_of(outside, mask),
-        "value/outside_correct": mean_of(outside, correct),
-        "value/outside_incorrect": mean_of(outside, incorrect),
-        "value/return": mean_of(target, mask),
-        "value/return_sq": mean_of(target * target, mask),
-        "value/error": mean_of(target - v, mask),
-        "value/error_sq": mean_of((target - v) ** 2, mask),
+        "critic/value_correct": mean_of(v, correct),
+        "critic/value_incorrect": mean_of(v, incorrect),
+        "critic/value_outside_frac": mean_of(outside, mask),
+        "critic/value_outside_correct_frac": mean_of(outside, correct),
+        "critic/value_outside_incorrect_frac": mean_of(outside, incorrect),
+        "critic/return": mean_of(target, mask),
+        "critic/return_sq": mean_of(target * target, mask),
+        "critic/error": mean_of(target - v, mask),
+        "critic/error_sq": mean_of((target - v) ** 2, mask),
     }
 
 
 def derive(means: Mapping[str, float]) -> dict[str, float]:
     """Compute from reduced means what is no mean itself: ESS, chi^2, explained variance."""
     out: dict[str, float] = {}
-    if "mismatch/weight_sq" in means:
-        out["mismatch/chi2_token"] = means["mismatch/weight_sq"] - 1
-        out["mismatch/chi2_sequence"] = means["mismatch/sequence_weight_sq"] - 1
-        out["mismatch/ess"] = means["mismatch/weight"] ** 2 / means["mismatch/weight_sq"]
-    if means.get("mismatch/applied_sq", 0.0) > 0:
-        out["mismatch/applied_ess"] = means["mismatch/applied"] ** 2 / means["mismatch/applied_sq"]
-    if "value/return_sq" in means:
-        total = means["value/return_sq"] - means["value/return"] ** 2
+    if "sampler_mismatch/weight_sq" in means:
+        out["sampler_mismatch/chi2_token"] = means["sampler_mismatch/weight_sq"] - 1
+        out["sampler_mismatch/chi2_sequence"] = means["sampler_mismatch/sequence_weight_sq"] - 1
+        out["sampler_mismatch/ess"] = means["sampler_mismatch/weight"] ** 2 / means["sampler_mismatch/weight_sq"]
+    if means.get("sampler_mismatch/applied_sq", 0.0) > 0:
+        out["sampler_mismatch/applied_ess"] = (
+            means["sampler_mismatch/applied"] ** 2 / means["sampler_mismatch/applied_sq"]
+        )
+    if "critic/return_sq" in means:
+        total = means["critic/return_sq"] - means["critic/return"] ** 2
         for when in ("", "_after"):
-            if total > 0 and f"value/error_sq{when}" in means:
-                error = means[f"value/error_sq{when}"] - means[f"value/error{when}"] ** 2
-                out[f"value/explained_variance{when}"] = 1 - error / total
+            if total > 0 and f"critic/error_sq{when}" in means:
+                error = means[f"critic/error_sq{when}"] - means[f"critic/error{when}"] ** 2
+                out[f"critic/explained_variance{when}"] = 1 - error / total
     return out
 
 
@@ -175,22 +188,22 @@ def step_metrics(
     stopped = (surrogate.low | surrogate.high | surrogate.dual) & in_loss
     size = masked(plan.advantages, in_loss).abs()
     sums = clip_fractions(surrogate, in_loss) | policy_change(current, old, tokens)
-    sums["clip/old_prob"] = mean_of(old.exp(), stopped)
-    sums["advantage/abs"] = mean_of(size, in_loss)
-    maxima = {"advantage/abs_max": torch.cat([size.new_zeros(1), size.flatten()]).max().double()}
+    sums["policy/clipped_old_prob"] = mean_of(old.exp(), stopped)
+    sums["policy/advantage_abs"] = mean_of(size, in_loss)
+    maxima = {"policy/advantage_abs_max": torch.cat([size.new_zeros(1), size.flatten()]).max().double()}
     if plan.ref_logprobs is not None:
         sums |= reference_kl(current, plan.ref_logprobs.to(current.dtype), tokens)
     if plan.sampler_logprobs is not None and sampler is not None:
         mismatch, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
         sums, maxima = sums | mismatch, maxima | peaks
-        sums["mismatch/capped"] = mean_of(sampler.capped.double(), tokens)
+        sums["sampler_mismatch/capped_frac"] = mean_of(sampler.capped.double(), tokens)
         applied = sampler.weights.double()
-        sums["mismatch/applied"] = mean_of(applied, tokens)
-        sums["mismatch/applied_sq"] = mean_of(applied * applied, tokens)
+        sums["sampler_mismatch/applied"] = mean_of(applied, tokens)
+        sums["sampler_mismatch/applied_sq"] = mean_of(applied * applied, tokens)
     if entropy is not None:
         sums |= entropy_shares(entropy.detach(), tokens)
     if plan.conflicts is not None:
-        sums["conflict/rate"] = mean_of(plan.conflicts.double(), tokens)
+        sums["policy/conflict_frac"] = mean_of(plan.conflicts.double(), tokens)
     if plan.values is not None and plan.returns is not None:
         sums |= value_signs(plan.values, plan.returns, plan.positive, tokens, plan.value_range)
     return sums, maxima

@@ -25,14 +25,14 @@ class Filters(Part):
     """Drop them, and sample more prompts until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
     mask_truncated: bool = False
     """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
-    keep: Literal["all", "positives", "negatives"] = "all"
+    keep_sign: Literal["all", "positives", "negatives"] = "all"
     """Keep only completions with a reward above 0, or only the others."""
     filtered_denominator: Literal["kept", "all"] = "kept"
     """Whether dropped groups and completions stay in the denominators (released code of Reinforce-Rej, RAFT++)."""
 
     def labels(self) -> dict[str, str]:
         uniform = "dynamic" if self.dynamic_sampling else "drop" if self.drop_zero_variance else "keep"
-        return {"uniform_groups": uniform, "mask_truncated": on_off(self.mask_truncated), "keep": self.keep}
+        return {"uniform_groups": uniform, "mask_truncated": on_off(self.mask_truncated), "keep_sign": self.keep_sign}
 
     @property
     def zero_variance(self) -> bool:
@@ -44,13 +44,13 @@ class Filters(Part):
 
         Args:
             base: rewards before length penalties, [N]; a group is uniform if these are equal.
-            shaped: rewards that the advantages come from, [N]; their sign decides what ``keep`` keeps.
+            shaped: rewards that the advantages come from, [N]; their sign decides what ``keep_sign`` keeps.
             truncated: [N] bool.
         """
         complete = ~truncated if self.mask_truncated else torch.ones_like(truncated)
         kept = complete.clone()
         if self.zero_variance:
             kept &= ~groups.spread(groups.uniform(base))
-        if self.keep != "all":
-            kept &= (shaped > 0) if self.keep == "positives" else ~(shaped > 0)
+        if self.keep_sign != "all":
+            kept &= (shaped > 0) if self.keep_sign == "positives" else ~(shaped > 0)
         return kept, complete if self.filtered_denominator == "all" else kept

@@ -36,7 +36,7 @@ class Recipe:
 
 KL = frozenset({"kl"})
 LIKELIHOOD = frozenset({"ratio"})
-CRITIC = Regularizers(kl_in="reward", value_coef=1.0, value_clip=0.5)
+CRITIC = Regularizers(kl_placement="reward", value_coef=1.0, value_clip=0.5)
 SET, SET_CONST = agg.PerPromptSet(), agg.PerPromptSetConst()
 ON_POLICY = "sum of lp"
 
@@ -47,7 +47,7 @@ def _likelihood(name: str, keep: str, aggregation: agg.Aggregation) -> Objective
         advantage=adv.Sign(),
         trust_region=tr.Clip(),
         aggregation=aggregation,
-        filters=Filters(keep=keep),  # type: ignore[arg-type]
+        filters=Filters(keep_sign=keep),  # type: ignore[arg-type]
     )
 
 
@@ -75,7 +75,8 @@ RECIPES: dict[str, Recipe] = {
     "rloo": Recipe(
         Objective(
             recipe="rloo", advantage=adv.LeaveOneOut(), ratio="none", trust_region=tr.NoTrustRegion(),
-            aggregation=agg.SeqSum(), regularizers=Regularizers(kl_coef=0.03, kl_in="reward"), on_policy_only=True,
+            aggregation=agg.SeqSum(), regularizers=Regularizers(kl_coef=0.03, kl_placement="reward"),
+            on_policy_only=True,
         ),
         formula="-(1/N) Σ_i (r'_i - mean of the others) Σ_t lp, r' = r - β Σ_t (lp_old - lp_ref)",
         use="An unbiased group baseline without division by the standard deviation; G 2 to 8.",
@@ -87,7 +88,7 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_pp": Recipe(
         Objective(
             recipe="reinforce_pp", advantage=tok.BatchWhiten(), trust_region=tr.Clip(), aggregation=agg.TokenMean(),
-            regularizers=Regularizers(kl_in="reward"),
+            regularizers=Regularizers(kl_placement="reward"),
         ),
         formula="-(1/B) Σ min(ρA, clip(ρ)A), A = return-to-go whitened over the batch's tokens",
         use="One sample per prompt is enough; cheap batches without groups.",
@@ -228,7 +229,7 @@ RECIPES: dict[str, Recipe] = {
     "psr": Recipe(
         Objective(
             recipe="psr", advantage=adv.Sign(), trust_region=tr.Clip(), aggregation=agg.TokenMean(),
-            filters=Filters(keep="positives"), regularizers=Regularizers(entropy_coef=0.001),
+            filters=Filters(keep_sign="positives"), regularizers=Regularizers(entropy_coef=0.001),
         ),
         formula="-(1/B+) Σ_{r>0} Σ_t min(ρ, clip(ρ)) - .001 H",
         use="To raise pass@1 quickly.",
@@ -238,7 +239,7 @@ RECIPES: dict[str, Recipe] = {
     "nsr": Recipe(
         Objective(
             recipe="nsr", advantage=adv.Sign(), trust_region=tr.Clip(), aggregation=agg.TokenMean(),
-            filters=Filters(keep="negatives"), regularizers=Regularizers(entropy_coef=0.001),
+            filters=Filters(keep_sign="negatives"), regularizers=Regularizers(entropy_coef=0.001),
         ),
         formula="(1/B-) Σ_{r<=0} Σ_t max(ρ, clip(ρ)) - .001 H",
         use="To keep pass@k at large k; needs several clipped updates.",
@@ -373,7 +374,7 @@ RECIPES: dict[str, Recipe] = {
     "vapo": Recipe(
         Objective(
             recipe="vapo", advantage=tok.GaeLength(), trust_region=tr.Clip(0.2, 0.28), aggregation=agg.TokenMean(),
-            regularizers=Regularizers(kl_in="reward", nll_coef=0.1, value_coef=1.0),
+            regularizers=Regularizers(kl_placement="reward", nll_coef=0.1, value_coef=1.0),
         ),
         formula="-(1/B) Σ min(ρA, clip(ρ)A) + μ NLL(positives) + critic, A = GAE(1, 1 - 1/(α n_i))",
         use="Long reasoning with a critic that was pretrained on Monte Carlo returns.",

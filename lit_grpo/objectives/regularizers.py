@@ -20,7 +20,7 @@ class Regularizers(Part):
 
     kl_coef: float = 0.0
     """Coefficient beta of KL(pi || pi_ref); 0 is off and needs no reference."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_placement: Literal["loss", "reward"] = "loss"
     """Where the KL term goes: the loss (aggregated as the policy term), or -beta (lp_old - lp_ref) in the reward."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of a KL term in the loss. k1 has a gradient of mean zero, k2 that of KL(pi || ref), k3 that of
@@ -41,9 +41,9 @@ class Regularizers(Part):
     def idle(self, *, critic: bool) -> dict[str, str]:
         reasons: dict[str, str] = {}
         if not self.kl_loss:
-            reasons["kl_estimator"] = "no KL term is in the loss (kl_coef is 0 or kl_in is reward)"
+            reasons["kl_estimator"] = "no KL term is in the loss (kl_coef is 0 or kl_placement is reward)"
         if not self.kl_coef:
-            reasons["kl_in"] = "kl_coef is 0"
+            reasons["kl_placement"] = "kl_coef is 0"
         if not critic:
             reasons["value_clip"] = "the objective has no critic"
         return reasons
@@ -51,12 +51,12 @@ class Regularizers(Part):
     @property
     def kl_loss(self) -> bool:
         """Whether a KL term is in the loss."""
-        return self.kl_coef != 0 and self.kl_in == "loss"
+        return self.kl_coef != 0 and self.kl_placement == "loss"
 
     @property
     def kl_reward(self) -> bool:
         """Whether a KL term is in the reward."""
-        return self.kl_coef != 0 and self.kl_in == "reward"
+        return self.kl_coef != 0 and self.kl_placement == "reward"
 
 
 def kl_to_reference(kind: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:

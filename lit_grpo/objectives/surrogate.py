@@ -37,8 +37,8 @@ def loss(
     # The graph is built even under no_grad, and where nothing learns the log-probabilities become a leaf of it: the
     # gradient of the loss by log pi of a token is the weight that this token really has in the update, after clip,
     # filters, sampler weights and KL. Taken by autograd, it is right for every composition of parts, a user's own too,
-    # and `loss/upward` needs no second formula. It costs little: the graph ends at lp, is elementwise on [n, T], and
-    # does not reach into the model.
+    # and `policy/upward_frac` needs no second formula. It costs little: the graph ends at lp, is elementwise on [n,
+    # T], and does not reach into the model.
     with torch.set_grad_enabled(True):
         # What is dropped may hold anything; metrics still look at all generated tokens.
         live = tokens & (plan.kept & plan.active)[:, None]

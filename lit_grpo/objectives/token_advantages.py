@@ -193,7 +193,7 @@ class SmoothAdvantage(Estimator):
     A = smaller |.| of (i-1)/i a_new + 1/i a_tot and 1/i a_new + (i-1)/i a_tot; a division by 0 gives 0.
     """
 
-    kind: ClassVar[str] = "sas"
+    kind: ClassVar[str] = "smooth_advantage"
     grouped: ClassVar[bool] = True
 
     @property

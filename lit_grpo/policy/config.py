@@ -158,30 +158,31 @@ class ReferenceConfig:
 
 @dataclass
 class CriticConfig:
-    """The value function of methods with one: a linear head on a model of its own, or on the policy's trunk.
+    """The value function of methods with one: a linear head on a model of its own, or on the policy's backbone.
 
     Attributes:
-        trunk: the model below the head. ``separate``: a base model of its own, which learns from the value loss alone.
+        backbone: the model below the head. ``separate``: a base model of its own, which learns from the value loss
+            alone.
             ``shared``: the policy's; one forward pass then gives log-probabilities and values, and the critic is the
             head alone.
         path: folder or hub name of the model that a separate critic begins as; None: a copy of the policy's. Its
             tokens must be the policy's. Number format, attention, checkpointing and adapters are set by ``policy``.
         tiny: a tiny model to be made instead.
-        detach: whether a shared trunk learns nothing from the value loss. Otherwise it does, in the measure of
+        detach: whether a shared backbone learns nothing from the value loss. Otherwise it does, in the measure of
             ``objective.value_coef``.
-        optimizer: optimizer of the critic, with a shared trunk of the head alone; None: as the policy's.
+        optimizer: optimizer of the critic, with a shared backbone of the head alone; None: as the policy's.
         max_grad_norm: the norm of the gradient of what this optimizer holds is clipped to this; None: no clipping.
         bounded: whether values are ``value_low + (value_high - value_low) * sigmoid(head)``, so that none leaves the
             range of the reward, instead of the head itself.
         value_low: smallest total reward.
         value_high: largest total reward.
         warmup_rollouts: number of rollouts at the start that train the critic alone, on Monte Carlo returns (VAPO,
-            2504.05118, trains about 50 steps so); policy and shared trunk stay untouched meanwhile.
-        measure_every: rollouts from one measurement of the critic after its update to the next (``value/*_after``);
-            each costs a forward pass. 0: never.
+            2504.05118, trains about 50 steps so); policy and shared backbone stay untouched meanwhile.
+        measure_every: rollouts from one measurement of the critic after its update to the next
+            (``critic/value_*_after``); each costs a forward pass. 0: never.
     """
 
-    trunk: Literal["separate", "shared"] = "separate"
+    backbone: Literal["separate", "shared"] = "separate"
     path: str | None = None
     tiny: TinyModel | None = None
     detach: bool = False

@@ -52,7 +52,7 @@ class Critic(nn.Module):
     """A base model of transformers with a value head, apart from the policy.
 
     Args:
-        base: trunk, without output layer.
+        base: backbone, without output layer.
         config: settings of the value head.
     """
 
@@ -77,7 +77,7 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def verify_against_model_forward(self, layout: Layout) -> None:
-        """Compare the trunk's states of a few tokens, in the policy's layout, with those of one completion alone.
+        """Compare the backbone's states of a few tokens, in the policy's layout, with those of one completion alone.
 
         Raises:
             UserError: the model does not keep to a given attention mask (linear attention, sliding windows).
@@ -112,12 +112,12 @@ def make_head(model: Any, config: CriticConfig) -> ValueHead:
 
 
 def make_critic(model: PolicyConfig, config: CriticConfig) -> Critic:
-    """Make a critic whose trunk is the base model that ``model`` describes, see :func:`model_settings`."""
+    """Make a critic whose backbone is the base model that ``model`` describes, see :func:`model_settings`."""
     return Critic(load_model(model).base_model, config)
 
 
 def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
-    """Give the settings that a separate critic's trunk is made from: the policy's, with its own model."""
+    """Give the settings that a separate critic's backbone is made from: the policy's, with its own model."""
     if config.path is None and config.tiny is None:
         return policy
     quantization = None if config.tiny is not None else policy.quantization
@@ -132,13 +132,15 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
     """
     if config is None:
         return
-    shared = config.trunk == "shared"
+    shared = config.backbone == "shared"
     model_key = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
     if shared and model_key:
-        remedy = f"remove {model_key}, or set trunk: separate"
-        _refuse(model_key, "a critic on the policy's trunk has no model of its own", remedy)
+        remedy = f"remove {model_key}, or set backbone: separate"
+        _refuse(model_key, "a critic on the policy's backbone has no model of its own", remedy)
     if config.detach and not shared:
-        _refuse("detach", "a separate critic shares no trunk with the policy", "set trunk: shared, or detach: false")
+        _refuse(
+            "detach", "a separate critic shares no backbone with the policy", "set backbone: shared, or detach: false"
+        )
     if config.path is not None and config.tiny is not None:
         _refuse("path", "the critic has both a path and a tiny model", "keep one of them")
     if config.value_low >= config.value_high:

@@ -197,7 +197,15 @@ def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
     """List (metric, first, lowest to highest, last), each a mean of a tenth of the run or at most 10 rollouts."""
     rows = []
     size = max(1, min(10, len(run.steps) // 10))
-    for key in ("reward", "val/reward", "entropy", "length", "truncated", "grad_norm", "tokens_per_second"):
+    for key in (
+        "reward",
+        "val/reward",
+        "policy/entropy",
+        "completions/length",
+        "completions/truncated_frac",
+        "optim/grad_norm",
+        "time/tokens_per_second",
+    ):
         values = [v for v in run.values(key) if math.isfinite(v)]
         if values:
             windows = [_mean(values[max(0, i - size + 1) : i + 1]) for i in range(size - 1, len(values))] or values

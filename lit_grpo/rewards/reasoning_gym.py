@@ -22,8 +22,8 @@ class ReasoningGymReward(Reward):
     Args:
         extract: regular expression with one group, the answer; its last match in the completion counts. None: the whole
             completion.
-        limit: seconds for one answer; one that takes longer is wrong and counted as ``timeouts/<name>``.
-        workers: processes; None: one a core, at most 8.
+        limit: seconds for one answer; one that takes longer is wrong and counted as
+        ``reward_errors/timeout_frac/<name>``. workers: processes; None: one a core, at most 8.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 

@@ -16,7 +16,7 @@ _RANGE = float(2**63)
 
 
 @dataclass(frozen=True)
-class DifficultyConfig:
+class CurriculumConfig:
     """Which prompts are worth sampling, by their running pass rate.
 
     A prompt whose rate has left the band is passed over, but for a share ``floor`` of the times its turn comes: what
@@ -41,19 +41,19 @@ class DifficultyConfig:
         if not 0 <= self.above < self.below <= 1:
             raise UserError(
                 f"the band from {self.above} to {self.below} is no part of 0 to 1",
-                where="data.difficulty",
+                where="data.curriculum",
                 remedy="give 0 <= above < below <= 1",
             )
         for name, value in (("floor", self.floor), ("smoothing", self.smoothing)):
             if not 0 < value <= 1:
-                raise UserError(f"{name} is {value}", where=f"data.difficulty.{name}", remedy="above 0, at most 1")
+                raise UserError(f"{name} is {value}", where=f"data.curriculum.{name}", remedy="above 0, at most 1")
         if self.min_visits < 1:
             raise UserError(
-                f"min_visits is {self.min_visits}", where="data.difficulty.min_visits", remedy="give 1 or more"
+                f"min_visits is {self.min_visits}", where="data.curriculum.min_visits", remedy="give 1 or more"
             )
 
 
-class RunningDifficulty:
+class Curriculum:
     """The running pass rate of every prompt, and whether its turn is taken.
 
     Args:
@@ -67,16 +67,16 @@ class RunningDifficulty:
     """
 
     def __init__(
-        self, config: DifficultyConfig, prompts: Sequence[Prompt], rewards: Sequence[Reward], seed: int
+        self, config: CurriculumConfig, prompts: Sequence[Prompt], rewards: Sequence[Reward], seed: int
     ) -> None:
         self.config, self.prompts, self.seed = config, prompts, seed
-        self.primary_reward = primary_reward_of(rewards, "data.difficulty")
+        self.primary_reward = primary_reward_of(rewards, "data.curriculum")
         self.rates: dict[str, tuple[int, float]] = {}
         """Visits and running pass rate, by the prompt's id."""
 
-    def copy(self) -> RunningDifficulty:
+    def copy(self) -> Curriculum:
         """Another one with the same rates so far."""
-        twin = RunningDifficulty(self.config, self.prompts, [self.primary_reward], self.seed)
+        twin = Curriculum(self.config, self.prompts, [self.primary_reward], self.seed)
         twin.rates = dict(self.rates)
         return twin
 
@@ -104,11 +104,11 @@ class RunningDifficulty:
     def metrics(self) -> dict[str, float]:
         """Over the whole training set; the same on every rank."""
         known = [(visits, rate) for visits, rate in self.rates.values() if visits >= self.config.min_visits]
-        found = {"difficulty/known": len(known) / len(self.prompts)}
+        found = {"curriculum/known_frac": len(known) / len(self.prompts)}
         if known:
             inside = sum(self.config.above < rate < self.config.below for _, rate in known)
-            found["difficulty/in_band"] = inside / len(known)
-            found["difficulty/pass_rate"] = sum(rate for _, rate in known) / len(known)
+            found["curriculum/in_band_frac"] = inside / len(known)
+            found["curriculum/pass_rate"] = sum(rate for _, rate in known) / len(known)
         return found
 
     def state_dict(self) -> dict[str, Any]:

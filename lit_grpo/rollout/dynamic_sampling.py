@@ -297,7 +297,7 @@ def choose_groups(mixed_at: dict[int, bool], groups: int, rounds: int, on_short:
         raise StopRun(f"dynamic sampling: {what}; the prompts are solved, far too hard, or their rewards are broken")
     rank_zero_warn(
         f"dynamic sampling: {what}. The rollout is filled up with groups of equal rewards, which teach nothing "
-        "(sampling/short counts them). Raise data.max_generation_rounds, or choose prompts of another difficulty."
+        "(sampling/short counts them). Raise data.max_sampling_rounds, or choose prompts of another difficulty."
     )
     uniform = sorted(position for position, is_mixed in mixed_at.items() if not is_mixed)
     return sorted(good + uniform[: groups - mixed])

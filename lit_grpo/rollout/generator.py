@@ -192,7 +192,7 @@ class RolloutGenerator:
         completions = [c for group in groups for c in group]
         rewards, total, metrics = self._combine([by_name for _, by_name in results])
         metrics |= {f"time/{part}": seconds for part, seconds in times.items()}
-        metrics["tokens"] = float(sum(len(c.token_ids) for c in completions))
+        metrics["completions/tokens"] = float(sum(len(c.token_ids) for c in completions))
         return Rollout(
             index=index,
             prompts=list(prompts),
@@ -265,9 +265,11 @@ class RolloutGenerator:
             values = torch.tensor([score.value for score in scores], dtype=torch.float64)
             rewards[reward.name] = values.float()
             total += reward.weight * values
-            metrics[f"timeouts/{reward.name}"] = sum(s.timed_out for s in scores) / max(1, len(scores))
+            metrics[f"reward_errors/timeout_frac/{reward.name}"] = sum(s.timed_out for s in scores) / max(
+                1, len(scores)
+            )
             if failed := sum(s.failed for s in scores):
-                metrics[f"failed/{reward.name}"] = failed / len(scores)
+                metrics[f"reward_errors/failed_frac/{reward.name}"] = failed / len(scores)
             for key in {key for score in scores for key in score.details or ()}:
                 figures = [score.details[key] for score in scores if score.details and key in score.details]
                 metrics[f"reward/{reward.name}/{key}"] = sum(figures) / len(figures)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lit_grpo.rollout.curriculum import RunningDifficulty
+from lit_grpo.rollout.curriculum import Curriculum
 from lit_grpo.rollout.dynamic_sampling import DynamicSampler, Gather, OnShort, SamplingResult, no_exchange, split_groups
 from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
 from lit_grpo.rollout.prompt_order import Order, PromptCursor, make_order
@@ -52,9 +52,9 @@ class RolloutLoader:
             :class:`lit_grpo.rollout.dynamic_sampling.DynamicSampler`.
         max_rounds: with ``dynamic``: at most ``max_rounds * prompts_per_rollout`` prompts are tried.
         on_short: with ``dynamic``: what happens if they do not suffice.
-        gather: exchange over ranks, needed by ``dynamic`` and ``difficulty``.
+        gather: exchange over ranks, needed by ``dynamic`` and ``curriculum``.
         weights: share of each source in the prompts; None: all are shuffled together.
-        difficulty: passes over prompts that are too easy or too hard.
+        curriculum: passes over prompts that are too easy or too hard.
         num_prefetch: rollouts that may be sampled before their turn.
     """
 
@@ -74,14 +74,14 @@ class RolloutLoader:
         on_short: OnShort = "fill",
         gather: Gather = no_exchange,
         weights: Mapping[str, float] | None = None,
-        difficulty: RunningDifficulty | None = None,
+        curriculum: Curriculum | None = None,
         num_prefetch: int = 0,
     ) -> None:
         self.source, self.prompts, self.count = source, prompts, count
         self.prompts_per_rollout, self.group_size, self.sampling = prompts_per_rollout, group_size, sampling
         self.rank, self.world_size = rank, world_size
         self.order: Order = make_order(prompts, source.seed, weights)
-        self.difficulty = difficulty
+        self.curriculum = curriculum
         names = tuple(dict.fromkeys(prompt.source for prompt in prompts))
         self.sources = names if len(names) > 1 else ()
         self.gather = gather
@@ -124,13 +124,13 @@ class RolloutLoader:
             self.produced += 1
             self.position += made.prompts
             self.skipped.update(made.skipped)
-            if self.difficulty is not None:
-                self.difficulty.update(made.outcomes)
+            if self.curriculum is not None:
+                self.curriculum.update(made.outcomes)
             yield made.rollout
 
     def _one_by_one(self) -> Iterator[ProducedRollout]:
         while self.next_rollout < self.count:
-            made = self._make(self.produced, self.position, self.difficulty)
+            made = self._make(self.produced, self.position, self.curriculum)
             self.source.sleep()
             yield made
 
@@ -139,7 +139,7 @@ class RolloutLoader:
         waiting: deque[Future[ProducedRollout]] = deque()
         worker = ThreadPoolExecutor(1, "rollout")
         generation, index, end, seconds_sync = -1, 0, 0, 0.0
-        rates = self.difficulty  # as of the last rollout made, not of the last one given out
+        rates = self.curriculum  # as of the last rollout made, not of the last one given out
 
         def make(which: int) -> ProducedRollout:
             nonlocal end  # of the prompts taken so far; touched by the one worker thread alone
@@ -168,7 +168,7 @@ class RolloutLoader:
                     wait(waiting)
                     waiting.clear()
                     generation, index, end = self._restore_generation, self.produced, self.position
-                    rates = None if self.difficulty is None else self.difficulty.copy()
+                    rates = None if self.curriculum is None else self.curriculum.copy()
                 if not waiting:
                     submit(0)
                 started = time.perf_counter()
@@ -176,14 +176,14 @@ class RolloutLoader:
                 waited = time.perf_counter() - started
                 while len(waiting) < self.num_prefetch and self.next_rollout + 1 + len(waiting) < self.count:
                     submit(1 + len(waiting))
-                metrics = made.rollout.metrics | {"time/wait": waited, "time/sync": seconds_sync}
+                metrics = made.rollout.metrics | {"time/learner_idle": waited, "time/sync": seconds_sync}
                 made = made._replace(rollout=replace(made.rollout, metrics=metrics))
                 seconds_sync = 0.0
                 yield made
         finally:
             worker.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, index: int, position: int, rates: RunningDifficulty | None, sync: bool = True) -> ProducedRollout:
+    def _make(self, index: int, position: int, rates: Curriculum | None, sync: bool = True) -> ProducedRollout:
         """Make this rank's part of rollout ``index``, from a position of the order on."""
         cursor = PromptCursor(self.order, position, rates.accepts if rates is not None else None)
         result = self._sample(lambda offset: self.prompts[cursor[offset]], index, sync)
@@ -192,7 +192,7 @@ class RolloutLoader:
         if rates is not None:
             outcomes = [one for of_rank in self.gather(rates.outcome(result.tried)) for one in of_rank]
             metrics |= rates.metrics()
-            metrics["difficulty/passed_over"] = float(cursor.used(result.prompts) - result.prompts)
+            metrics["curriculum/passed_over"] = float(cursor.used(result.prompts) - result.prompts)
         rollout = replace(result.rollout, metrics=metrics, sources=self.sources)
         skipped = [self.prompts[cursor[offset]].id for offset in result.skipped]
         return ProducedRollout(rollout, cursor.used(result.prompts), skipped, outcomes)
@@ -216,14 +216,14 @@ class RolloutLoader:
         """Which prompts were used follows from the position, since their order does from the seed."""
         counts = {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
         state = counts | {"skipped": dict(self.skipped)}
-        return state if self.difficulty is None else state | {"difficulty": self.difficulty.state_dict()}
+        return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_rollout, self.produced = state["next_rollout"], state["produced"]
         self.position = state["position"]
         self.skipped = Counter(state.get("skipped", {}))
-        if self.difficulty is not None:
-            self.difficulty.load_state_dict(state.get("difficulty", {}))
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state.get("curriculum", {}))
         self._restore_generation += 1
 
 

@@ -172,7 +172,7 @@ class SupervisedSource:
             rewards={},
             reward=torch.ones(len(prompts)),
             group_size=1,
-            metrics={"tokens": float(sum(len(c.token_ids) for c in completions))},
+            metrics={"completions/tokens": float(sum(len(c.token_ids) for c in completions))},
         )
 
     @property

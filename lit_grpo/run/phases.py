@@ -7,7 +7,7 @@ from collections.abc import Collection
 PHASES = {
     "time/sync": "weights to the engine",
     "time/generate": "sampling",
-    "time/wait": "waiting for sampling",
+    "time/learner_idle": "waiting for sampling",
     "time/reward": "rewards",
     "time/update": "training",
 }
@@ -22,6 +22,6 @@ def learner_phases(logged: Collection[str]) -> dict[str, str]:
     """
     phases = {key: name for key, name in PHASES.items() if key in logged}
     # With sampling beside training the learner spends only what it waits; sampling and rewards overlap with its work.
-    if "time/wait" in phases:
+    if "time/learner_idle" in phases:
         phases = {key: name for key, name in phases.items() if key not in ("time/generate", "time/reward")}
     return phases

@@ -65,42 +65,61 @@ PANELS = (
         overview=True,
     ),
     Panel("reward_terms", "reward, each term before its weight", (("reward/*", ""),)),
-    Panel("entropy", "entropy (nats per token)", (("entropy", "entropy"),), LN2, "ln 2", overview=True),
+    Panel("entropy", "entropy (nats per token)", (("policy/entropy", "entropy"),), LN2, "ln 2", overview=True),
     Panel(
         "length",
         "length (tokens)",
-        (("length", "all"), ("length/correct", "correct"), ("length/incorrect", "wrong")),
+        (
+            ("completions/length", "all"),
+            ("completions/correct_length", "correct"),
+            ("completions/incorrect_length", "wrong"),
+        ),
         overview=True,
     ),
     Panel(
         "grad_norm",
         "gradient norm before clipping",
-        (("grad_norm", "policy"), ("critic/grad_norm", "critic")),
+        (("optim/grad_norm", "policy"), ("critic/grad_norm", "critic")),
         log=True,
         overview=True,
     ),
     Panel(
         "endings",
         "share of completions",
-        (("truncated", "truncated"), ("no_answer", "no answer"), ("repetition", "repeated 4-grams")),
+        (
+            ("completions/truncated_frac", "truncated"),
+            ("completions/no_answer_frac", "no answer"),
+            ("completions/repetition_frac", "repeated 4-grams"),
+        ),
     ),
     Panel(
         "groups",
         "share of groups without a gradient",
-        (("groups/zero_gradient", "all"), ("groups/all_correct", "all correct"), ("groups/all_wrong", "all wrong")),
+        (
+            ("groups/zero_std_frac", "all"),
+            ("groups/all_correct_frac", "all correct"),
+            ("groups/all_wrong_frac", "all wrong"),
+        ),
     ),
     Panel(
         "mismatch",
         "engine against learner (nats per token)",
-        (("mismatch/logprob", "mean"), ("mismatch/logprob_max", "largest")),
+        (("sampler_mismatch/logprob_abs_diff", "mean"), ("sampler_mismatch/logprob_abs_diff_max", "largest")),
         log=True,
     ),
-    Panel("clip", "share of tokens clipped", (("clip/low", "low"), ("clip/high", "high"), ("clip/dual", "dual"))),
     Panel(
-        "kl", "KL (nats per token)", (("kl/ref_k3", "to the reference"), ("kl/old_k3", "to the old policy")), log=True
+        "clip",
+        "share of tokens clipped",
+        (("policy/clip_frac/low", "low"), ("policy/clip_frac/high", "high"), ("policy/clip_frac/dual", "dual")),
     ),
-    Panel("values", "critic's value", (("value/correct", "correct"), ("value/incorrect", "wrong"))),
-    Panel("speed", "generated tokens per second", (("tokens_per_second", "tokens/s"),)),
+    Panel(
+        "kl",
+        "KL (nats per token)",
+        (("policy/kl_ref_k3", "to the reference"), ("policy/approx_kl_k3", "to the old policy")),
+        log=True,
+    ),
+    Panel("values", "critic's value", (("critic/value_correct", "correct"), ("critic/value_incorrect", "wrong"))),
+    Panel("speed", "generated tokens per second", (("time/tokens_per_second", "tokens/s"),)),
 )
 OVERVIEW = tuple(panel for panel in PANELS if panel.overview)
 OVERVIEW_KEYS = tuple(panel.lines[0][0] for panel in OVERVIEW)
@@ -169,7 +188,7 @@ def _expand(history: History, panel: Panel) -> list[tuple[str, str]]:
             names = [
                 k
                 for k in history.metrics
-                if k.startswith(key[:-1]) and f"timeouts/{k[len(key) - 1 :]}" in history.metrics
+                if k.startswith(key[:-1]) and f"reward_errors/timeout_frac/{k[len(key) - 1 :]}" in history.metrics
             ]
             # One term alone is the reward itself.
             lines += [(k, k.removeprefix(key[:-1])) for k in names] if len(names) > 1 else []

@@ -73,9 +73,9 @@ class Steps(pl.Callback):
             tokens=sum(len(c.token_ids) for c in batch.completions) * trainer.world_size,
             prompt_tokens=sum(len(p.token_ids) for p in batch.prompts) * trainer.world_size,
             loss=module.step_metrics.get("loss"),
-            grad_norm=module.step_metrics.get("grad_norm"),
+            grad_norm=module.step_metrics.get("optim/grad_norm"),
             reward=module.step_metrics.get("reward"),
-            zero_gradient_groups=module.step_metrics.get("groups/zero_gradient"),
+            zero_gradient_groups=module.step_metrics.get("groups/zero_std_frac"),
         )
         if not self.talk.wait():
             trainer.should_stop = True

@@ -22,12 +22,12 @@ class Classifier(pl.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         logits = self.layer(batch[0]) * (200.0 if self.kicked and batch_idx >= 30 else 1.0)
         entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
-        self.log("entropy", entropy)
+        self.log("policy/entropy", entropy)
         return torch.nn.functional.cross_entropy(logits, batch[1])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]))
-        self.log("grad_norm", norm)
+        self.log("optim/grad_norm", norm)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -77,13 +77,13 @@ def test_they_are_silent_on_a_sound_run(tmp_path):
 def test_all_ranks_see_the_numbers_of_rank_0():
     class Strategy:
         def broadcast(self, value: dict[str, float]) -> dict[str, float]:
-            return {"entropy": 1.0}
+            return {"policy/entropy": 1.0}
 
     class Trainer:
         world_size, strategy = 2, Strategy()
-        callback_metrics = {"entropy": torch.tensor(7.0)}  # noqa: RUF012
+        callback_metrics = {"policy/entropy": torch.tensor(7.0)}  # noqa: RUF012
 
     trainer, module = Trainer(), torch.nn.Linear(1, 1)
-    assert read_metrics(trainer, module) == {"entropy": 1.0}  # type: ignore[arg-type]
+    assert read_metrics(trainer, module) == {"policy/entropy": 1.0}  # type: ignore[arg-type]
     trainer.world_size = 1
-    assert read_metrics(trainer, module) == {"entropy": 7.0}  # type: ignore[arg-type]
+    assert read_metrics(trainer, module) == {"policy/entropy": 7.0}  # type: ignore[arg-type]

@@ -21,26 +21,38 @@ from lit_grpo.policy import CriticConfig, OptimizerConfig
 from tests import tiny
 
 ROLLOUTS = 9
-SAMPLED = ("reward", "entropy", "loss", "grad_norm", "lr", "length", "policy_version", "optimizer_steps", "update_size")
+SAMPLED = (
+    "reward",
+    "policy/entropy",
+    "loss",
+    "optim/grad_norm",
+    "optim/lr",
+    "completions/length",
+    "rollout/policy_version",
+    "optim/steps",
+    "optim/update_to_weight_ratio",
+)
 
 
 class Alarm(Monitor):
     """Critical when a step moves the weights too far or they are no numbers; says it began at ``onset``."""
 
-    keys = ("update_size", "reward")
+    keys = ("optim/update_to_weight_ratio", "reward")
 
     def __init__(self, bound: float = 0.5, onset: int | None = None, kind: str = "gradient_spikes") -> None:
         super().__init__()
         self.bound, self.onset, self.kind = bound, onset, kind
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Any:
-        if metrics.get("update_size", 0.0) > self.bound or not math.isfinite(metrics["entropy"]):
+        if metrics.get("optim/update_to_weight_ratio", 0.0) > self.bound or not math.isfinite(
+            metrics["policy/entropy"]
+        ):
             onset = step if self.onset is None else self.onset
             yield self.finding(
                 self.kind,
                 "critical",
                 "kicked",
-                ("update_size", 1, metrics.get("update_size", 0.0), self.bound),
+                ("optim/update_to_weight_ratio", 1, metrics.get("optim/update_to_weight_ratio", 0.0), self.bound),
                 onset=onset,
             )
 
@@ -113,7 +125,10 @@ def health(**changes: Any) -> HealthMonitor:
 
 
 PLAIN: dict[str, Any] = {}
-SHARED_TRUNK = {"objective": ObjectiveConfig(recipe="ppo"), "critic": CriticConfig(trunk="shared", warmup_rollouts=1)}
+SHARED_TRUNK = {
+    "objective": ObjectiveConfig(recipe="ppo"),
+    "critic": CriticConfig(backbone="shared", warmup_rollouts=1),
+}
 
 
 @pytest.mark.parametrize(
@@ -149,8 +164,8 @@ def test_a_run_that_went_back_equals_one_resumed_from_there(tmp_path, how, remed
     assert recorded.versions[-count:] == wanted.versions
     for got, want in zip(recorded.metrics[-count:], wanted.metrics, strict=True):
         assert {k: got.get(k) for k in SAMPLED} == {k: want.get(k) for k in SAMPLED}
-    assert recorded.metrics[4]["policy_version"] == 5
-    lr = {m["policy_version"]: m["lr"] for m in recorded.metrics[-count:]}
+    assert recorded.metrics[4]["rollout/policy_version"] == 5
+    lr = {m["rollout/policy_version"]: m["optim/lr"] for m in recorded.metrics[-count:]}
     assert set(lr.values()) == {1e-2 * remedy.lr_scale}
 
 
@@ -266,7 +281,7 @@ def test_adjust_changes_the_run_and_goes_on(tmp_path):
     watcher = health(actions={"critical": "adjust"})
     _, recorder, _ = fit(tmp_path, KickOnce(5), watcher)
     assert watcher.adjusted == ["learning_rate_too_high"]
-    assert recorder.metrics[-1]["lr"] == 5e-3
+    assert recorder.metrics[-1]["optim/lr"] == 5e-3
     assert len(recorder.metrics) == ROLLOUTS
 
 

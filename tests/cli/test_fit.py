@@ -136,7 +136,14 @@ def test_a_run_leaves_everything_behind(place, capsys):
     assert yaml.safe_load((folder / "objective.json").read_text())["recipe"] == "grpo"
     records = read_metrics(folder)
     assert [record["step"] for record in records] == [0, 1, 2, 3]
-    assert {"reward", "entropy", "length", "grad_norm", "time/generate", "policy_version"} <= records[0].keys()
+    assert {
+        "reward",
+        "policy/entropy",
+        "completions/length",
+        "optim/grad_norm",
+        "time/generate",
+        "rollout/policy_version",
+    } <= records[0].keys()
 
     client, run = mlflow_run(place)
     assert run.info.status == "FINISHED"

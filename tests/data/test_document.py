@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 import lit_grpo.data
 from lit_grpo.data import NAMED_TEMPLATES, CleanConfig, PromptSource, TableSource
 from lit_grpo.datamodule import RolloutDataModule
-from lit_grpo.rollout.curriculum import DifficultyConfig
+from lit_grpo.rollout.curriculum import CurriculumConfig
 from tests.paths import ROOT
 
 TEXT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def test_nothing_is_left_out():
         kind = getattr(lit_grpo.data, name)
         if isinstance(kind, type) and issubclass(kind, PromptSource) and kind not in (PromptSource, TableSource):
             assert f"`{name}`" in TEXT or name in ("FileSource", "BenchmarkPrompts"), name
-    for word in [*NAMED_TEMPLATES, *(f.name for f in fields(CleanConfig)), *(f.name for f in fields(DifficultyConfig))]:
+    for word in [*NAMED_TEMPLATES, *(f.name for f in fields(CleanConfig)), *(f.name for f in fields(CurriculumConfig))]:
         assert f"`{word}`" in TEXT or f"{word}:" in TEXT, word
 
 

@@ -15,7 +15,7 @@ from tests.ranks import enter, on_two_ranks
 
 pytestmark = pytest.mark.slow
 
-TRUNKS = ("separate", "shared")
+BACKBONES = ("separate", "shared")
 
 
 def job(rank: int, folder: str) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def job(rank: int, folder: str) -> dict[str, Any]:
             "weights": tiny.weights(module),
         }
     }
-    for trunk in TRUNKS:
+    for backbone in BACKBONES:
         enter(rank)
         batches = [part(rollout(seed=k), rank) for k in range(2)]
-        out[trunk] = train_critic(trunk, batches, devices=2, strategy="ddp")
+        out[backbone] = train_critic(backbone, batches, devices=2, strategy="ddp")
     return out
 
 
@@ -43,17 +43,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_two_ranks(job, tmp_path_factory.mktemp("ranks"))
 
 
-def train_critic(trunk: Any, batches: list[Any], **trainer: Any) -> dict[str, Any]:
+def train_critic(backbone: Any, batches: list[Any], **trainer: Any) -> dict[str, Any]:
     """A warm-up rollout and one of both, two updates each: weights after each, and metrics."""
     module: Any = tiny.module(
         objective=ObjectiveConfig(recipe="ppo", gae_lambda=0.9),
-        critic=CriticConfig(trunk=trunk, warmup_rollouts=1, measure_every=1),
+        critic=CriticConfig(backbone=backbone, warmup_rollouts=1, measure_every=1),
         updates_per_rollout=2,
     )
     module.connect(tiny.context(2))
     watch = Watch()
     tiny.trainer(callbacks=[watch], **trainer).fit(module, Given(*batches))
-    keys = ("value/explained_variance", "value/explained_variance_after", "value/outside", "critic/grad_norm")
+    keys = (
+        "critic/explained_variance",
+        "critic/explained_variance_after",
+        "critic/value_outside_frac",
+        "critic/grad_norm",
+    )
     return {
         "policy": watch.policy,
         "critic": vector(module.critic or module.policy.value_head),
@@ -62,9 +67,9 @@ def train_critic(trunk: Any, batches: list[Any], **trainer: Any) -> dict[str, An
 
 
 def test_a_critic_learns_the_same_on_two_ranks_as_on_one(ranks: list[dict[str, Any]]) -> None:
-    for trunk in TRUNKS:
-        expected = train_critic(trunk, [rollout(seed=k) for k in range(2)])
-        for found in (rank[trunk] for rank in ranks):
+    for backbone in BACKBONES:
+        expected = train_critic(backbone, [rollout(seed=k) for k in range(2)])
+        for found in (rank[backbone] for rank in ranks):
             # AdamW divides by the root of a gradient's square, and so makes rounding errors of tiny ones larger.
             torch.testing.assert_close(found["policy"], expected["policy"], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(found["critic"], expected["critic"], atol=1e-4, rtol=1e-4)

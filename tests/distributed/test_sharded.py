@@ -43,11 +43,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"rollouts": 3},
     ),
-    # The same on the policy's trunk: while it learns alone, the trunk has no backward pass.
-    "shared trunk": (
+    # The same on the policy's backbone: while it learns alone, the backbone has no backward pass.
+    "shared backbone": (
         {
             "objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1),
-            "critic": CriticConfig(trunk="shared", warmup_rollouts=1, measure_every=1),
+            "critic": CriticConfig(backbone="shared", warmup_rollouts=1, measure_every=1),
             "updates_per_rollout": 2,
         },
         {"rollouts": 3},
@@ -67,7 +67,7 @@ SHARDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def run(name: str, ranks: int, strategy: str) -> tuple[Any, Unequal]:
     settings, data = (RUNS | SHARDED)[name]
-    module = tiny.module(**({"micro_batch_size": 3, "probe_completions": None} | settings))
+    module = tiny.module(**({"micro_batch_size": 3, "zero_advantage_samples": None} | settings))
     recorder = fit(module, tiny.data(**data), ranks=ranks, strategy=strategy)
     return module, recorder
 
@@ -123,8 +123,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 KEYS = (
-    *("loss", "grad_norm", "critic/grad_norm", "reward", "length", "entropy", "kl/ref_k3", "update_size"),
-    *("value/explained_variance", "value/error_sq_after", "ratio/gap"),
+    *(
+        "loss",
+        "optim/grad_norm",
+        "critic/grad_norm",
+        "reward",
+        "completions/length",
+        "policy/entropy",
+        "policy/kl_ref_k3",
+        "optim/update_to_weight_ratio",
+    ),
+    *("critic/explained_variance", "critic/error_sq_after", "policy/ratio_gap"),
 )
 
 
@@ -145,7 +154,7 @@ def test_two_ranks_take_the_steps_of_one_process(ranks: Any, strategy: str, name
     if first["head"] is not None:
         torch.testing.assert_close(first["head"], head(module), atol=1e-4, rtol=1e-4)
         assert first["head"].abs().max() > 0
-    if name in ("frozen reference", "critic", "shared trunk"):  # the others' first loss is 0 by construction
+    if name in ("frozen reference", "critic", "shared backbone"):  # the others' first loss is 0 by construction
         assert sum(abs(metrics["loss"]) for metrics in single.metrics) > 1e-3
 
 

@@ -35,7 +35,7 @@ def module() -> Any:
         critic=CriticConfig(warmup_rollouts=1),
         reference=ReferenceConfig(refresh_every=2),
         micro_batch_size=3,
-        probe_completions=None,
+        zero_advantage_samples=None,
     )
 
 
@@ -88,7 +88,11 @@ def job(rank: int, folder: str) -> dict[str, Any]:
     back = Back(f"{folder}/ring")
     made = tiny.module(micro_batch_size=3)
     recorder = fit(made, tiny.data(rollouts=4), ranks=2, strategy="fsdp", callbacks=[back], default_root_dir=folder)
-    out["rolled back"] = [m["loss"] for m in recorder.metrics], [m["grad_norm"] for m in recorder.metrics], recorder.ids
+    out["rolled back"] = (
+        [m["loss"] for m in recorder.metrics],
+        [m["optim/grad_norm"] for m in recorder.metrics],
+        recorder.ids,
+    )
 
     enter(rank)
     adapted = tiny.module(
@@ -153,7 +157,16 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return on_two_ranks(job, folder)
 
 
-KEYS = ("loss", "grad_norm", "critic/grad_norm", "reward", "entropy", "kl/ref_k3", "policy_version", "optimizer_steps")
+KEYS = (
+    "loss",
+    "optim/grad_norm",
+    "critic/grad_norm",
+    "reward",
+    "policy/entropy",
+    "policy/kl_ref_k3",
+    "rollout/policy_version",
+    "optim/steps",
+)
 
 
 def agree(found: dict[str, float], expected: dict[str, float]) -> None:
@@ -172,7 +185,7 @@ def test_two_ranks_then_one_then_two_go_on_as_the_unbroken_run(ranks: Any) -> No
         assert again_ids[0] == rank["whole"][1][3]
         torch.testing.assert_close(again_weights, weights, atol=1e-4, rtol=0)
     assert whole[2]["critic/grad_norm"] > 0
-    assert whole[2]["grad_norm"] > 0
+    assert whole[2]["optim/grad_norm"] > 0
 
 
 def test_every_rank_keeps_its_random_state(ranks: Any) -> None:
@@ -238,7 +251,7 @@ def test_a_state_made_before_the_first_step_counts_as_no_step() -> None:
 
 
 def test_what_shards_cannot_do_is_refused_before_a_model_is_made() -> None:
-    every_norm = ObjectiveConfig(advantage="bstar", bstar_weights="given")
+    every_norm = ObjectiveConfig(advantage="bstar", optimal_baseline_weights="given")
     try:
         for settings, objective, words in (
             ({}, every_norm, "gradient norm of every single completion"),

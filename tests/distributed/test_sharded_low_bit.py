@@ -154,7 +154,7 @@ def test_a_cut_run_goes_on_to_the_same_bits(ranks: list[dict[str, Any]]) -> None
         again, same, _ = rank["again"]
         assert torch.equal(weights, same)
         assert again == metrics[2:]
-        assert all(0 < m["update_size"] < 0.1 for m in metrics)
+        assert all(0 < m["optim/update_to_weight_ratio"] < 0.1 for m in metrics)
     assert torch.equal(ranks[0]["whole"][1], ranks[1]["whole"][1])
 
 
@@ -176,7 +176,9 @@ def test_it_goes_on_without_shards(ranks: list[dict[str, Any]]) -> None:
     found, _, quantized = ranks[0]["alone"]
     assert quantized >= 7, "every matrix of the block"
     assert found[0]["reward"] == expected[2]["reward"], "the same weights sample the same completions"
-    assert found[0]["update_size"] == pytest.approx(expected[2]["update_size"], rel=0.1)
+    assert found[0]["optim/update_to_weight_ratio"] == pytest.approx(
+        expected[2]["optim/update_to_weight_ratio"], rel=0.1
+    )
 
 
 def test_such_a_checkpoint_is_exported(ranks: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def unequal(ranks: int, strategy: str, rank: int = 0) -> tuple[Any, Unequal]:
 def shared_trunk() -> Any:
     return tiny.module(
         objective=ObjectiveConfig(recipe="ppo", kl_coef=0.1),
-        critic=CriticConfig(trunk="shared", warmup_rollouts=1, measure_every=1),
+        critic=CriticConfig(backbone="shared", warmup_rollouts=1, measure_every=1),
         updates_per_rollout=2,
         micro_batch_size=3,
     )
@@ -93,7 +93,7 @@ class Fault(pl.Callback):
         if self.left and pl_module.policy_version == self.left[0]:
             self.left.pop(0)
             if trainer.is_global_zero:
-                pl_module.step_metrics["update_size"] = 1.0
+                pl_module.step_metrics["optim/update_to_weight_ratio"] = 1.0
 
 
 def watched(ranks: int, strategy: str, folder: Path) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def watched(ranks: int, strategy: str, folder: Path) -> dict[str, Any]:
         "targets": watcher.targets,
         "stop": None if reason is None else (reason.step, reason.reason, reason.monitor),
         "skipped": module.skipped_steps,
-        "steps": [metrics["policy_version"] for metrics in recorder.metrics],
+        "steps": [metrics["rollout/policy_version"] for metrics in recorder.metrics],
         "metrics": recorder.metrics,
         "ids": recorder.ids,
         "weights": tiny.weights(module),
@@ -160,7 +160,16 @@ def ranks(folder: Path) -> list[dict[Any, Any]]:
     return on_two_ranks(job, folder)
 
 
-KEYS = ("loss", "grad_norm", "critic/grad_norm", "reward", "entropy", "empty_steps", "optimizer_steps", "lr")
+KEYS = (
+    "loss",
+    "optim/grad_norm",
+    "critic/grad_norm",
+    "reward",
+    "policy/entropy",
+    "optim/empty_steps",
+    "optim/steps",
+    "optim/lr",
+)
 
 
 def agree(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -176,7 +185,9 @@ def test_ranks_without_work_neither_hang_nor_change_a_number(ranks: Any, strateg
         metrics, _, weights = rank["unequal", strategy]
         agree(metrics, single.metrics)
         torch.testing.assert_close(weights, tiny.weights(module), atol=1e-4, rtol=0)
-    assert [m["empty_steps"] for m in single.metrics] == [0, 2, 2, 2], "no rank had anything in the second rollout"
+    assert [m["optim/empty_steps"] for m in single.metrics] == [0, 2, 2, 2], (
+        "no rank had anything in the second rollout"
+    )
     first, second = (rank["unequal", strategy][1] for rank in ranks)
     assert first != second
     assert 0 in first

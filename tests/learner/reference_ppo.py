@@ -44,8 +44,8 @@ class Reference:
         self.s, self.limit = settings, limit
         self.model = copy.deepcopy(module.policy.model)
         self.head = copy.deepcopy(module.policy.value_head if settings.shared else module.critic.head)
-        self.trunk = self.model.base_model if settings.shared else copy.deepcopy(module.critic.base)
-        own = [] if settings.shared else list(self.trunk.parameters())
+        self.backbone = self.model.base_model if settings.shared else copy.deepcopy(module.critic.base)
+        own = [] if settings.shared else list(self.backbone.parameters())
         self.groups = [list(self.model.parameters()), [*own, *self.head.parameters()]]
         self.optimizers = [
             torch.optim.AdamW(group, lr=rate, betas=(0.9, 0.95), eps=eps, weight_decay=0.0)
@@ -60,7 +60,7 @@ class Reference:
             ids = torch.tensor([[*prompt, *answer[:t]]])
             logits = self.model(input_ids=ids, use_cache=False).logits[0, -1].double()
             logprobs.append(logits[token] - logits.logsumexp(0))
-            state = self.trunk(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+            state = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
             state = state.detach() if cut else state
             value = (self.head.weight[0] * state).sum() + self.head.bias[0]
             if self.s.low is not None and self.s.high is not None:

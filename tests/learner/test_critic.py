@@ -60,7 +60,7 @@ def test_recipes_with_a_critic_get_one_and_train_both(objective):
     assert (module.optimizer_steps, module.critic_steps) == (2, 2)
     assert not torch.equal(watch.policy[0], watch.policy[1])
     assert not torch.equal(watch.critic[0], watch.critic[1])
-    assert watch.metrics[0]["value/correct"] == 0.0 != watch.metrics[1]["value/correct"]
+    assert watch.metrics[0]["critic/value_correct"] == 0.0 != watch.metrics[1]["critic/value_correct"]
     assert {"critic/lr", "critic/grad_norm", "loss/value"} <= watch.metrics[1].keys()
 
 
@@ -72,7 +72,7 @@ def test_a_critic_that_nothing_uses_is_refused():
 def test_the_critic_has_its_own_rate_schedule_and_clipping():
     critic = CriticConfig(optimizer=OptimizerConfig(lr=5e-3, warmup_steps=1), max_grad_norm=1e-12)
     _, watch = fit(1, objective=PPO, critic=critic, optimizer=OptimizerConfig(lr=1e-3))
-    assert watch.metrics[0]["lr"] == 1e-3
+    assert watch.metrics[0]["optim/lr"] == 1e-3
     assert watch.metrics[0]["critic/lr"] == 5e-3
     free, _ = fit(1, objective=PPO, optimizer=OptimizerConfig(lr=1e-3))
     held, _ = fit(1, objective=PPO, critic=critic, optimizer=OptimizerConfig(lr=1e-3))
@@ -90,17 +90,17 @@ def test_warm_up_trains_the_critic_alone_on_returns():
     assert all(torch.equal(w, tiny.weights(start)) for w in watch.policy[:6]), "the policy is untouched"
     assert not torch.equal(watch.policy[6], watch.policy[5])
     assert (module.optimizer_steps, module.critic_steps) == (2, 14)
-    explained = [m["value/explained_variance"] for m in watch.metrics]
+    explained = [m["critic/explained_variance"] for m in watch.metrics]
     assert explained[5] > 0.25 > 0.0 == explained[0], explained
     # The same rollout again: what the critic says after one update is what it says before the next.
-    after = [m.get("value/explained_variance_after") for m in watch.metrics]
+    after = [m.get("critic/explained_variance_after") for m in watch.metrics]
     assert after[1::2] == [None] * 3
     assert after[:6:2] == pytest.approx(explained[1:6:2])
-    assert watch.metrics[4]["value/correct_after"] == pytest.approx(watch.metrics[5]["value/correct"])
+    assert watch.metrics[4]["critic/value_correct_after"] == pytest.approx(watch.metrics[5]["critic/value_correct"])
     # Monte Carlo returns of a reward at the end are the reward, at every token and whatever the values say.
     token_mean = sum(r * n for r, n in zip([1.0, 0, 0, 1, 0, 0, 0, 1], [3, 1, 5, 2, 4, 4, 1, 6], strict=True)) / 26
-    assert all(m["value/return"] == pytest.approx(token_mean, abs=1e-5) for m in watch.metrics[:6])
-    assert watch.metrics[6]["value/return"] != pytest.approx(token_mean, abs=1e-5)
+    assert all(m["critic/return"] == pytest.approx(token_mean, abs=1e-5) for m in watch.metrics[:6])
+    assert watch.metrics[6]["critic/return"] != pytest.approx(token_mean, abs=1e-5)
 
 
 @pytest.mark.parametrize("broken", ["policy", "critic"])

@@ -24,9 +24,9 @@ PPO = ObjectiveConfig(recipe="ppo")
 @pytest.mark.parametrize(
     ("settings", "key", "what"),
     [
-        ({"trunk": "shared", "tiny": tiny.TINY}, "tiny", "has no model of its own"),
-        ({"trunk": "shared", "path": "models/x"}, "path", "has no model of its own"),
-        ({"detach": True}, "detach", "shares no trunk"),
+        ({"backbone": "shared", "tiny": tiny.TINY}, "tiny", "has no model of its own"),
+        ({"backbone": "shared", "path": "models/x"}, "path", "has no model of its own"),
+        ({"detach": True}, "detach", "shares no backbone"),
         ({"path": "models/x", "tiny": tiny.TINY}, "path", "both"),
         ({"path": "models/nowhere"}, "path", "no model folder"),
         ({"tiny": TinyModel(width=30, heads=4)}, "tiny.width", "cannot be split"),
@@ -100,9 +100,9 @@ def test_the_range_of_the_total_reward_is_that_of_the_weighted_sum() -> None:
     assert total_range([Half(), Open(weight=0.0)]) == (0.0, 0.5)
 
 
-@pytest.mark.parametrize(("recipe", "trunk"), [("ppo", "separate"), ("vapo", "shared")])
+@pytest.mark.parametrize(("recipe", "backbone"), [("ppo", "separate"), ("vapo", "shared")])
 def test_the_quickstart_configurations_run_from_the_command_line(
-    recipe: str, trunk: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    recipe: str, backbone: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from lit_grpo.cli.main import main
 
@@ -114,7 +114,7 @@ def test_the_quickstart_configurations_run_from_the_command_line(
     (tmp_path / "small.yaml").write_text(small)
     files = [root / "quickstart.yaml", root / f"quickstart/{recipe}.yaml", tmp_path / "small.yaml"]
     arguments = [text for path in files for text in ("--config", str(path))]
-    assert main(["fit", *arguments, "--model.critic.trunk", trunk]) == 0
+    assert main(["fit", *arguments, "--model.critic.backbone", backbone]) == 0
     # What a person may well get wrong ends in one screen, before anything is sampled.
     assert main(["fit", *arguments, "--model.critic.warmup_rollouts", "2"]) == 2
     own = ["--model.objective.length_alpha", "null", "--model.objective.whiten", "null"]

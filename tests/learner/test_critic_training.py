@@ -1,4 +1,5 @@
-"""What PPO and VAPO train, held to loops over completions and tokens; critics with a trunk of their own and shared."""
+"""What PPO and VAPO train, held to loops over completions and tokens; critics with a backbone of their own and
+shared."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ def start(module: Any) -> None:
 def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, **critic: Any) -> Any:
     """Train both and hold every weight of the one to the other's."""
     updates, size = 4, 1
-    trunk: Any = "shared" if settings.shared else "separate"
+    backbone: Any = "shared" if settings.shared else "separate"
     config = CriticConfig(
-        trunk=trunk, detach=settings.detach, optimizer=OptimizerConfig(lr=CRITIC_RATE, eps=EPS), **critic
+        backbone=backbone, detach=settings.detach, optimizer=OptimizerConfig(lr=CRITIC_RATE, eps=EPS), **critic
     )
     module: Any = tiny.module(
         objective=objective,
@@ -63,7 +64,7 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
         for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4, msg=_named(name))
     if not settings.shared:
-        torch.testing.assert_close(vector(module.critic.base), vector(reference.trunk), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(vector(module.critic.base), vector(reference.backbone), atol=2e-5, rtol=1e-4)
     assert not torch.equal(before, tiny.weights(module))
     return watch
 
@@ -101,7 +102,7 @@ def test_weights_are_those_of_the_loops(case: str) -> None:
 
 
 def shared(**changes: Any) -> CriticConfig:
-    settings: dict[str, Any] = {"trunk": "shared", "optimizer": OptimizerConfig(lr=1e-2)} | changes
+    settings: dict[str, Any] = {"backbone": "shared", "optimizer": OptimizerConfig(lr=1e-2)} | changes
     return CriticConfig(**settings)
 
 
@@ -138,7 +139,7 @@ def test_a_shared_trunk_values_the_state_before_each_token(share: bool) -> None:
     )
     start(module)
     inputs = module.policy_inputs(batch, torch.arange(8))
-    alone, stats = module.policy.values(inputs), module.policy(inputs, values="trunk")
+    alone, stats = module.policy.values(inputs), module.policy(inputs, values="backbone")
     torch.testing.assert_close(alone, stats.values)
     for i, completion in enumerate(batch.completions):
         prompt = batch.prompts[i // 4].token_ids
@@ -157,10 +158,10 @@ def test_the_value_loss_reaches_a_shared_trunk_unless_it_is_detached() -> None:
         start(module)
         rows = torch.arange(8)
         module.policy(
-            module.policy_inputs(batch, rows), values="head" if config.detach else "trunk"
+            module.policy_inputs(batch, rows), values="head" if config.detach else "backbone"
         ).values.sum().backward()
-        trunk = [p.grad for p in module.policy.model.base_model.parameters()]
-        moved[name] = any(g is not None and bool(g.abs().sum() > 0) for g in trunk)
+        backbone = [p.grad for p in module.policy.model.base_model.parameters()]
+        moved[name] = any(g is not None and bool(g.abs().sum() > 0) for g in backbone)
         assert module.policy.value_head.weight.grad.abs().sum() > 0
     assert moved == {"joined": True, "detached": False}
 
@@ -200,7 +201,7 @@ def test_adapters_and_a_value_head_are_all_that_learns() -> None:
     ):
         assert torch.equal(new, old) != ("lora_B" in name or "lora_A" in name), name
     assert torch.equal(watch.policy[0], tiny.weights(fresh)), "warm-up leaves the adapters alone"
-    assert watch.metrics[0]["value/explained_variance_after"] > watch.metrics[0]["value/explained_variance"]
+    assert watch.metrics[0]["critic/explained_variance_after"] > watch.metrics[0]["critic/explained_variance"]
     held = [len([p for g in o.param_groups for p in g["params"]]) for o in module.optimizers()]
     assert held[1] == 2
 
@@ -208,7 +209,7 @@ def test_adapters_and_a_value_head_are_all_that_learns() -> None:
 def test_a_refreshed_reference_has_no_value_head() -> None:
     from lit_grpo.policy import ReferenceConfig
 
-    objective = ObjectiveConfig(recipe="ppo", kl_coef=0.1, kl_in="loss")
+    objective = ObjectiveConfig(recipe="ppo", kl_coef=0.1, kl_placement="loss")
     module: Any = tiny.module(objective=objective, critic=shared(), reference=ReferenceConfig(refresh_every=1))
     module.connect(tiny.context(2))
     tiny.trainer().fit(module, Given(rollout(), rollout(seed=1)))

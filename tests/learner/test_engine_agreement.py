@@ -122,8 +122,8 @@ def test_a_callback_can_leave_a_step_out():
     assert (module.optimizer_steps, module.skipped_steps) == (2, 1)
     assert torch.equal(watch.policy[0], watch.policy[1])
     assert not torch.equal(watch.policy[1], watch.policy[2])
-    assert all(set(seen) == {"loss", "grad_norm"} for seen in veto.seen)
-    assert watch.metrics[1]["lr"] == watch.metrics[0]["lr"]
+    assert all(set(seen) == {"loss", "optim/grad_norm"} for seen in veto.seen)
+    assert watch.metrics[1]["optim/lr"] == watch.metrics[0]["optim/lr"]
 
 
 def test_too_many_vetoed_steps_in_a_row_end_the_run():
@@ -134,7 +134,7 @@ def test_too_many_vetoed_steps_in_a_row_end_the_run():
 def test_a_critic_has_a_norm_of_its_own():
     veto = Veto(set())
     fit(1, callbacks=[veto], objective=ObjectiveConfig(recipe="ppo"))
-    assert set(veto.seen[0]) == {"loss", "grad_norm", "critic/grad_norm"}
+    assert set(veto.seen[0]) == {"loss", "optim/grad_norm", "critic/grad_norm"}
 
 
 @pytest.mark.parametrize("changes", [{}, {"updates_per_rollout": 2}, {"objective": ObjectiveConfig(recipe="gtpo")}])

@@ -74,9 +74,9 @@ def test_the_factor_is_1_at_the_first_pass_and_less_after_an_update(monkeypatch)
     update = OptimizerStepper.step
 
     def spy(self: Any, batch: Any, step: Any, metrics: Any, first_update: Any) -> None:
-        before = metrics.sums.get("router/factor")
+        before = metrics.sums.get("policy/router_factor")
         update(self, batch, step, metrics, first_update)
-        after = metrics.sums["router/factor"]
+        after = metrics.sums["policy/router_factor"]
         if before is not None:
             after = Sum(after.total - before.total, after.weight - before.weight)
         factors.append(float(after.total / after.weight))
@@ -95,7 +95,7 @@ def test_the_factor_reaches_the_loss():
     full, watch = fit(1, objective=RSPO, policy=policy, updates_per_rollout=2)
     torch.testing.assert_close(tiny.weights(floor), tiny.weights(bare))
     assert not torch.equal(tiny.weights(full), tiny.weights(bare))
-    assert watch.metrics[0]["router/factor"] < 1
+    assert watch.metrics[0]["policy/router_factor"] < 1
 
 
 def test_a_dense_model_says_that_the_factor_is_1():
@@ -103,7 +103,7 @@ def test_a_dense_model_says_that_the_factor_is_1():
         dense, watch = fit(1, objective=RSPO, updates_per_rollout=2)
     same, _ = fit(1, objective=ObjectiveConfig(recipe="gmpo"), updates_per_rollout=2)
     assert torch.equal(tiny.weights(dense), tiny.weights(same))
-    assert "router/factor" not in watch.metrics[0]
+    assert "policy/router_factor" not in watch.metrics[0]
 
 
 def test_more_active_experts_than_there_are_is_refused():
@@ -129,7 +129,7 @@ def test_the_loss_looks_at_the_experts_of_the_old_policy():
     now = module.policy(inputs, experts=experience.router_experts_old).router_logscores
     change = (now - experience.router_logscores_old).abs().mean((-1, -2))
     expected = (-change).exp().clamp_min(0.8)[experience.mask].mean()
-    total, weight = out.metrics["router/factor"]
+    total, weight = out.metrics["policy/router_factor"]
     assert float(total / weight) == pytest.approx(float(expected), rel=1e-5)
     active = module.policy(inputs, experts="active")
     assert experience.router_experts_old is not None

@@ -121,7 +121,7 @@ def test_callbacks_get_a_typed_frozen_result():
     assert seen[0].metrics is None, "the rollout is under way"
     assert result.metrics == module.step_metrics
     assert result.metrics is not None
-    assert result.metrics["optimizer_steps"] == 1
+    assert result.metrics["optim/steps"] == 1
     snapshot: RolloutSnapshot = result.snapshot
     assert snapshot.rollout is batch
     assert snapshot.advantages.shape == (8, 6)

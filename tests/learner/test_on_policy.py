@@ -39,7 +39,7 @@ def test_every_rollout_is_sampled_with_the_weights_of_the_step_before(updates):
     module = tiny.module(updates_per_rollout=updates, minibatch_prompts=2 if updates > 1 else None)
     tiny.trainer(callbacks=[watch, recorder]).fit(module, datamodule=tiny.data(rollouts=4))
     assert recorder.versions == [(k, k) for k in range(4)]
-    assert [m["staleness"] for m in recorder.metrics] == [0.0] * 4
+    assert [m["rollout/staleness"] for m in recorder.metrics] == [0.0] * 4
     assert max(watch.gaps) < 1e-5
     assert all(torch.equal(a, b) for a, b in zip(watch.after[:-1], watch.before[1:], strict=True))
     moved = [not torch.equal(a, b) for a, b in zip(watch.before, watch.after, strict=True)]
@@ -68,5 +68,5 @@ def test_temperature_is_applied_on_both_sides(temperature):
     recorder = tiny.Recorder()
     data = tiny.data(sampling=Sampling(temperature=temperature, max_new_tokens=5), rollouts=2)
     tiny.trainer(callbacks=[recorder]).fit(tiny.module(), datamodule=data)
-    assert all(m["mismatch/logprob_max"] < 1e-5 for m in recorder.metrics)
-    assert all(m["ratio/mean"] == pytest.approx(1.0, abs=1e-6) for m in recorder.metrics)
+    assert all(m["sampler_mismatch/logprob_abs_diff_max"] < 1e-5 for m in recorder.metrics)
+    assert all(m["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6) for m in recorder.metrics)

@@ -129,10 +129,10 @@ def test_nothing_left_means_no_step():
     )
     assert torch.equal(before, after)
     assert (module.empty_steps, module.optimizer_steps, module.policy_version) == (1, 0, 1)
-    assert metrics["groups/zero_gradient"] == 1.0
-    assert metrics["groups/all_correct"] == 1.0
-    assert metrics["entropy"] > 1.0, "what monitors watch is measured all the same"
-    assert metrics["grad_norm"] == metrics["loss"] == 0.0
+    assert metrics["groups/zero_std_frac"] == 1.0
+    assert metrics["groups/all_correct_frac"] == 1.0
+    assert metrics["policy/entropy"] > 1.0, "what monitors watch is measured all the same"
+    assert metrics["optim/grad_norm"] == metrics["loss"] == 0.0
 
 
 def test_a_key_that_a_rollout_has_no_value_for_is_not_logged_with_an_old_one():
@@ -141,8 +141,8 @@ def test_a_key_that_a_rollout_has_no_value_for_is_not_logged_with_an_old_one():
         object.__setattr__(c, "policy_version", 1)
     module, trainer = tiny.module(), tiny.trainer()
     trainer.fit(module, OneRollout(some, none))
-    assert "length/correct" not in module.step_metrics
-    assert math.isnan(trainer.callback_metrics["length/correct"])
+    assert "completions/correct_length" not in module.step_metrics
+    assert math.isnan(trainer.callback_metrics["completions/correct_length"])
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss"])
@@ -185,7 +185,7 @@ def test_a_step_that_is_not_finite_changes_nothing(where):
     assert all(torch.equal(a, b) for a, b in zip(state_before, state_after, strict=True))
     assert rate_before == rate_after
     assert module.skipped_steps == 1
-    assert recorder.metrics[1]["skipped_steps"] == 1.0
+    assert recorder.metrics[1]["optim/skipped_steps"] == 1.0
     assert module.optimizer_steps == 2, "the rollout after it trains again"
     assert torch.isfinite(tiny.weights(module)).all()
 
@@ -203,10 +203,10 @@ def test_many_skipped_steps_in_a_row_stop_the_run():
 def test_ratio_is_one_at_the_first_update_and_moves_at_the_second():
     batch = tiny.rollout(REWARDS, LENGTHS, 4)
     _, one, _, _ = fit(batch)
-    assert one["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
+    assert one["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
     module, many, _, _ = fit(batch, updates_per_rollout=3)
     assert module.optimizer_steps == 3
-    assert many["ratio/gap"] > 1e-4
+    assert many["policy/ratio_gap"] > 1e-4
 
 
 def test_minibatches_use_each_group_equally_often_and_whole():

@@ -43,8 +43,12 @@ def test_own_parts_train(own, same_as):
         torch.testing.assert_close(tiny.weights(module), tiny.weights(expected))
     else:
         plain, plain_watch = fit(1, objective=ObjectiveConfig(advantage="group_mean"))
-        assert watch.metrics[0]["advantage/abs"] == pytest.approx(2 * plain_watch.metrics[0]["advantage/abs"])
-        assert watch.metrics[0]["grad_norm"] == pytest.approx(2 * plain_watch.metrics[0]["grad_norm"], rel=1e-4)
+        assert watch.metrics[0]["policy/advantage_abs"] == pytest.approx(
+            2 * plain_watch.metrics[0]["policy/advantage_abs"]
+        )
+        assert watch.metrics[0]["optim/grad_norm"] == pytest.approx(
+            2 * plain_watch.metrics[0]["optim/grad_norm"], rel=1e-4
+        )
         assert plain.optimizer_steps == 1
 
 

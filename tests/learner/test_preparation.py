@@ -73,11 +73,11 @@ def test_score_norms_are_those_of_the_gradient_of_each_completion():
 
 @pytest.mark.parametrize("weights", ["given", "logit", "token_level"])
 def test_bstar_trains_with_every_choice_of_weights(weights):
-    objective = ObjectiveConfig(recipe="reinforce_bstar", bstar_weights=weights)
+    objective = ObjectiveConfig(recipe="reinforce_bstar", optimal_baseline_weights=weights)
     module, watch = fit(1, objective=objective)
     assert module.optimizer_steps == 1
     _, other_watch = fit(1, objective=ObjectiveConfig(recipe="reinforce_bstar"))
-    assert watch.metrics[0]["advantage/abs"] != other_watch.metrics[0]["advantage/abs"]
+    assert watch.metrics[0]["policy/advantage_abs"] != other_watch.metrics[0]["policy/advantage_abs"]
 
 
 def test_entropy_as_the_only_reward_raises_no_entropy():
@@ -86,7 +86,7 @@ def test_entropy_as_the_only_reward_raises_no_entropy():
     wrong = [rollout(seed=0, rewards=[0.0] * 8) for _ in range(3)]
     module, watch = fit(batches=wrong, objective=objective)
     assert module.optimizer_steps == 3
-    assert watch.metrics[2]["entropy/sequence"] < watch.metrics[0]["entropy/sequence"]
+    assert watch.metrics[2]["policy/entropy_sequence"] < watch.metrics[0]["policy/entropy_sequence"]
 
 
 def test_top_entropy_silences_the_other_tokens():
@@ -110,7 +110,7 @@ def test_lopti_takes_its_second_pass_with_the_weights_of_the_first():
     module, watch = fit(1, objective=objective, callbacks=[passes])
     assert module.optimizer_steps == 2
     assert not torch.equal(*passes.weights)
-    assert watch.metrics[0]["ratio/gap"] > 1e-4, "old log-probabilities are those before the first pass"
+    assert watch.metrics[0]["policy/ratio_gap"] > 1e-4, "old log-probabilities are those before the first pass"
 
 
 def test_dcpo_keeps_the_history_of_each_prompt():
@@ -122,7 +122,7 @@ def test_trpo_adapts_its_penalty_to_the_measured_kl():
     def beta(target: float) -> float:
         objective = ObjectiveConfig(recipe="trpo_penalty", trpo_target_kl=target)
         module, watch = fit(1, objective=objective, updates_per_rollout=2)
-        assert watch.metrics[0]["kl/beta"] == 1.0
+        assert watch.metrics[0]["policy/kl_beta"] == 1.0
         return float(module.objective_state.beta)
 
     assert beta(1e-9) == 2.0
@@ -159,7 +159,7 @@ class TestCompletionsWithoutAnAnswer:
         without = [not any(letter.isdigit() for letter in text) for text in batch.texts]
         assert 0 < sum(without) < len(without)
         assert batch.no_answer.tolist() == without == experience.invalid.tolist()
-        assert watch.metrics[0]["no_answer"] == pytest.approx(sum(without) / len(without))
+        assert watch.metrics[0]["completions/no_answer_frac"] == pytest.approx(sum(without) / len(without))
 
 
 class TestInitialEntropy:

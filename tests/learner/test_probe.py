@@ -35,7 +35,7 @@ def run(
         patch.setattr(Policy, "verify_against_model_forward", lambda *_, **__: None)
         patch.setattr(Policy, "forward", counted)
         batch = rollout(rewards=rewards, lengths=LENGTHS, group_size=4)
-        module, watch = fit(batches=[batch], probe_completions=probe, micro_batch_size=None, **changes)
+        module, watch = fit(batches=[batch], zero_advantage_samples=probe, micro_batch_size=None, **changes)
     return module, watch.metrics[0], passes
 
 
@@ -47,19 +47,19 @@ def test_the_update_is_the_same_and_the_others_stay_away(monkeypatch):
         assert passes == expected
         assert torch.equal(tiny.weights(module), tiny.weights(everything))
         assert metrics["loss"] == full["loss"]
-        assert metrics["filter/dropped"] == full["filter/dropped"]
+        assert metrics["completions/filtered_frac"] == full["completions/filtered_frac"]
 
 
 def test_entropy_is_that_of_the_learning_and_the_sampled_weighted_by_their_tokens(monkeypatch):
     everything, full, _ = run(monkeypatch, None)
     of_token = everything.step_result.snapshot.entropy
-    assert full["entropy"] == pytest.approx(float(of_token.nansum()) / sum(LENGTHS), rel=1e-6)
+    assert full["policy/entropy"] == pytest.approx(float(of_token.nansum()) / sum(LENGTHS), rel=1e-6)
     module, metrics, _ = run(monkeypatch, 2)
     seed = rng.derive_seed("probe", rng.run_seed(), 0, 0, 0)
     batch = rollout(rewards=REWARDS, lengths=LENGTHS, group_size=4)
     rows, weights = shape.probe(batch, torch.arange(4, 12), 2, seed)
     expected = (of_token[:4].sum() + (of_token[rows].sum(1) * weights).sum()) / sum(LENGTHS)
-    assert metrics["entropy"] == pytest.approx(float(expected), rel=1e-6)
+    assert metrics["policy/entropy"] == pytest.approx(float(expected), rel=1e-6)
     seen = module.step_result.snapshot.entropy.isfinite().all(1).nonzero()[:, 0].tolist()
     assert seen == sorted([0, 1, 2, 3, *rows.tolist()])
     assert module.step_result.snapshot.logprobs.isfinite().all(1).nonzero()[:, 0].tolist() == seen
@@ -117,14 +117,14 @@ def test_a_rollout_without_gradient_runs_the_sample_alone(monkeypatch):
     _, metrics, passes = run(monkeypatch, 3, rewards=[1.0] * 12)
     assert len(passes) == 1
     assert 1 <= passes[0] <= 3
-    assert metrics["entropy"] > 0
-    assert metrics["empty_steps"] == 1
+    assert metrics["policy/entropy"] > 0
+    assert metrics["optim/empty_steps"] == 1
     module, metrics, passes = run(monkeypatch, 0, rewards=[1.0] * 12)
     assert passes == []
-    assert "entropy" not in metrics
+    assert "policy/entropy" not in metrics
     assert module.step_result.snapshot.entropy is None
 
 
 def test_a_negative_number_is_refused():
-    with pytest.raises(UserError, match="probe_completions is -1"):
-        tiny.module(probe_completions=-1)
+    with pytest.raises(UserError, match="zero_advantage_samples is -1"):
+        tiny.module(zero_advantage_samples=-1)

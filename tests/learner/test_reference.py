@@ -25,8 +25,8 @@ def initial_weights() -> torch.Tensor:
 
 def test_a_frozen_reference_is_the_policy_before_training():
     module, watch = fit(3, objective=KL)
-    assert watch.metrics[0]["kl/ref_k3"] == 0.0
-    assert 0 < watch.metrics[1]["kl/ref_k3"] < watch.metrics[2]["kl/ref_k3"]
+    assert watch.metrics[0]["policy/kl_ref_k3"] == 0.0
+    assert 0 < watch.metrics[1]["policy/kl_ref_k3"] < watch.metrics[2]["policy/kl_ref_k3"]
     reference = module.reference_policy
     assert module.reference is None
     assert torch.equal(vector(reference), initial_weights())
@@ -45,10 +45,10 @@ def test_kl_pulls_the_policy_back(where):
     """Without any reward the policy moves to the reference, if it has moved away."""
     rates = OptimizerConfig(lr=3e-3)
     free, free_watch = fit(2, optimizer=rates, updates_per_rollout=2)
-    held, _ = fit(2, optimizer=rates, updates_per_rollout=2, objective=ObjectiveConfig(kl_coef=5.0, kl_in=where))
+    held, _ = fit(2, optimizer=rates, updates_per_rollout=2, objective=ObjectiveConfig(kl_coef=5.0, kl_placement=where))
     start = initial_weights()
     assert (tiny.weights(held) - start).norm() != (tiny.weights(free) - start).norm()
-    assert "kl/ref_k3" not in free_watch.metrics[-1]
+    assert "policy/kl_ref_k3" not in free_watch.metrics[-1]
     batch = rollout(seed=0)
     rows = torch.arange(8)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_resume_keeps_the_reference_to_the_bit(tmp_path, refresh):
     else:
         assert [torch.equal(seen, start) for seen in kept.seen] == [True, True, False, False]
         assert torch.equal(kept.seen[3], kept.policy[2]), "after rollouts 0 and 1 the reference became the policy"
-        assert expected.metrics[2]["kl/ref_k3"] == 0.0 < expected.metrics[3]["kl/ref_k3"]
+        assert expected.metrics[2]["policy/kl_ref_k3"] == 0.0 < expected.metrics[3]["policy/kl_ref_k3"]
     run(tmp_path / "cut", 3, refresh)
     resumed, found, kept_again = run(tmp_path / "cut", 4, refresh, resume=True)
     assert torch.equal(kept_again.seen[0], kept.seen[3])

@@ -55,7 +55,7 @@ def train(folder: Path, kill_after: int, resume: bool) -> None:
         updates_per_rollout=2,
         minibatch_prompts=2,
         objective=ObjectiveConfig(recipe="ppo", kl_coef=0.1),
-        critic=CriticConfig(trunk="shared", warmup_rollouts=3),
+        critic=CriticConfig(backbone="shared", warmup_rollouts=3),
         optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=3),
     )
     checkpoint = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(folder / "checkpoints"))
@@ -114,7 +114,7 @@ def test_the_first_rollout_after_resume_is_not_sampled_from_the_base_weights(tmp
     run(2)
     recorder = run(3, tmp_path / "last.ckpt")
     assert recorder.versions == [(2, 2)]
-    assert recorder.metrics[0]["mismatch/logprob_max"] < 1e-5
+    assert recorder.metrics[0]["sampler_mismatch/logprob_abs_diff_max"] < 1e-5
 
 
 def test_checkpoint_holds_only_plain_types(tmp_path):

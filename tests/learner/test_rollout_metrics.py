@@ -46,44 +46,49 @@ IDS = [[1, 2, 3], [1, 2, 3], [4], [5, 6], [7], [7], [7], [8, 9]]
 
 def test_a_sound_rollout_has_nothing_to_report():
     found = audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4))
-    for key in ("tokens/missing", "groups/mixed_prompts", "reward/contradiction", "advantage/contradiction"):
+    for key in (
+        "sanity/missing_tokens_frac",
+        "sanity/mixed_prompts_frac",
+        "sanity/reward_contradiction_frac",
+        "sanity/advantage_contradiction_frac",
+    ):
         assert found[key] == 0
-    assert found["advantage/inverted"] == 0
-    assert found["groups/distinct"] == (3 + 2) / 8
+    assert found["sanity/inverted_advantage_frac"] == 0
+    assert found["groups/distinct_frac"] == (3 + 2) / 8
     assert found["groups/equal_pairs"] == 1 + 3
     assert found["groups/count"] == 2
 
 
 def test_contradicting_rewards_and_advantages_are_counted_in_pairs():
     found = audit(rollout(IDS, [1, 0, 0, 0, 1, 0, 0, 1], 4))
-    assert found["reward/contradiction"] == 3 / 4  # the first pair, and two of the three sevens' pairs
+    assert found["sanity/reward_contradiction_frac"] == 3 / 4  # the first pair, and two of the three sevens' pairs
     quiet = audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4), [1, -1, 0, 0, 0, 0, 0, 1])
-    assert quiet["reward/contradiction"] == 0
-    assert quiet["advantage/contradiction"] == 1 / 4  # labels flipped behind the rewards' back
+    assert quiet["sanity/reward_contradiction_frac"] == 0
+    assert quiet["sanity/advantage_contradiction_frac"] == 1 / 4  # labels flipped behind the rewards' back
 
 
 def test_inverted_advantages():
     batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
-    assert audit(batch, [-1, -1, 1, 1, 1, 1, 1, -1])["advantage/inverted"] == 1
-    assert audit(batch, [1, 1, -1, -1, 1, 1, 1, -1])["advantage/inverted"] == 0.5
-    assert "advantage/inverted" not in audit(rollout(IDS, [1.0] * 8, 4))
+    assert audit(batch, [-1, -1, 1, 1, 1, 1, 1, -1])["sanity/inverted_advantage_frac"] == 1
+    assert audit(batch, [1, 1, -1, -1, 1, 1, 1, -1])["sanity/inverted_advantage_frac"] == 0.5
+    assert "sanity/inverted_advantage_frac" not in audit(rollout(IDS, [1.0] * 8, 4))
 
 
 def test_lost_end_tokens_and_shuffled_groups():
     batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
     lengths = torch.tensor([len(i) - 1 for i in IDS])
-    assert audit(batch, lengths=lengths)["tokens/missing"] == pytest.approx(8 / sum(map(len, IDS)))
-    assert audit(batch, group_ids=torch.tensor([0, 1] * 4))["groups/mixed_prompts"] == 0.5
+    assert audit(batch, lengths=lengths)["sanity/missing_tokens_frac"] == pytest.approx(8 / sum(map(len, IDS)))
+    assert audit(batch, group_ids=torch.tensor([0, 1] * 4))["sanity/mixed_prompts_frac"] == 0.5
     batch = replace(batch, completions=[batch.completions[i] for i in (4, 1, 2, 3, 0, 5, 6, 7)])
-    assert audit(batch)["groups/mixed_prompts"] == 2 / 8
+    assert audit(batch)["sanity/mixed_prompts_frac"] == 2 / 8
 
 
 def test_truncation_by_reward():
     batch = rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4)
     batch.completions[2] = Completion(0, 2, (4,), (-1.0,), "length", 0)
     found = audit(batch)
-    assert found["truncated/correct"] == 0
-    assert found["truncated/incorrect"] == 1 / 5
+    assert found["completions/correct_truncated_frac"] == 0
+    assert found["completions/incorrect_truncated_frac"] == 1 / 5
 
 
 def plain_repetition(ids: list[int]) -> tuple[float, float, float]:
@@ -102,15 +107,23 @@ def test_repetition_equals_a_plain_count_whatever_the_padding():
     table = torch.tensor([row + [0] * (width - len(row)) for row in ids])
     found = repetition(table, torch.tensor([len(row) for row in ids]))
     want = [plain_repetition(row) for row in ids if len(row) >= 8]
-    got = list(zip(*(found[k].tolist() for k in ("repetition", "repetition/run", "repetition/top_token")), strict=True))
+    got = list(
+        zip(
+            *(
+                found[k].tolist()
+                for k in ("completions/repetition_frac", "completions/longest_run_frac", "completions/top_token_frac")
+            ),
+            strict=True,
+        )
+    )
     assert len(got) == len(want) > 20
     for one, other in zip(got, want, strict=True):
         assert one == pytest.approx(other)
 
 
 def test_short_completions_have_no_repetition():
-    assert "repetition" not in audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4))
-    assert audit(rollout([[1] * 9, [2]], [1, 0], 2))["repetition"] == pytest.approx(5 / 6)
+    assert "completions/repetition_frac" not in audit(rollout(IDS, [1, 1, 0, 0, 0, 0, 0, 1], 4))
+    assert audit(rollout([[1] * 9, [2]], [1, 0], 2))["completions/repetition_frac"] == pytest.approx(5 / 6)
 
 
 def test_a_shared_prefix_is_pushed_down_where_right_answers_are_longer():
@@ -142,4 +155,4 @@ def test_update_size_is_the_step_that_was_taken():
 def test_upward_tells_which_half_of_the_signal_is_learned_from(recipe, share):
     module = tiny.module(objective=ObjectiveConfig(recipe=recipe))
     tiny.trainer().fit(module, datamodule=tiny.data(rollouts=1))
-    assert module.step_metrics["loss/upward"] == pytest.approx(share)
+    assert module.step_metrics["policy/upward_frac"] == pytest.approx(share)

@@ -108,9 +108,9 @@ def test_a_run_replays_and_its_first_ratio_is_1(monkeypatch):
     step = OptimizerStepper.step
 
     def spy(self: Any, batch: Any, given: Any, metrics: Any, first_update: Any) -> None:
-        before = metrics.sums.get("ratio/gap")
+        before = metrics.sums.get("policy/ratio_gap")
         step(self, batch, given, metrics, first_update)
-        total = metrics.sums["ratio/gap"].total
+        total = metrics.sums["policy/ratio_gap"].total
         gaps.append(float(total - before.total if before else total))
         chosen.append(given.routing is not None)
         turn_round(module)

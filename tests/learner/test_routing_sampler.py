@@ -126,7 +126,7 @@ def test_a_run_replays_what_was_sampled(ahead: int, monkeypatch: Any) -> None:
         recorder = tiny.Recorder()
         made: Any = tiny.module(policy=PolicyConfig(tiny=MOE), routing_replay=replay, max_staleness=ahead)
         tiny.trainer(callbacks=[recorder]).fit(made, datamodule=tiny.data())
-        found.append((recorder.ids, [m["grad_norm"] for m in recorder.metrics]))
+        found.append((recorder.ids, [m["optim/grad_norm"] for m in recorder.metrics]))
         routers = made.policy._routers
         assert routers is None or routers.replay is None, "an engine that shares the model must choose freely"
     assert told == [False] * 3 + [True] * 3, "also where nothing else is needed before the update"

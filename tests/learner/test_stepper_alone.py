@@ -39,10 +39,10 @@ def stepper(**changes: Any) -> OptimizerStepper:
     optimizer, scheduler = make_optimizer(policy.model, RATE, 1)
     settings: dict[str, Any] = {
         "forward": forward,
-        "bundles": [OptimizerBundle("", optimizer, scheduler, 1.0)],
+        "bundles": [OptimizerBundle("optim/", optimizer, scheduler, 1.0)],
         "counters": StepCounters(),
         "guards": GuardConfig(),
-        "probe_completions": 8,
+        "zero_advantage_samples": 8,
     }
     return OptimizerStepper(**(settings | changes))
 
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_the_module():
     module, watch = fit(batches=[rollout()], optimizer=RATE)
     assert torch.equal(weights(alone), vector(module.policy))
     assert metrics["loss"] == watch.metrics[0]["loss"]
-    assert metrics["grad_norm"] == watch.metrics[0]["grad_norm"]
+    assert metrics["optim/grad_norm"] == watch.metrics[0]["optim/grad_norm"]
     assert alone.counters == StepCounters(optimizer_steps=1)
 
 
@@ -84,7 +84,7 @@ def test_a_veto_leaves_the_weights_alone_and_a_row_of_them_ends_the_run():
         take(given, rollout())
     assert torch.equal(weights(given), before)
     assert given.counters == StepCounters(skipped_steps=1, skipped_in_a_row=1)
-    assert set(asked[0]) == {"loss", "grad_norm"}
+    assert set(asked[0]) == {"loss", "optim/grad_norm"}
     with pytest.raises(StopRun, match="2 optimizer steps in a row were skipped: no"):
         take(given, rollout())
 

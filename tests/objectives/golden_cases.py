@@ -48,13 +48,14 @@ FORM = {"sequence": "sequence", "token": "sequence_token"}
 WITH_STD = {"group_std", "batch_std", "group_var"}
 WITH_EMPTY = {"seq_mean", "sum_const", "seq_sum", "per_prompt_set", "per_prompt_set_const"}
 SAME = (
-    "baseline", "std_ddof", "std_eps", "singleton", "max_tokens", "drop_zero_variance", "mask_truncated",
+    "baseline", "std_ddof", "std_eps", "single_sample_advantage", "max_tokens", "drop_zero_variance", "mask_truncated",
     "top_entropy", "router_floor", "router_stage", "whiten", "whiten_ddof",
 )  # fmt: skip
 RENAMED = {
     "eps_low": "clip_low", "eps_high": "clip_high", "dual": "dual_clip", "lam": "gae_lambda", "T_const": "max_tokens",
-    "weight": "bstar_weights", "neg_reward": "negative_weight", "r_max": "dual_clip", "tau_pos": "sapo_tau_pos",
-    "tau_neg": "sapo_tau_neg", "eps_log": "log_clip", "cap": "cispo_cap", "floor": "cispo_floor",
+    "weight": "optimal_baseline_weights", "neg_reward": "negative_weight", "r_max": "dual_clip",
+    "tau_pos": "sapo_tau_pos", "tau_neg": "sapo_tau_neg", "eps_log": "log_clip", "cap": "cispo_cap",
+    "floor": "cispo_floor",
     "value_clip": "value_clip", "mu": "nll_coef", "threshold": "entropy_threshold", "H_init": "initial_entropy",
     "overlap": "conflict_overlap", "entropy_base": "invalid_entropy", "lambda_pos": "positive_weight",
     "lam_pos": "positive_weight", "L_max": "overlong_max", "L_cache": "overlong_cache",
@@ -177,7 +178,7 @@ def overrides(recipe: str, method: str, config: dict[str, Any], inputs: dict[str
         out["aggregation"] = config["agg"]
     aggregation = out.get("aggregation", start.aggregation.kind)
     if "pool" in config:
-        out["pool"] = "batch" if config["pool"] == "batch" else "prompt"
+        out["set_scope"] = "batch" if config["pool"] == "batch" else "prompt"
     if not aggregation.endswith("const"):
         out.pop("max_tokens", None)
     if "scale" in config:
@@ -194,7 +195,7 @@ def overrides(recipe: str, method: str, config: dict[str, Any], inputs: dict[str
         out = {k: v for k, v in out.items() if k not in ("clip_low", "clip_high", "dual_clip")}
 
     if str(config.get("weight", "")).startswith("token"):
-        out["bstar_weights"] = "token_level"
+        out["optimal_baseline_weights"] = "token_level"
     out |= _regularisers(recipe, config, inputs)
     out |= _sampler(config)
     out |= _filters(recipe, config)
@@ -223,7 +224,7 @@ def _regularisers(recipe: str, config: dict[str, Any], inputs: dict[str, Any]) -
     if beta:
         out["kl_coef"] = beta
         in_reward = recipe in ("rloo", "reinforce_pp", "reinforce_pp_baseline") or "beta_reward" in config
-        out["kl_in"] = "reward" if in_reward else "loss"
+        out["kl_placement"] = "reward" if in_reward else "loss"
         if not in_reward:
             out["kl_estimator"] = config.get("kl", "k3")
     if recipe in ("ppo", "trpo_penalty", "vapo"):
@@ -257,7 +258,7 @@ def _filters(recipe: str, config: dict[str, Any]) -> dict[str, Any]:
     if denominator is None:
         return {}
     if recipe in ("raft", "raft_pp"):  # all tokens: the others count, with advantage 0
-        return {"keep": "positives"} if denominator.startswith("kept") else {}
+        return {"keep_sign": "positives"} if denominator.startswith("kept") else {}
     return {"filtered_denominator": "kept" if denominator.startswith("kept") else "all"}
 
 

@@ -89,7 +89,7 @@ def check_advantages(case: golden.Case, exp: Experience, advantages: Tensor, kep
         return
     # A completion that a filter took out for its reward has no advantage to speak of.
     filters = case.objective.filters
-    rows = kept if filters.zero_variance or filters.keep != "all" else torch.ones_like(kept)
+    rows = kept if filters.zero_variance or filters.keep_sign != "all" else torch.ones_like(kept)
     close(advantages[rows, 0], want[rows], dtype, "advantages")
 
 
@@ -221,7 +221,7 @@ def length_gap(exp: Experience) -> float:
     metrics = StepMetrics()
     add_rollout_metrics(metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1))
     values = metrics.compute()
-    return values.get("length/incorrect", math.nan) - values.get("length/correct", math.nan)
+    return values.get("completions/incorrect_length", math.nan) - values.get("completions/correct_length", math.nan)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -253,29 +253,29 @@ def test_diagnostics(batch: str) -> None:
     conflicts = conflict_masks(exp.token_ids, exp.lengths, mask, advantages, groups)
     c = masked(old - sampled, mask).exp()
     got = {
-        "clip_frac_low": mean(clips["clip/low"]),
-        "clip_frac_high": mean(clips["clip/high"]),
-        "dual_clip_frac": mean(clips["clip/dual"]),
-        "kl_old_new_k1": mean(change["kl/old_k1"]),
-        "kl_old_new_k3": mean(change["kl/old_k3"]),
-        "kl_new_ref_k3": mean(diagnostics.reference_kl(lp, ref, mask)["kl/ref_k3"]),
+        "clip_frac_low": mean(clips["policy/clip_frac/low"]),
+        "clip_frac_high": mean(clips["policy/clip_frac/high"]),
+        "dual_clip_frac": mean(clips["policy/clip_frac/dual"]),
+        "kl_old_new_k1": mean(change["policy/approx_kl_k1"]),
+        "kl_old_new_k3": mean(change["policy/approx_kl_k3"]),
+        "kl_new_ref_k3": mean(diagnostics.reference_kl(lp, ref, mask)["policy/kl_ref_k3"]),
         "delta_pi_signed": mean(change["policy/delta_prob"]),
         "delta_pi_abs": mean(change["policy/delta_prob_abs"]),
-        "mismatch_prob_mean": mean(mismatch["mismatch/prob"]),
-        "mismatch_prob_max": float(peaks["mismatch/prob_max"]),
-        "mismatch_logp_mean": mean(mismatch["mismatch/logprob"]),
-        "mismatch_logp_max": float(peaks["mismatch/logprob_max"]),
-        "mismatch_kl_k1": mean(mismatch["mismatch/k1"]),
-        "mismatch_kl_k3": mean(mismatch["mismatch/k3"]),
-        "ppl_learner": mean(mismatch["mismatch/learner_perplexity"]),
-        "ppl_sampler": mean(mismatch["mismatch/sampler_perplexity"]),
-        "chi2_token": derived["mismatch/chi2_token"],
-        "chi2_seq": derived["mismatch/chi2_sequence"],
-        "ess_token": derived["mismatch/ess"],
+        "mismatch_prob_mean": mean(mismatch["sampler_mismatch/prob_abs_diff"]),
+        "mismatch_prob_max": float(peaks["sampler_mismatch/prob_abs_diff_max"]),
+        "mismatch_logp_mean": mean(mismatch["sampler_mismatch/logprob_abs_diff"]),
+        "mismatch_logp_max": float(peaks["sampler_mismatch/logprob_abs_diff_max"]),
+        "mismatch_kl_k1": mean(mismatch["sampler_mismatch/kl_k1"]),
+        "mismatch_kl_k3": mean(mismatch["sampler_mismatch/kl_k3"]),
+        "ppl_learner": mean(mismatch["sampler_mismatch/learner_perplexity"]),
+        "ppl_sampler": mean(mismatch["sampler_mismatch/sampler_perplexity"]),
+        "chi2_token": derived["sampler_mismatch/chi2_token"],
+        "chi2_seq": derived["sampler_mismatch/chi2_sequence"],
+        "ess_token": derived["sampler_mismatch/ess"],
         "tis_truncated_frac": mean(diagnostics.mean_of((c > config["tis_cap"]).double(), mask)),
         "entropy_token_mean": mean(diagnostics.mean_of(exp.entropy, mask)),
-        "entropy_seq_mean": mean(shares["entropy/sequence"]),
-        "high_entropy_seq_frac": mean(shares["entropy/high"]),
+        "entropy_seq_mean": mean(shares["policy/entropy_sequence"]),
+        "high_entropy_seq_frac": mean(shares["policy/entropy_high_frac"]),
         "zero_gradient_group_frac": float(groups.uniform(exp.rewards).double().mean()),
         "conflict_token_rate": mean(diagnostics.mean_of(conflicts.either.double(), mask)),
         "length_gap_incorrect_minus_correct": length_gap(exp),

@@ -94,7 +94,7 @@ def test_a_new_part_has_its_own_defaults() -> None:
         ({"name": "grpo", "sampler_cap": 2.0}, ["sampler_cap", "tis_token"]),
         ({"name": "dapo", "max_tokens": 100}, ["max_tokens", "sum_const"]),
         ({"name": "grpo", "kl_estimator": "k2"}, ["no effect", "kl_coef is 0"]),
-        ({"name": "grpo", "kl_in": "reward"}, ["no effect"]),
+        ({"name": "grpo", "kl_placement": "reward"}, ["no effect"]),
         ({"name": "grpo", "label_noise_seed": 3}, ["label_noise is 0"]),
         ({"name": "grpo", "overlong_max": 100}, ["overlong_penalty is off"]),
         ({"name": "grpo", "value_coef": 1.0}, ["no critic"]),
@@ -109,7 +109,7 @@ def test_a_new_part_has_its_own_defaults() -> None:
         ({"name": "grpo", "clip_high": "wide"}, ["clip_high is a float"]),
         ({"name": "grpo", "mask_truncated": 1}, ["mask_truncated is a bool"]),
         ({"name": "dr_grpo", "max_tokens": 1.5}, ["whole number"]),
-        ({"name": "grpo", "keep": "positive"}, ["did you mean 'positives'"]),
+        ({"name": "grpo", "keep_sign": "positive"}, ["did you mean 'positives'"]),
         ({"name": "grpo", "custom_advantage": "no_such_package.f"}, ["cannot be imported"]),
         ({"name": "grpo", "custom_objective": "math.pi", "clip_low": 0.1}, ["a custom objective is whole"]),
     ],
@@ -152,7 +152,7 @@ def test_what_may_be_off_policy() -> None:
 
 
 def test_singleton_groups_by_choice() -> None:
-    Objective.from_recipe("grpo", singleton="raw").check(**RUN | {"group_size": 1})
+    Objective.from_recipe("grpo", single_sample_advantage="raw").check(**RUN | {"group_size": 1})
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_singleton_groups_by_choice() -> None:
         ("lopti", {}, 1, {"old_logprobs", "ref_logprobs"}),
         ("advantage_reweighting", {"kl_coef": 0.0}, 1, set()),
         ("reinforce_bstar", {}, 1, set()),
-        ("reinforce_bstar", {"bstar_weights": "given"}, 1, {"score_sqnorm"}),
-        ("reinforce_bstar", {"bstar_weights": "logit"}, 1, {"old_logprobs", "sum_squared_probs"}),
+        ("reinforce_bstar", {"optimal_baseline_weights": "given"}, 1, {"score_sqnorm"}),
+        ("reinforce_bstar", {"optimal_baseline_weights": "logit"}, 1, {"old_logprobs", "sum_squared_probs"}),
         ("ppo", {}, 1, {"values"}),
         ("gtpo", {}, 1, {"entropy"}),
         ("rent", {"kl_coef": 0.0}, 1, {"entropy"}),

@@ -80,7 +80,7 @@ def test_uniform_group_and_group_of_one_are_exactly_zero(kind: str, value: float
 
 def test_group_of_one_can_keep_its_reward() -> None:
     exp = flat([1.0, 0.0, 3.0], [0, 0, 1])
-    result = GroupStd(singleton="raw")(AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids)))
+    result = GroupStd(single_sample_advantage="raw")(AdvantageInputs(exp, exp.rewards, Groups.of(exp.group_ids)))
     assert result[2] == 3.0
 
 
@@ -169,7 +169,7 @@ def test_unknown_sampler_probability_counts_as_one() -> None:
     out = step(made, exp, now)[2]
     weights = made.sampler(exp.old_logprobs, exp.sampler_logprobs, exp.mask)  # type: ignore[arg-type]
     assert weights.weights[0, 1] == weights.weights[3, 2] == 1
-    assert float(out.metrics["mismatch/missing"].total) == 2
+    assert float(out.metrics["sampler_mismatch/missing_frac"].total) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

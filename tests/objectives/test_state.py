@@ -156,7 +156,7 @@ def test_missing_inputs_are_named() -> None:
         ("grpo", {"kl_coef": 0.1}, "ref_logprobs"),
         ("ppo", {}, "values"),
         ("rent", {}, "entropy"),
-        ("reinforce_bstar", {"bstar_weights": "given"}, "score_sqnorm"),
+        ("reinforce_bstar", {"optimal_baseline_weights": "given"}, "score_sqnorm"),
         ("gtpo", {"initial_entropy": 0.3}, "token_ids"),
     ):
         made = Objective.from_recipe(recipe, **changes)

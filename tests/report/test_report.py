@@ -244,17 +244,17 @@ def test_after_a_rollback_both_lives_are_there(tmp_path):
     folder = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({**line, "entropy": 0.125}) + "\n" for line in lines[18:24])
+        file.writelines(json.dumps({**line, "policy/entropy": 0.125}) + "\n" for line in lines[18:24])
         file.write(json.dumps({"step": 23, "val/reward": 0.5}) + "\n")  # a key that the step did not have
     ring = folder / flight.FOLDER
     flight.link_folder(ring, ring / f"C_NL-{SEEN:06d}")
     write_record(ring, 19, "anew")
     run = read_folder(folder)
     assert run.steps == list(range(1, 25))
-    assert run.values("entropy")[17:] == [0.4] + [0.125] * 6
+    assert run.values("policy/entropy")[17:] == [0.4] + [0.125] * 6
     ((steps, old),) = run.abandoned
     assert steps == list(range(18, 31))
-    assert old["entropy"][-1] == pytest.approx(2.4)
+    assert old["policy/entropy"][-1] == pytest.approx(2.4)
     pictures, html = make_report(run)
     reward = next(p for p in pictures if p.name == "reward")
     assert "left behind: training 0 at step 30" in reward.alt
@@ -356,11 +356,12 @@ def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
 def test_from_a_file_store(tmp_path):
     folder = tmp_path / "mlruns/1" / ("a1" * 16)
     (folder / "metrics/reward").mkdir(parents=True)
-    (folder / "metrics/entropy").write_text("100 0.5 0\n101 0.6 1\n")
+    (folder / "metrics/policy").mkdir()
+    (folder / "metrics/policy/entropy").write_text("100 0.5 0\n101 0.6 1\n")
     (folder / "metrics/reward/right").write_text("100 1.0 1\n")
     (folder / "meta.yaml").write_text("run_name: old\nstatus: 3\n")
     make_run(folder / "artifacts", records=False)
     with open_run(str(folder)) as run:
-        assert (run.name, run.steps, run.values("entropy")) == ("old", [1, 2], [0.5, 0.6])
+        assert (run.name, run.steps, run.values("policy/entropy")) == ("old", [1, 2], [0.5, 0.6])
         assert run.values("reward/right")[1] == 1.0
         assert main_diagnosis(run)

@@ -127,7 +127,7 @@ def test_rewards_are_weighted_and_kept_apart():
     rollout = producer(EchoEngine(), rewards).produce(prompts(2), Sampling(), 2, index=0)
     assert set(rollout.rewards) == {"even_reward", "constant"}
     torch.testing.assert_close(rollout.reward, 0.5 * rollout.rewards["even_reward"] - 2.0)
-    assert rollout.metrics["timeouts/constant"] == 0.5
+    assert rollout.metrics["reward_errors/timeout_frac/constant"] == 0.5
 
 
 @pytest.mark.parametrize("fault", ["twice", "missing"])
@@ -404,8 +404,8 @@ def test_metrics_of_all_rounds_are_added_up():
     rollout = next(iter(dynamic(table)))
     sampled = int(rollout.metrics["sampling/prompts"])
     assert sampled > 4
-    assert rollout.metrics["tokens"] == sampled * 2 * 2
-    assert rollout.metrics["timeouts/sum_reward"] == 0.0
+    assert rollout.metrics["completions/tokens"] == sampled * 2 * 2
+    assert rollout.metrics["reward_errors/timeout_frac/sum_reward"] == 0.0
     assert 0.5 <= rollout.metrics["sampling/reward"] * 2 <= 1.0
 
 
@@ -418,7 +418,7 @@ def test_objectives_with_dynamic_sampling_get_rollouts_of_mixed_groups_and_resum
         return recorder, tiny.weights(module)
 
     whole, expected = run(4)
-    assert all(m["groups/zero_gradient"] == 0 and m["sampling/short"] == 0 for m in whole.metrics)
+    assert all(m["groups/zero_std_frac"] == 0 and m["sampling/short"] == 0 for m in whole.metrics)
     assert max(m["sampling/rounds"] for m in whole.metrics) > 1
     run(2)
     rest, weights = run(4, tmp_path / "last.ckpt")

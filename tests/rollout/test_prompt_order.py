@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.data import AdditionPrompts, InMemoryPrompts, MixedPrompts
 from lit_grpo.errors import UserError
-from lit_grpo.rollout.curriculum import DifficultyConfig, RunningDifficulty
+from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig
 from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.rollout.loader import RolloutLoader
 from lit_grpo.rollout.prompt_order import MixedOrder, PromptCursor, PromptOrder, make_order
@@ -67,13 +67,13 @@ def test_picks_pass_over_and_know_how_far_they_went():
 # Difficulty.
 
 
-def loader(outcomes: Any, config: DifficultyConfig | None, **changes: Any) -> RolloutLoader:
+def loader(outcomes: Any, config: CurriculumConfig | None, **changes: Any) -> RolloutLoader:
     prompts = [Prompt(f"p{i}", "", (i,), "1") for i in range(len(outcomes))]
     producer = RolloutGenerator(Told(outcomes), Source(), NoDecoder(), [SumReward()], 7)
-    difficulty = None if config is None else RunningDifficulty(config, prompts, [SumReward()], 7)
+    difficulty = None if config is None else Curriculum(config, prompts, [SumReward()], 7)
     options: dict[str, Any] = {
         "count": 40, "prompts_per_rollout": 4, "group_size": len(outcomes[0]), "sampling": Sampling(),
-        "difficulty": difficulty,
+        "curriculum": difficulty,
     }  # fmt: skip
     return RolloutLoader(producer, prompts, **(options | changes))
 
@@ -85,7 +85,7 @@ TABLE = [SOLVED] * 6 + [MIXED] * 6 + [FAILED] * 6
 def test_what_left_the_band_is_sampled_less_and_never_less_than_the_floor():
     floor = 0.25
     counted: Counter[str] = Counter()
-    rollouts = list(loader(TABLE, DifficultyConfig(floor=floor), count=200))
+    rollouts = list(loader(TABLE, CurriculumConfig(floor=floor), count=200))
     for rollout in rollouts[10:]:
         counted.update(prompt.id for prompt in rollout.prompts)
     inside = [counted[f"p{i}"] for i in range(6, 12)]
@@ -94,20 +94,18 @@ def test_what_left_the_band_is_sampled_less_and_never_less_than_the_floor():
     assert 0.7 * expected < sum(outside) / len(outside) < 1.3 * expected
     assert min(outside) > 0, "none is given up"
     last = rollouts[-1].metrics
-    assert last["difficulty/known"] == 1
-    assert last["difficulty/in_band"] == pytest.approx(1 / 3)
-    assert last["difficulty/pass_rate"] == pytest.approx(0.5)
-    assert sum(r.metrics["difficulty/passed_over"] for r in rollouts) > 0
+    assert last["curriculum/known_frac"] == 1
+    assert last["curriculum/in_band_frac"] == pytest.approx(1 / 3)
+    assert last["curriculum/pass_rate"] == pytest.approx(0.5)
+    assert sum(r.metrics["curriculum/passed_over"] for r in rollouts) > 0
     first = rollouts[0].metrics
-    assert (first["difficulty/known"], first["difficulty/passed_over"]) == (0, 0)
-    assert "difficulty/in_band" not in first
+    assert (first["curriculum/known_frac"], first["curriculum/passed_over"]) == (0, 0)
+    assert "curriculum/in_band_frac" not in first
 
 
 def test_the_rate_runs_and_visits_are_counted():
     prompts = [Prompt("a", "", (1,)), Prompt("b", "", (1,))]
-    running = RunningDifficulty(
-        DifficultyConfig(above=0.2, below=0.8, smoothing=0.5, min_visits=2), prompts, [SumReward()], 0
-    )
+    running = Curriculum(CurriculumConfig(above=0.2, below=0.8, smoothing=0.5, min_visits=2), prompts, [SumReward()], 0)
     running.update([(0, "a", 1.0)])
     assert running.chance("a") == 1.0, "one visit says little"
     running.update([(1, "a", 0.0), (0, "a", 1.0)])
@@ -122,7 +120,7 @@ def test_the_rate_runs_and_visits_are_counted():
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.slow
 def test_a_loader_with_difficulty_goes_on_where_the_other_would_have(dynamic, ahead):
-    config = DifficultyConfig(floor=0.2)
+    config = CurriculumConfig(floor=0.2)
     make = lambda: loader(TABLE, config, count=12, dynamic=dynamic, num_prefetch=ahead)  # noqa: E731
     names = lambda rollouts: [[p.id for p in r.prompts] for r in rollouts]  # noqa: E731
     straight = names(make())
@@ -143,13 +141,13 @@ def test_a_loader_with_difficulty_goes_on_where_the_other_would_have(dynamic, ah
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_all_ranks_pass_over_the_same_prompts(dynamic):
     def make(**changes: Any) -> RolloutLoader:
-        return loader(TABLE, DifficultyConfig(floor=0.2), dynamic=dynamic, **changes)
+        return loader(TABLE, CurriculumConfig(floor=0.2), dynamic=dynamic, **changes)
 
     whole = [[p.id for p in r.prompts] for r in itertools.islice(make(), 10)]
     two = on_ranks(make, 2, 10)
     for (first, state), (second, other) in zip(*two, strict=True):
         assert state == other, "rates and position are those of all ranks"
-        assert first.metrics["difficulty/known"] == second.metrics["difficulty/known"]
+        assert first.metrics["curriculum/known_frac"] == second.metrics["curriculum/known_frac"]
     if not dynamic:  # with it, several ranks drop what one process begins the next rollout with
         both = [[p.id for p in (*a.prompts, *b.prompts)] for (a, _), (b, _) in zip(*two, strict=True)]
         assert both == whole
@@ -158,16 +156,16 @@ def test_all_ranks_pass_over_the_same_prompts(dynamic):
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        ({"above": 0.5, "below": 0.5}, "data.difficulty"),
-        ({"above": -0.1}, "data.difficulty"),
-        ({"floor": 0.0}, "data.difficulty.floor"),
-        ({"smoothing": 1.5}, "data.difficulty.smoothing"),
-        ({"min_visits": 0}, "data.difficulty.min_visits"),
+        ({"above": 0.5, "below": 0.5}, "data.curriculum"),
+        ({"above": -0.1}, "data.curriculum"),
+        ({"floor": 0.0}, "data.curriculum.floor"),
+        ({"smoothing": 1.5}, "data.curriculum.smoothing"),
+        ({"min_visits": 0}, "data.curriculum.min_visits"),
     ],
 )
 def test_bad_settings_are_refused(arguments, key):
     with pytest.raises(UserError) as caught:
-        DifficultyConfig(**arguments)
+        CurriculumConfig(**arguments)
     assert caught.value.where == key
 
 
@@ -184,7 +182,7 @@ def mixture() -> MixedPrompts:
 def fit(rollouts: int, folder: Any, path: Any = None, **changes: Any) -> tuple[tiny.Recorder, Any]:
     recorder, checkpoint = tiny.Recorder(), RolloutCheckpoint(dirpath=str(folder))
     module = tiny.module()
-    settings: dict[str, Any] = {"rollouts": rollouts, "prompts": mixture(), "difficulty": DifficultyConfig()}
+    settings: dict[str, Any] = {"rollouts": rollouts, "prompts": mixture(), "curriculum": CurriculumConfig()}
     data = tiny.data(**(settings | changes))
     trainer = tiny.trainer(callbacks=[recorder, checkpoint], enable_checkpointing=True)
     trainer.fit(module, datamodule=data, ckpt_path=path)
@@ -199,7 +197,7 @@ def test_a_run_with_mixing_and_difficulty_resumes_to_the_bit_and_refuses_other_d
     assert rest.ids == whole.ids[4:]
     assert rest.metrics == whole.metrics[4:]
     assert torch.equal(weights, expected)
-    assert any(m["difficulty/passed_over"] for m in whole.metrics)
+    assert any(m["curriculum/passed_over"] for m in whole.metrics)
     assert {"source/addition/reward", "source/three/reward", "source/three/share"} <= whole.metrics[0].keys()
     shares = [m["source/addition/share"] + m["source/three/share"] for m in whole.metrics]
     assert shares == [1.0] * 9

@@ -78,7 +78,7 @@ def test_a_rollout_is_exactly_as_old_as_allowed(staleness, updates, slow):
     expected = [max(0, k - staleness) for k in range(ROLLOUTS)]
     assert truth.sampled_by == expected
     assert truth.said == [{version} for version in expected]
-    assert [m["staleness"] for m in recorder.metrics] == [float(k - v) for k, v in enumerate(expected)]
+    assert [m["rollout/staleness"] for m in recorder.metrics] == [float(k - v) for k, v in enumerate(expected)]
 
 
 @pytest.mark.parametrize(("engine", "learner"), [(0.0, 0.1), (0.3, 0.0)], ids=["slow learner", "slow engine"])
@@ -102,8 +102,8 @@ def test_staleness_2_is_never_exceeded(monkeypatch, engine, learner):
 def test_the_correction_is_on_where_samples_are_stale():
     module, recorder = run(1, Truth())
     assert module.objective.sampler.kind == "tis_token"
-    assert recorder.metrics[2]["mismatch/logprob"] > 1e-4
-    assert "time/wait" not in recorder.metrics[2]  # timed keys are left out by the recorder
+    assert recorder.metrics[2]["sampler_mismatch/logprob_abs_diff"] > 1e-4
+    assert "time/learner_idle" not in recorder.metrics[2]  # timed keys are left out by the recorder
     own, _ = run(1, Truth(), objective=ObjectiveConfig(sampler_correction="none"))
     assert own.objective.sampler.kind == "none"
 
@@ -142,7 +142,7 @@ def test_evaluation_between_two_rollouts_uses_the_newest_weights():
     trainer.fit(tiny.module(max_staleness=1), datamodule=data)
     assert newest.seen
     assert all(sampled == now for sampled, now in newest.seen)
-    assert all(m["staleness"] <= 1 for m in recorder.metrics)
+    assert all(m["rollout/staleness"] <= 1 for m in recorder.metrics)
 
 
 def test_a_resumed_run_trains_each_prompt_once(tmp_path):
@@ -158,7 +158,7 @@ def test_a_resumed_run_trains_each_prompt_once(tmp_path):
         module, datamodule=tiny.data(rollouts=ROLLOUTS), ckpt_path=tmp_path / "rollout-000002.ckpt", weights_only=False
     )
     assert straight.prompts == first.prompts == first.prompts[:2] + again.prompts
-    assert [m["staleness"] for m in again.metrics] == [0.0, 1.0, 1.0, 1.0]
+    assert [m["rollout/staleness"] for m in again.metrics] == [0.0, 1.0, 1.0, 1.0]
 
 
 class Fails(TransformersEngine):

@@ -139,7 +139,7 @@ def test_bad_solutions_are_refused_with_their_place() -> None:
         ({"overlong_penalty": True}, "no rewards to shape"),
         ({"label_noise": 0.1}, "no rewards to shape"),
         ({"nll_coef": 0.1}, "is that already"),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, "KL term to go into"),
+        ({"kl_coef": 0.1, "kl_placement": "reward"}, "KL term to go into"),
     ],
 )
 def test_what_is_about_samples_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -5,13 +5,13 @@ from lit_grpo.run.phases import PHASES, learner_phases
 
 
 def test_one_process_spends_all_phases_that_were_logged():
-    logged = set(PHASES) - {"time/wait"}
-    assert list(learner_phases(logged)) == [key for key in PHASES if key != "time/wait"]
+    logged = set(PHASES) - {"time/learner_idle"}
+    assert list(learner_phases(logged)) == [key for key in PHASES if key != "time/learner_idle"]
     assert list(learner_phases({"time/update", "reward"})) == ["time/update"]
 
 
 def test_beside_sampling_only_the_wait_counts():
-    assert list(learner_phases(PHASES)) == ["time/sync", "time/wait", "time/update"]
+    assert list(learner_phases(PHASES)) == ["time/sync", "time/learner_idle", "time/update"]
 
 
 def test_the_throughput_monitor_watches_them():

@@ -55,7 +55,7 @@ def test_critics_from_end_to_end(tmp_path, capsys):
     common = ["--only", "ppo/shared", "--seeds", "0", "--rollouts", "2", "--out", str(out), "--picture", str(picture)]
     assert critic_curves.main([*common, "--jobs", "1"]) == 0
     (written,) = [json.loads(line) for line in out.read_text().splitlines()]
-    assert written["settings"]["model"]["critic"]["trunk"] == "shared"
+    assert written["settings"]["model"]["critic"]["backbone"] == "shared"
     assert {len(curve) for curve in written["curves"].values()} == {2}
     before, lines = picture.read_bytes()[:4], out.read_text()
     assert before == b"\x89PNG"

@@ -82,7 +82,12 @@ class StandIn(pl.LightningModule):
         self.policy_version += 1
         self.during_step(batch_idx)
         self.log_dict(
-            {"reward": batch.index / 10, "entropy": 1.0 / (1 + batch.index), "length": 2.0, "grad_norm": 0.5},
+            {
+                "reward": batch.index / 10,
+                "policy/entropy": 1.0 / (1 + batch.index),
+                "completions/length": 2.0,
+                "optim/grad_norm": 0.5,
+            },
             batch_size=1,
         )
 

@@ -120,7 +120,7 @@ def test_a_resumed_run_shows_the_whole_history(tmp_path, capsys):
 def test_the_overview_takes_gaps_missing_metrics_and_one_step():
     nan = float("nan")
     one = draw_overview(History([1], {"reward": [0.5]}), "one")
-    metrics = {"reward": [nan] * 20 + [1.0] * 20, "entropy": [float("inf")] * 40}
+    metrics = {"reward": [nan] * 20 + [1.0] * 20, "policy/entropy": [float("inf")] * 40}
     gaps = draw_overview(History(list(range(40)), metrics), "gaps")
     assert all(png[:4] == b"\x89PNG" and len(png) > 5000 for png in (one, gaps))
     assert one != gaps

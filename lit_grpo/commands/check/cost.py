@@ -143,7 +143,7 @@ def time_result(metrics: Mapping[str, float], rollouts: int) -> Result:
     total = sum(parts.values())
     share = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.01 * total)
     found = f"{span(total)} for the first rollout ({share}); {rollouts} rollouts take about {span(total * rollouts)}"
-    speed = metrics.get("tokens_per_second")
+    speed = metrics.get("time/tokens_per_second")
     return Result("time", "pass", found, values={"seconds": total, "rollouts": rollouts, "parts": parts,
                                                  "tokens_per_second": speed})  # fmt: skip
 

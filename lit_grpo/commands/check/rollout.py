@@ -132,11 +132,11 @@ def rewards(rollout: Rollout, given: Sequence[Reward]) -> Result:
     means = {r.name: float(rollout.rewards[r.name].mean()) for r in given}
     found = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
     values: dict[str, float] = dict(means)
-    for group, verb in (("failed", "failed"), ("timeouts", "ran into its time limit")):
+    for group, verb in (("failed_frac", "failed"), ("timeout_frac", "ran into its time limit")):
         for r in given:
-            share = rollout.metrics.get(f"{group}/{r.name}", 0.0)
+            share = rollout.metrics.get(f"reward_errors/{group}/{r.name}", 0.0)
             if share:
-                values[f"{group}/{r.name}"] = share
+                values[f"reward_errors/{group}/{r.name}"] = share
                 return Result("rewards", "warn" if share < 0.05 else "fail", f"{r.name} {verb} on {percent(share)}",
                               "look at such a completion; raise the reward's limit or mend it", values)  # fmt: skip
     if rollout.no_answer is not None:
@@ -155,12 +155,12 @@ def mismatch(experience: Experience, bound: float | None) -> Result:
     assert sampled is not None
     sums, peaks = diagnostics.sampler_mismatch(old, sampled, mask)
     means = {key: float(total / weight) if weight else math.nan for key, (total, weight) in sums.items()}
-    gap, impossible = means["mismatch/logprob"], means["mismatch/impossible"]
+    gap, impossible = means["sampler_mismatch/logprob_abs_diff"], means["sampler_mismatch/impossible_frac"]
     values = {**means, **{key: float(v) for key, v in peaks.items()}}
-    largest = values["mismatch/logprob_max"]
-    values = {key.removeprefix("mismatch/"): value for key, value in values.items() if isfinite(value)}
+    largest = values["sampler_mismatch/logprob_abs_diff_max"]
+    values = {key.removeprefix("sampler_mismatch/"): value for key, value in values.items() if isfinite(value)}
     # Every single token is without one.
-    if means["mismatch/missing"] == 1:
+    if means["sampler_mismatch/missing_frac"] == 1:
         return Result("mismatch", "warn", "the engine gives no log-probabilities", "have it return them: without them "
                       "no sampler correction and no guard", values)  # fmt: skip
     found = f"log-probabilities differ by {gap:.2g} nats on average, {largest:.2g} at most"

@@ -22,8 +22,8 @@ from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
 
 EntropyMode = Literal["none", "detached", "grad"]
-ValueMode = Literal["none", "head", "trunk"]
-"""Whether values are computed, and where their gradient ends: at the value head, or in the trunk below it."""
+ValueMode = Literal["none", "head", "backbone"]
+"""Whether values are computed, and where their gradient ends: at the value head, or in the backbone below it."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Policy(nn.Module):
         model: a ``*ForCausalLM`` of transformers.
         logits_chunk: completion tokens whose logits are held at once; None: as many as make 2**26 logits (256 MiB in
             float32), compiled 2**28 (512 MiB in bfloat16).
-        value_head: [M, D] states -> [M] values, for a critic that shares the model's trunk. It is no part of ``model``,
-            so that engines and exported folders do not get it.
+        value_head: [M, D] states -> [M] values, for a critic that shares the model's backbone. It is no part of
+            ``model``, so that engines and exported folders do not get it.
     """
 
     model: Any
@@ -131,11 +131,11 @@ class Policy(nn.Module):
             if experts is not None:
                 stats.router_logscores, stats.router_experts = self._router_scores(batch, router, experts)
         if values != "none":
-            stats.values = self._values(batch, hidden if values == "trunk" else hidden.detach())
+            stats.values = self._values(batch, hidden if values == "backbone" else hidden.detach())
         return stats
 
     def values(self, batch: PolicyInput) -> Tensor:
-        """Compute the value head's values alone, [n, T]: the same trunk, without the pass over the vocabulary."""
+        """Compute the value head's values alone, [n, T]: the same backbone, without the pass over the vocabulary."""
         if self._routers is not None:
             self._routers.replay = None
         states, _ = hidden_states(self.model.base_model, batch)

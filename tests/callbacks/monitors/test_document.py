@@ -59,7 +59,7 @@ def test_the_monitor_of_your_own_works():
     space: dict[str, Any] = {}
     exec(compile(codes[-1], "docs/monitors.md", "exec"), space)
     monitor = space["BrevityMonitor"]()
-    found = [f for step in range(1, 12) for f in monitor.observe(step, {"length": 3.0})]
+    found = [f for step in range(1, 12) for f in monitor.observe(step, {"completions/length": 3.0})]
     assert found[0].kind == "too_brief"
     assert found[0].remedies == ("look at the shortest answers",)
     watcher = HealthMonitor([monitor], actions={"brevity": "adjust"})
@@ -74,7 +74,7 @@ def test_the_monitor_of_your_own_works():
 def test_the_rules_of_your_own_work():
     example = next(text for text in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL) if "ThresholdMonitor" in text)
     monitor = ThresholdMonitor(**yaml.safe_load(example)["init_args"])
-    run = [{"reward": 0.05, "grad_norm": 1.0 if step < 25 else 30.0} for step in range(1, 30)]
+    run = [{"reward": 0.05, "optim/grad_norm": 1.0 if step < 25 else 30.0} for step in range(1, 30)]
     found = [f for step, metrics in enumerate(run, 1) for f in monitor.observe(step, metrics)]
     assert [(f.step, f.kind, f.severity) for f in found] == [(20, "reward_below", "warning"), (29, "steep", "critical")]
     assert found[0].explanation == "the reward stays below 0.1"

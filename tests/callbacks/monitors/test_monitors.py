@@ -27,116 +27,157 @@ def grows(**changes: Any) -> Change:
     }
 
 
-SIGNS: dict[str, Any] = {"advantage__abs": 1.0, "advantage__abs_max": 1.0}
+SIGNS: dict[str, Any] = {"policy__advantage_abs": 1.0, "policy__advantage_abs_max": 1.0}
 
 
 def without_critic(change: Change) -> Change:
     """The same in a run that has no critic."""
-    return lambda k: change(k) | {"value/correct": NAN, "value/outside": NAN}
+    return lambda k: change(k) | {"critic/value_correct": NAN, "critic/value_outside_frac": NAN}
 
 
 TROUBLES: list[tuple[str, str, str, Change]] = [
     # monitor, kind, severity, what goes wrong from rollout 60 on
-    ("EntropyMonitor", "entropy_high", "warning", grows(entropy=ramp(0.3, 2.0))),
-    ("EntropyMonitor", "entropy_rising", "info", grows(entropy=ramp(0.45, 0.75, 30))),
-    ("EntropyMonitor", "entropy_low", "critical", grows(entropy=0.01, groups__all_wrong=0.5)),
-    ("EntropyMonitor", "entropy_low", "info", grows(entropy=0.01, reward=0.99)),
-    ("GradientNormMonitor", "non_finite", "warning", lambda k: {"grad_norm": NAN} if k == 5 else {}),
-    ("GradientNormMonitor", "non_finite", "critical", grows(grad_norm=NAN)),
-    ("GradientNormMonitor", "non_finite", "critical", lambda k: {"entropy": NAN} if k == 5 else {}),
-    ("GradientNormMonitor", "gradient_spikes", "warning", lambda k: {"grad_norm": 15.0} if k == 5 else {}),
-    ("GradientNormMonitor", "gradient_spikes", "critical", grows(grad_norm=7.0)),
+    ("EntropyMonitor", "entropy_high", "warning", grows(policy__entropy=ramp(0.3, 2.0))),
+    ("EntropyMonitor", "entropy_rising", "info", grows(policy__entropy=ramp(0.45, 0.75, 30))),
+    ("EntropyMonitor", "entropy_low", "critical", grows(policy__entropy=0.01, groups__all_wrong_frac=0.5)),
+    ("EntropyMonitor", "entropy_low", "info", grows(policy__entropy=0.01, reward=0.99)),
+    ("GradientNormMonitor", "non_finite", "warning", lambda k: {"optim/grad_norm": NAN} if k == 5 else {}),
+    ("GradientNormMonitor", "non_finite", "critical", grows(optim__grad_norm=NAN)),
+    ("GradientNormMonitor", "non_finite", "critical", lambda k: {"policy/entropy": NAN} if k == 5 else {}),
+    ("GradientNormMonitor", "gradient_spikes", "warning", lambda k: {"optim/grad_norm": 15.0} if k == 5 else {}),
+    ("GradientNormMonitor", "gradient_spikes", "critical", grows(optim__grad_norm=7.0)),
     ("GradientNormMonitor", "gradient_spikes", "critical", grows(critic__grad_norm=14.0)),
-    ("GradientNormMonitor", "gradient_spikes", "critical", grows(grad_norm=7.0, reward=ramp(0.9, 0.4))),
-    ("GradientNormMonitor", "gradient_vanished", "warning", grows(grad_norm=1e-5)),
-    ("GradientNormMonitor", "updates_too_large", "critical", grows(update_size=0.4)),
+    ("GradientNormMonitor", "gradient_spikes", "critical", grows(optim__grad_norm=7.0, reward=ramp(0.9, 0.4))),
+    ("GradientNormMonitor", "gradient_vanished", "warning", grows(optim__grad_norm=1e-5)),
+    ("GradientNormMonitor", "updates_too_large", "critical", grows(optim__update_to_weight_ratio=0.4)),
     (
         "CollapseDetector",
         "c_pl",
         "critical",
-        grows(entropy=ramp(0.3, 0.02), length=ramp(110, 20), groups__distinct=ramp(0.8, 0.1), reward=ramp(0.8, 0.1)),
+        grows(
+            policy__entropy=ramp(0.3, 0.02),
+            completions__length=ramp(110, 20),
+            groups__distinct_frac=ramp(0.8, 0.1),
+            reward=ramp(0.8, 0.1),
+        ),
     ),
     (
         "CollapseDetector",
         "c_nl",
         "critical",
-        grows(entropy=ramp(0.3, 3), length=ramp(110, 480), grad_norm=ramp(1, 9), reward=ramp(0.8, 0)),
+        grows(
+            policy__entropy=ramp(0.3, 3),
+            completions__length=ramp(110, 480),
+            optim__grad_norm=ramp(1, 9),
+            reward=ramp(0.8, 0),
+        ),
     ),
     (
         "CollapseDetector",
         "c_nl",
         "critical",
-        grows(entropy=ramp(0.3, 3), truncated=ramp(0, 0.9), repetition=ramp(0.1, 0.9), reward=ramp(0.8, 0)),
+        grows(
+            policy__entropy=ramp(0.3, 3),
+            completions__truncated_frac=ramp(0, 0.9),
+            completions__repetition_frac=ramp(0.1, 0.9),
+            reward=ramp(0.8, 0),
+        ),
     ),
     ("CollapseDetector", "unstable", "critical", grows(reward=ramp(0.8, 0.3))),
-    ("CollapseDetector", "advantage_inverted", "critical", grows(reward=ramp(0.8, 0.3), advantage__inverted=0.4)),
-    ("CollapseDetector", "c_pl", "critical", grows(reward=ramp(0.8, 0.3), loss__upward=1, **SIGNS)),
-    ("CollapseDetector", "c_nl", "critical", grows(reward=ramp(0.8, 0.3), loss__upward=0, **SIGNS)),
-    ("CollapseDetector", "c_nl", "critical", grows(reward=ramp(0.8, 0.3), entropy=ramp(0.25, 0.4), **SIGNS)),
-    ("CollapseDetector", "c_pl", "critical", grows(reward=ramp(0.8, 0.3), entropy=ramp(0.25, 0.2), **SIGNS)),
-    ("CollapseDetector", "c_pl", "critical", grows(reward=ramp(0.8, 0.6), grad_norm=1.8, loss__upward=1, **SIGNS)),
+    (
+        "CollapseDetector",
+        "advantage_inverted",
+        "critical",
+        grows(reward=ramp(0.8, 0.3), sanity__inverted_advantage_frac=0.4),
+    ),
+    ("CollapseDetector", "c_pl", "critical", grows(reward=ramp(0.8, 0.3), policy__upward_frac=1, **SIGNS)),
+    ("CollapseDetector", "c_nl", "critical", grows(reward=ramp(0.8, 0.3), policy__upward_frac=0, **SIGNS)),
+    ("CollapseDetector", "c_nl", "critical", grows(reward=ramp(0.8, 0.3), policy__entropy=ramp(0.25, 0.4), **SIGNS)),
+    ("CollapseDetector", "c_pl", "critical", grows(reward=ramp(0.8, 0.3), policy__entropy=ramp(0.25, 0.2), **SIGNS)),
+    (
+        "CollapseDetector",
+        "c_pl",
+        "critical",
+        grows(reward=ramp(0.8, 0.6), optim__grad_norm=1.8, policy__upward_frac=1, **SIGNS),
+    ),
     (
         "CollapseDetector",
         "c_nl",
         "critical",
-        grows(entropy=ramp(0.25, 0.6), length=ramp(110, 140), truncated=0.1, loss__upward=0, **SIGNS),
+        grows(
+            policy__entropy=ramp(0.25, 0.6),
+            completions__length=ramp(110, 140),
+            completions__truncated_frac=0.1,
+            policy__upward_frac=0,
+            **SIGNS,
+        ),
     ),
     (
         "LengthMonitor",
         "length_growing",
         "critical",
-        grows(length=ramp(110, 140), truncated=0.1, entropy=ramp(0.25, 0.6), reward=ramp(0.8, 1.5)),
+        grows(
+            completions__length=ramp(110, 140),
+            completions__truncated_frac=0.1,
+            policy__entropy=ramp(0.25, 0.6),
+            reward=ramp(0.8, 1.5),
+        ),
     ),
-    ("LengthMonitor", "length_growing", "critical", grows(length=ramp(110, 300), reward=ramp(0.8, 0.5))),
-    ("LengthMonitor", "length_growing", "warning", grows(length=ramp(110, 300, 40), reward=0.76)),
-    ("LengthMonitor", "length_falling", "critical", grows(length=ramp(110, 20), reward=ramp(0.8, 0.5))),
-    ("LengthMonitor", "length_gap", "warning", grows(length__incorrect=ramp(110, 300))),
-    ("LengthMonitor", "length_gap", "info", grows(length__incorrect=ramp(110, 180, 30), reward=0.76)),
-    ("LengthMonitor", "truncated", "warning", lambda k: {"truncated": 0.4} if k == 5 else {}),
-    ("LengthMonitor", "truncated", "warning", grows(truncated=0.15)),
-    ("RatioMonitor", "policy_change", "warning", grows(kl__old_k3=0.1)),
-    ("RatioMonitor", "policy_change", "warning", grows(ratio__gap=0.3)),
+    ("LengthMonitor", "length_growing", "critical", grows(completions__length=ramp(110, 300), reward=ramp(0.8, 0.5))),
+    ("LengthMonitor", "length_growing", "warning", grows(completions__length=ramp(110, 300, 40), reward=0.76)),
+    ("LengthMonitor", "length_falling", "critical", grows(completions__length=ramp(110, 20), reward=ramp(0.8, 0.5))),
+    ("LengthMonitor", "length_gap", "warning", grows(completions__incorrect_length=ramp(110, 300))),
+    ("LengthMonitor", "length_gap", "info", grows(completions__incorrect_length=ramp(110, 180, 30), reward=0.76)),
+    ("LengthMonitor", "truncated", "warning", lambda k: {"completions/truncated_frac": 0.4} if k == 5 else {}),
+    ("LengthMonitor", "truncated", "warning", grows(completions__truncated_frac=0.15)),
+    ("RatioMonitor", "policy_change", "warning", grows(policy__approx_kl_k3=0.1)),
+    ("RatioMonitor", "policy_change", "warning", grows(policy__ratio_gap=0.3)),
     ("RatioMonitor", "policy_change", "info", grows(policy__delta_prob_abs=ramp(0.01, 0.05))),
-    ("RatioMonitor", "clipping", "info", grows(clip__low=0.2, clip__high=0.15)),
-    ("RatioMonitor", "clipping", "info", grows(clip__high=0.08)),
-    ("MismatchMonitor", "sampler_mismatch", "critical", grows(mismatch__k3=0.3)),
-    ("MismatchMonitor", "sampler_mismatch", "critical", grows(mismatch__logprob=0.15)),
-    ("MismatchMonitor", "sampler_mismatch", "critical", grows(mismatch__learner_perplexity=1.8)),
-    ("MismatchMonitor", "sampler_mismatch", "critical", grows(mismatch__prob_max=0.95)),
-    ("MismatchMonitor", "sampler_mismatch", "warning", grows(mismatch__k3=0.3, staleness=1)),
-    ("MismatchMonitor", "sampler_mismatch", "critical", grows(mismatch__ess=0.05, staleness=1)),
-    ("MismatchMonitor", "impossible_tokens", "critical", grows(mismatch__impossible=0.01)),
-    ("MismatchMonitor", "impossible_tokens", "warning", lambda k: {"mismatch/impossible": 1e-4} if k == 5 else {}),
-    ("MismatchMonitor", "tokens_missing", "critical", grows(tokens__missing=0.02)),
-    ("MismatchMonitor", "groups_mixed", "critical", grows(groups__mixed_prompts=0.5)),
-    ("SignalMonitor", "zero_gradient", "warning", grows(groups__zero_gradient=0.8, groups__all_wrong=0.45)),
+    ("RatioMonitor", "clipping", "info", grows(policy__clip_frac__low=0.2, policy__clip_frac__high=0.15)),
+    ("RatioMonitor", "clipping", "info", grows(policy__clip_frac__high=0.08)),
+    ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__kl_k3=0.3)),
+    ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__logprob_abs_diff=0.15)),
+    ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__learner_perplexity=1.8)),
+    ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__prob_abs_diff_max=0.95)),
+    ("MismatchMonitor", "sampler_mismatch", "warning", grows(sampler_mismatch__kl_k3=0.3, rollout__staleness=1)),
+    ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__ess=0.05, rollout__staleness=1)),
+    ("MismatchMonitor", "impossible_tokens", "critical", grows(sampler_mismatch__impossible_frac=0.01)),
+    (
+        "MismatchMonitor",
+        "impossible_tokens",
+        "warning",
+        lambda k: {"sampler_mismatch/impossible_frac": 1e-4} if k == 5 else {},
+    ),
+    ("MismatchMonitor", "tokens_missing", "critical", grows(sanity__missing_tokens_frac=0.02)),
+    ("MismatchMonitor", "groups_mixed", "critical", grows(sanity__mixed_prompts_frac=0.5)),
+    ("SignalMonitor", "zero_gradient", "warning", grows(groups__zero_std_frac=0.8, groups__all_wrong_frac=0.45)),
     (
         "SignalMonitor",
         "zero_gradient",
         "info",
-        grows(groups__zero_gradient=0.8, groups__all_wrong=0.0, groups__all_correct=0.8),
+        grows(groups__zero_std_frac=0.8, groups__all_wrong_frac=0.0, groups__all_correct_frac=0.8),
     ),
-    ("SignalMonitor", "all_wrong", "warning", grows(groups__zero_gradient=0.8, groups__all_wrong=0.7)),
-    ("SignalMonitor", "all_wrong", "critical", grows(groups__zero_gradient=1, groups__all_wrong=1)),
+    ("SignalMonitor", "all_wrong", "warning", grows(groups__zero_std_frac=0.8, groups__all_wrong_frac=0.7)),
+    ("SignalMonitor", "all_wrong", "critical", grows(groups__zero_std_frac=1, groups__all_wrong_frac=1)),
     ("SignalMonitor", "small_batch", "info", grows(groups__count=16)),
-    ("SignalMonitor", "reward_noise", "critical", grows(reward__contradiction=0.37)),
-    ("SignalMonitor", "reward_noise", "critical", without_critic(grows(advantage__contradiction=0.37))),
-    ("SignalMonitor", "reward_inverted", "critical", grows(advantage__inverted=1)),
-    ("SignalMonitor", "reward_failures", "warning", grows(timeouts__exact_match=0.3)),
-    ("SignalMonitor", "reward_failures", "critical", grows(failed__exact_match=0.8)),
+    ("SignalMonitor", "reward_noise", "critical", grows(sanity__reward_contradiction_frac=0.37)),
+    ("SignalMonitor", "reward_noise", "critical", without_critic(grows(sanity__advantage_contradiction_frac=0.37))),
+    ("SignalMonitor", "reward_inverted", "critical", grows(sanity__inverted_advantage_frac=1)),
+    ("SignalMonitor", "reward_failures", "warning", grows(reward_errors__timeout_frac__exact_match=0.3)),
+    ("SignalMonitor", "reward_failures", "critical", grows(reward_errors__failed_frac__exact_match=0.8)),
     (
         "ConflictMonitor",
         "prefix_pushed_down",
         "warning",
-        grows(conflict__prefix_down=0.9, reward__format=ramp(0.95, 0.7)),
+        grows(groups__prefix_pushed_down_frac=0.9, reward__format=ramp(0.95, 0.7)),
     ),
-    ("ConflictMonitor", "conflicts", "info", grows(conflict__rate=0.6)),
-    ("CriticMonitor", "value_sign", "warning", grows(value__incorrect=-0.3)),
-    ("CriticMonitor", "value_sign", "critical", grows(value__incorrect=-0.3, reward=ramp(0.8, 0.5))),
-    ("CriticMonitor", "value_out_of_range", "critical", grows(value__outside=0.9, value__correct=4)),
-    ("CriticMonitor", "value_unexplained", "warning", grows(value__explained_variance=-2)),
-    ("CriticMonitor", "value_unexplained", "critical", grows(value__explained_variance=-40)),
-    ("CriticMonitor", "values_contradict", "critical", grows(advantage__contradiction=1)),
+    ("ConflictMonitor", "conflicts", "info", grows(policy__conflict_frac=0.6)),
+    ("CriticMonitor", "value_sign", "warning", grows(critic__value_incorrect=-0.3)),
+    ("CriticMonitor", "value_sign", "critical", grows(critic__value_incorrect=-0.3, reward=ramp(0.8, 0.5))),
+    ("CriticMonitor", "value_out_of_range", "critical", grows(critic__value_outside_frac=0.9, critic__value_correct=4)),
+    ("CriticMonitor", "value_unexplained", "warning", grows(critic__explained_variance=-2)),
+    ("CriticMonitor", "value_unexplained", "critical", grows(critic__explained_variance=-40)),
+    ("CriticMonitor", "values_contradict", "critical", grows(sanity__advantage_contradiction_frac=1)),
     (
         "RewardHackingMonitor",
         "reward_terms_diverge",
@@ -145,16 +186,16 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ),
     ("RewardHackingMonitor", "held_out_falls", "critical", grows(val__reward=0.3)),
     ("RewardHackingMonitor", "format_lost", "warning", grows(reward__format=0.7)),
-    ("RepetitionMonitor", "repetition", "critical", grows(repetition=0.8)),
-    ("RepetitionMonitor", "repetition", "critical", grows(repetition__top_token=0.9)),
-    ("RepetitionMonitor", "repetition", "warning", lambda k: {"repetition/run": 0.9} if k == 5 else {}),
-    ("ThroughputMonitor", "slow", "warning", grows(tokens_per_second=500, time__generate=12)),
-    ("ThroughputMonitor", "memory", "warning", grows(memory__peak=lambda k: 10 * 1.02**k)),
+    ("RepetitionMonitor", "repetition", "critical", grows(completions__repetition_frac=0.8)),
+    ("RepetitionMonitor", "repetition", "critical", grows(completions__top_token_frac=0.9)),
+    ("RepetitionMonitor", "repetition", "warning", lambda k: {"completions/longest_run_frac": 0.9} if k == 5 else {}),
+    ("ThroughputMonitor", "slow", "warning", grows(time__tokens_per_second=500, time__generate=12)),
+    ("ThroughputMonitor", "memory", "warning", grows(memory__peak_gib=lambda k: 10 * 1.02**k)),
     (
         "KLMonitor",
         "kl_late",
         "info",
-        grows(kl__ref_k3=ramp(0.06, 2), entropy=ramp(0.3, 1.5), reward=ramp(0.8, 0.4)),
+        grows(policy__kl_ref_k3=ramp(0.06, 2), policy__entropy=ramp(0.3, 1.5), reward=ramp(0.8, 0.4)),
     ),
 ]
 
@@ -192,7 +233,7 @@ def test_silent_on_a_healthy_run(name, seed):
 def test_a_fall_without_a_fall_of_entropy_is_called_no_entropy_collapse():
     """As in the first rollouts of an objective that pays for certainty: the reward is lost, entropy still rises."""
     watcher, said = HealthMonitor(), []
-    run = changed(grows(reward=ramp(0.8, 0.3), advantage__inverted=0.4, entropy=ramp(0.25, 0.35)))
+    run = changed(grows(reward=ramp(0.8, 0.3), sanity__inverted_advantage_frac=0.4, policy__entropy=ramp(0.25, 0.35)))
     for step, metrics in enumerate(run, 1):
         said.append(watcher.observe(step, metrics)[1])
     critical = next(d for d in said if d is not None and d.severity == "critical")
@@ -226,8 +267,8 @@ def test_the_order_of_decision_is_clear_and_every_diagnosis_is_described():
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("tn_pl", grows(entropy=ramp(0.3, 3), length=ramp(110, 480), grad_norm=ramp(1, 9))),
-        ("tn_nl", grows(entropy=ramp(0.3, 3), length=ramp(110, 20), grad_norm=ramp(1, 9))),
+        ("tn_pl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 480), optim__grad_norm=ramp(1, 9))),
+        ("tn_nl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 20), optim__grad_norm=ramp(1, 9))),
     ],
 )
 def test_a_token_normaliser_swaps_the_sign_of_the_length(kind, change):
@@ -235,31 +276,31 @@ def test_a_token_normaliser_swaps_the_sign_of_the_length(kind, change):
     assert [f.kind for f in findings] == [kind]
 
 
-@pytest.mark.parametrize("key", ["ratio/gap", "clip/low"])
+@pytest.mark.parametrize("key", ["policy/ratio_gap", "policy/clip_frac/low"])
 def test_the_only_update_of_a_rollout_has_ratio_one(key):
-    single = {"ratio/gap": 0.0, "clip/low": 0.0, "clip/high": 0.0}
-    run = [m | single | {"optimizer_steps": float(t)} for t, m in enumerate(healthy(20), 1)]
+    single = {"policy/ratio_gap": 0.0, "policy/clip_frac/low": 0.0, "policy/clip_frac/high": 0.0}
+    run = [m | single | {"optim/steps": float(t)} for t, m in enumerate(healthy(20), 1)]
     assert replay(monitors.RatioMonitor(), run) == []
     run[12][key] = 0.1
     found = replay(monitors.RatioMonitor(), run)
     assert [(f.step, f.severity) for f in found] == [(13, "critical")]
-    assert found[0].kind == ("first_update_ratio" if key == "ratio/gap" else "first_update_clip")
+    assert found[0].kind == ("first_update_ratio" if key == "policy/ratio_gap" else "first_update_clip")
 
 
 def test_several_updates_may_move_the_ratio():
-    run = [m | {"ratio/gap": 0.1} for m in healthy(30)]  # four optimizer steps a rollout
+    run = [m | {"policy/ratio_gap": 0.1} for m in healthy(30)]  # four optimizer steps a rollout
     assert replay(monitors.RatioMonitor(), run) == []
 
 
 def test_a_spike_is_vetoed_before_the_step_and_nothing_else_is():
     monitor = monitors.GradientNormMonitor()
-    usual = [monitor.veto_update(None, None, {"grad_norm": 1.0 + 0.1 * (t % 3), "loss": 0.0}) for t in range(20)]
+    usual = [monitor.veto_update(None, None, {"optim/grad_norm": 1.0 + 0.1 * (t % 3), "loss": 0.0}) for t in range(20)]
     assert usual == [None] * 20
-    said = monitor.veto_update(None, None, {"grad_norm": 50.0, "loss": 0.0})
+    said = monitor.veto_update(None, None, {"optim/grad_norm": 50.0, "loss": 0.0})
     assert said is not None
     assert "50" in said
-    assert monitor.veto_update(None, None, {"grad_norm": 1.0, "critic/grad_norm": 3.0}) is None
-    assert monitors.GradientNormMonitor().veto_update(None, None, {"grad_norm": 50.0}) is None, (
+    assert monitor.veto_update(None, None, {"optim/grad_norm": 1.0, "critic/grad_norm": 3.0}) is None
+    assert monitors.GradientNormMonitor().veto_update(None, None, {"optim/grad_norm": 50.0}) is None, (
         "nothing to compare with"
     )
 
@@ -268,7 +309,7 @@ def test_an_alarm_that_goes_on_is_one_finding_and_one_that_returns_is_another():
     monitor = monitors.LengthMonitor()
     run = healthy(120)
     for t in [*range(20, 40), *range(80, 90)]:
-        run[t]["truncated"] = 0.4
+        run[t]["completions/truncated_frac"] = 0.4
     assert [f.step for f in replay(monitor, run)] == [21, 81]
 
 
@@ -280,14 +321,19 @@ def test_missing_keys_are_silence():
 def test_the_initial_entropy_is_that_of_the_first_prompts():
     monitor = monitors.EntropyMonitor(initial_prompts=100)
     for t in range(1, 10):
-        monitor.observe(t, {"entropy": 9.0, "entropy/sequence": float(t), "groups/count": 64.0})
+        monitor.observe(t, {"policy/entropy": 9.0, "policy/entropy_sequence": float(t), "groups/count": 64.0})
     assert monitor.initial_entropy == 1.5
-    assert monitors.EntropyMonitor().observe(1, {"entropy": 1.0, "entropy/initial": 0.7}) == []
+    assert monitors.EntropyMonitor().observe(1, {"policy/entropy": 1.0, "policy/entropy_initial": 0.7}) == []
 
 
 def test_plumbing_is_named_before_theory_and_the_rest_is_evidence():
-    trouble = {"entropy": ramp(0.3, 3), "length": ramp(110, 480), "grad_norm": ramp(1, 9), "reward": ramp(0.8, 0)}
-    run = changed(grows(**trouble, mismatch__k3=0.3), steps=75)
+    trouble = {
+        "policy/entropy": ramp(0.3, 3),
+        "completions/length": ramp(110, 480),
+        "optim/grad_norm": ramp(1, 9),
+        "reward": ramp(0.8, 0),
+    }
+    run = changed(grows(**trouble, sampler_mismatch__kl_k3=0.3), steps=75)
     crew = [make(name) for name in monitors.__all__]
     for t, metrics in enumerate(run, 1):
         for monitor in crew:
@@ -322,7 +368,7 @@ def test_a_policy_that_takes_off_has_steep_gradients_and_is_not_stopped():
     """Seen with random weights: the gradient norm is six times its median while the reward doubles."""
 
     def run(reward: Callable[[int], float]) -> list[dict[str, float]]:
-        steep = [step | {"grad_norm": 7.0} if t > 60 else step for t, step in enumerate(healthy(66), 1)]
+        steep = [step | {"optim/grad_norm": 7.0} if t > 60 else step for t, step in enumerate(healthy(66), 1)]
         return [step | {"reward": reward(t) * step["reward"]} for t, step in enumerate(steep, 1)]
 
     monitor = "GradientNormMonitor"

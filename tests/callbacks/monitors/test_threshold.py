@@ -36,7 +36,7 @@ def test_it_speaks_after_its_patience_and_of_when_it_began():
     assert found.explanation == "reward is below 0.1 for 3 rollouts: 0.02"
     assert tuple(found.evidence[0]) == ("reward", 3, 0.02, 0.1, None)
     assert said(Rule("reward", above=0.5), run) == [], "the bound itself is inside"
-    assert said(Rule("length", below=0.1), run) == []
+    assert said(Rule("completions/length", below=0.1), run) == []
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_a_multiple_of_the_beginning_is_known_at_the_end_of_a_long_run_and_after
 
 
 def test_a_multiple_of_another_metric():
-    rule = Rule("length/incorrect", above=2, of="length/correct", for_rollouts=2)
+    rule = Rule("completions/incorrect_length", above=2, of="completions/correct_length", for_rollouts=2)
     pairs = ((10.0, 15.0), (10.0, 21.0), (10.0, 25.0))
-    run = [{"length/correct": right, "length/incorrect": wrong} for right, wrong in pairs]
+    run = [{"completions/correct_length": right, "completions/incorrect_length": wrong} for right, wrong in pairs]
     (found,) = said(rule, run)
     assert (found.step, found.evidence[0].threshold, found.evidence[0].before) == (3, 20.0, 10.0)
-    assert said(rule, values("length/incorrect", 50, 50, 50)) == []
+    assert said(rule, values("completions/incorrect_length", 50, 50, 50)) == []
 
 
 def test_it_is_a_diagnosis_of_its_own_name_and_description():
@@ -85,8 +85,8 @@ def test_it_is_a_diagnosis_of_its_own_name_and_description():
     assert diagnosis is not None
     assert diagnosis.name == "format_gone"
     assert diagnosis.explanation == "no format, began at step 1; reward/format 0 (bound 0.5)"
-    rule = Rule("grad_norm", above=3, name="gradient_spikes", severity="critical")
-    diagnosis = merge([*said(rule, [{"grad_norm": 4.0}]), found])
+    rule = Rule("optim/grad_norm", above=3, name="gradient_spikes", severity="critical")
+    diagnosis = merge([*said(rule, [{"optim/grad_norm": 4.0}]), found])
     assert diagnosis is not None
     assert diagnosis.name == "learning_rate_too_high", "it joins the findings of a monitor that has this kind"
     assert "halve the learning rate" in diagnosis.remedies

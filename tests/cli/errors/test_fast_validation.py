@@ -46,10 +46,10 @@ WRONG = {
     "bare dashes": (GOOD, ["--", "--data.rollouts", "3"], "`--` is not expected here"),
     "choice": (with_model("objective: {recipe: dappo}"), [], "did you mean 'dapo'"),
     "choice on the command line": (GOOD, ["--data.engine.name=vlm"], "did you mean 'vllm'"),
-    "choice of an optional part": (with_model("critic: {trunk: sharedd}"), [], "did you mean 'shared'?"),
-    "its choice as an option": (GOOD, ["--model.critic.trunk", "sharedd"], "--model.critic.trunk sharedd"),
-    "argument of an optional part": (with_model("critic: {trnk: shared}"), [], "did you mean `trunk`?"),
-    "its argument as an option": (GOOD, ["--model.critic.trnk=shared"], "did you mean `trunk`?"),
+    "choice of an optional part": (with_model("critic: {backbone: sharedd}"), [], "did you mean 'shared'?"),
+    "its choice as an option": (GOOD, ["--model.critic.backbone", "sharedd"], "--model.critic.backbone sharedd"),
+    "argument of an optional part": (with_model("critic: {backbon: shared}"), [], "did you mean `backbone`?"),
+    "its argument as an option": (GOOD, ["--model.critic.backbon=shared"], "did you mean `backbone`?"),
     "part of a part": (with_model("critic: {optimizer: {lrr: 3}}"), [], "did you mean `lr`?"),
     "choice in a part of a part": (with_model("critic: {optimizer: {schedule: cosin}}"), [], "'cosine'?"),
 }
@@ -149,7 +149,7 @@ FINE = {
     "list": ["--trainer.callbacks+=lit_grpo.callbacks.EntropyMonitor", "--data.rewards+=lit_grpo.rewards.ExactMatch"],
     "class": ["--data.prompts=lit_grpo.data.AdditionPrompts", "--data.prompts.init_args.digits=2"],
     "null": ["--model.objective.advantage=null", "--model.critic=null"],
-    "part": ["--model.critic={trunk: shared}", "--model.critic.optimizer.lr=1e-3", "--model.critic.trunk=shared"],
+    "part": ["--model.critic={backbone: shared}", "--model.critic.optimizer.lr=1e-3", "--model.critic.backbone=shared"],
     "help": [
         "--print_config",
         "--help",

@@ -77,7 +77,7 @@ def test_a_table_an_exit_code_a_file_and_nothing_else(config, capsys, tmp_path):
     assert f"as the model reads it:\n  | {first}\n" in told.out
     assert re.search(r"^\d+ passed, \d+ warnings, \d+ failed$", told.out, re.MULTILINE)
     values = {check["name"]: check["values"] for check in results["checks"]}
-    assert values["mismatch"]["logprob"] < 1e-5
+    assert values["mismatch"]["logprob_abs_diff"] < 1e-5
     assert values["time"]["rollouts"] == 50
     assert values["memory"]["peak"] > values["memory"]["weights"] > 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run.yaml"], "a check leaves no run behind"

@@ -92,7 +92,7 @@ def test_mismatch(gap, bound, status):
     found = rollout.mismatch(experience(gap=gap), bound)
     assert found.status == status
     if gap == gap:
-        assert found.values["logprob"] == pytest.approx(gap, rel=1e-2)
+        assert found.values["logprob_abs_diff"] == pytest.approx(gap, rel=1e-2)
 
 
 def test_a_token_that_the_learner_holds_impossible_fails_whatever_the_mean():
@@ -118,8 +118,8 @@ def test_truncation(cut, most, status):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "none", "status"), [({}, 0, "pass"), ({"failed/right": 0.5}, 0, "fail"),
-                                    ({"timeouts/right": 0.01}, 0, "warn"), ({}, 3, "warn")],
+    ("metrics", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": 0.5}, 0, "fail"),
+                                    ({"reward_errors/timeout_frac/right": 0.01}, 0, "warn"), ({}, 3, "warn")],
 )  # fmt: skip
 def test_rewards(metrics, none, status):
     made = scored([1.0, 0, 0, 0], metrics=metrics, no_answer=torch.tensor([i < none for i in range(4)]))
@@ -314,7 +314,7 @@ def test_time():
     found = cost.time_result(metrics, 900)
     assert found.found == "8 s for the first rollout (sampling 75%, training 25%); 900 rollouts take about 2.0 h"
     # Beside training, only what the learner waits counts.
-    assert cost.time_result({**metrics, "time/wait": 2.0}, 1).values["seconds"] == 4.0
+    assert cost.time_result({**metrics, "time/learner_idle": 2.0}, 1).values["seconds"] == 4.0
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_only_adapters_are_trained_and_the_reference_is_the_base_model() -> None
     (optimizer,) = module.trainer.optimizers
     held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     assert held == sum(p.numel() for p in trained.values())
-    kl = [metrics["kl/ref_k3"] for metrics in recorder.metrics]
+    kl = [metrics["policy/kl_ref_k3"] for metrics in recorder.metrics]
     assert kl[0] == pytest.approx(0, abs=1e-7), "the policy begins as its reference"
     assert kl[2] > 1e-6, "and leaves it"
 

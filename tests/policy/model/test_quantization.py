@@ -131,10 +131,10 @@ def test_adapters_are_trained_against_the_quantized_base_as_reference(path: str)
     tiny.trainer(callbacks=[recorder], **WHERE).fit(made, datamodule=tiny.data())
     for name, p in made.policy.named_parameters():
         assert torch.equal(before[name], p.detach().cpu()) == (".lora_" not in name), name
-    kl = [metrics["kl/ref_k3"] for metrics in recorder.metrics]
+    kl = [metrics["policy/kl_ref_k3"] for metrics in recorder.metrics]
     assert kl[0] == pytest.approx(0, abs=1e-7)
     assert kl[2] > 1e-6
-    assert all(metrics["mismatch/k3"] < 1e-6 for metrics in recorder.metrics)
+    assert all(metrics["sampler_mismatch/kl_k3"] < 1e-6 for metrics in recorder.metrics)
 
 
 def test_a_cut_run_goes_on_over_the_same_base_and_is_exported_whole(path: str, tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_a_cut_run_goes_on_to_the_same_bits_from_plain_tensors(tmp_path: Path) -
     states = [s for s in optimizer.state.values() if optimizer_state.is_quantized(s["exp_avg"])]
     assert len(states) >= 7, "every matrix of the block"
     assert all(s["exp_avg_sq"].codes.dtype == torch.uint8 for s in states)
-    assert all(0 < metrics["update_size"] < 0.1 for metrics in recorder.metrics)
-    assert all(metrics["lr"] == pytest.approx(1e-3) for metrics in recorder.metrics)
+    assert all(0 < metrics["optim/update_to_weight_ratio"] < 0.1 for metrics in recorder.metrics)
+    assert all(metrics["optim/lr"] == pytest.approx(1e-3) for metrics in recorder.metrics)
 
     _, _, saver = fit(tmp_path / "b", 2)
     assert saver.last_path is not None
