@@ -37,6 +37,7 @@ class RewardError(RuntimeError):
         lines.append("  remedy: mend the reward, or count such completions and score them 0 with on_error: zero")
         super().__init__("\n".join(lines))
 
+    # An exception is pickled by its args, which here are the finished text and not the four arguments.
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.reward, self.problem, self.prompt_id, self.sample))
 
@@ -93,6 +94,7 @@ def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> l
     try:
         scores = list(reward.score(batch))
     except Exception as error:
+        # The batch does not say which completion is at fault; one by one, it can be named or scored 0 alone.
         return _score_singly(reward, batch, on_error, error)
     if len(scores) != len(batch):
         raise RewardError(reward.name, f"gave {len(scores)} scores for {len(batch)} completions")

@@ -113,6 +113,7 @@ class FunctionReward(Reward):
             result = self._function(**lists, **self._arguments)
             return list(asyncio.run(result) if self._async else result)
         if self._async:
+            # A loop of its own for each call, since score runs in several threads and a loop belongs to one.
             return asyncio.run(self._together(batch))
         return [self._function(**self._values(item), **self._arguments) for item in batch]
 
@@ -127,6 +128,7 @@ class FunctionReward(Reward):
                 try:
                     return await asyncio.wait_for(self._function(**self._values(item), **self._arguments), self._limit)
                 except TimeoutError:
+                    # Without a limit it is the function's own, and an error like any other.
                     if self._limit is None:
                         raise
                     return Score(0.0, timed_out=True, seconds=self._limit)
@@ -211,6 +213,7 @@ def call_isolated(call: tuple[str, dict[str, Any]]) -> Any:
     """Call the function at a path for one completion, in a worker process; return plain data."""
     path, arguments = call
     value = find_function(path)(**arguments)
+    # A Score is sent as a list, since only what JSON can hold leaves a worker.
     if isinstance(value, tuple):
         return [float(value[0]), *value[1:]]
     return float(value)

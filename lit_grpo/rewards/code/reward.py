@@ -21,7 +21,7 @@ _MAX_PROGRAM_LENGTH = 200_000
 
 
 class CodeReward(Reward):
-    """1 if the program in the completion passes all its tests, else 0; with ``partial``, the share that it passes.
+    """Reward of 1 if the program in the completion passes all its tests, else 0; with ``partial``, the share passed.
 
     The program is the last closed Python code block (three backticks). Columns of the prompt's row hold the tests:
 

@@ -31,6 +31,7 @@ from lit_grpo.rewards.math.text import (
 
 Symbolic = Callable[[str, str], bool]
 
+# Lists are compared item by item, in any order and within each other: without bounds a hostile answer could go on.
 _MAX_ITEMS = 60
 _MAX_DEPTH = 8
 
@@ -100,6 +101,7 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     if _squeeze(gold) == _squeeze(answer):
         return True
     option = as_option(gold)
+    # A lone letter as gold is an option, and would be a variable to SymPy.
     if option:
         return as_option_with_value(answer) == option
     by_words = _agree_in_words(gold, answer)
@@ -122,7 +124,8 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     if "tuple" in (g.kind, a.kind):
         return _agree_as_tuples(g, a, gold, answer, symbolic, depth)
     if "one" in (g.kind, a.kind) and _ORDER.search(gold if g.kind == "one" else answer) and r"\cup" in gold + answer:
-        return symbolic(gold, answer)  # |x| > 2 against a union
+        # |x| > 2 against a union of two intervals is one set, which only SymPy sees.
+        return symbolic(gold, answer)
     return _agree_unordered(g.items, a.items, symbolic, depth)
 
 
@@ -227,7 +230,7 @@ def _agree_unordered(gold: list[str], answer: list[str], symbolic: Symbolic, dep
         return False
     names = [_name_of(item) for item in gold]
     if len(gold) > 1 and len({*names} - {None}) == len(gold) and not any(map(_name_of, answer)):
-        # x = 1, y = 2 against 1, 2: without names the order has to tell them apart
+        # x = 1, y = 2 against 1, 2: without names the order has to tell the values apart.
         return all(_agree(x, y, symbolic, depth + 1) for x, y in zip(gold, answer, strict=True))
     left = list(answer)
     for item in gold:
@@ -310,7 +313,8 @@ def _agree_in_base(gold: str, answer: str) -> bool | None:
     if g is None:
         return None if a is None else False
     if a is None:
-        return _squeeze(answer) == g[1]  # the base may be left out, not changed
+        # The base may be left out, not changed.
+        return _squeeze(answer) == g[1]
     base_of = lambda m: _BASES.get(m[2] or m[3], m[2] or m[3])  # noqa: E731
     return g[1].lstrip("0") == a[1].lstrip("0") and base_of(g) == base_of(a)
 
@@ -389,7 +393,7 @@ _MEMBERSHIP = re.compile(rf"{_NAME.pattern}\s*\\in(?![a-zA-Z])")
 
 
 def _without_membership(text: str) -> str:
-    r"""``x \in [1,2]`` and ``\{x | x < 3\}`` name the set behind them."""
+    r"""Return the set behind its name: ``[1,2]`` of ``x \in [1,2]``, ``x < 3`` of ``\{x | x < 3\}``."""
     match = _MEMBERSHIP.match(text)
     if match and text[match.end() :].strip():
         return text[match.end() :].strip()

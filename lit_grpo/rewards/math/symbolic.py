@@ -1,4 +1,4 @@
-"""Comparison of answers by math-verify and SymPy. Imported in worker processes only, because it may hang."""
+"""Comparison of answers by math-verify and SymPy, which may hang and are imported in worker processes only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sympy.core.relational import Relational
 
 from lit_grpo.rewards.math.text import Number, parse_number, same_number
 
+# math-verify warns that its time limits are off, which they are on purpose.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _CONFIG = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -25,12 +26,11 @@ _POINTS = (
     (Fraction(-61, 43), Fraction(-17, 59), Fraction(-149, 67), Fraction(-71, 31)),
     (Fraction(-7, 23), Fraction(101, 47), Fraction(-211, 83), Fraction(13, 37)),
 )
-"""Values of the variables at which expressions are compared. Below zero only real values count, since roots are written
-as if their arguments were positive."""
+"""Values of the variables at which expressions are compared."""
 
 
 class _UnknownError(Exception):
-    """Raised where the value of an expression cannot be computed."""
+    """Answer where the value of an expression cannot be computed."""
 
 
 def symbolically_equal(gold: str, answer: str) -> bool:
@@ -78,6 +78,7 @@ def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
     for values in _POINTS[: 1 if not symbols else None]:
         point = {symbol: sympy.Rational(values[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
         x, y = _value(g, point), _value(a, point)
+        # Below zero only real values count, since roots are written as if their arguments were positive.
         if values[0] < 0 and not (x.is_real and y.is_real):
             continue
         if abs(x - y) > sympy.Rational(tolerance) * max(abs(x), abs(y)):

@@ -84,6 +84,7 @@ def clean(text: str) -> str:
     if not text.isascii():
         text = _to_ascii(text)
     text = _strip_outer(text.strip("*`"))
+    # Wrappers may be nested, and each round takes away the innermost ones. Bounded, so that a hostile text ends.
     for _ in range(4):
         text, count = _WRAPPER.subn(r" \1 ", text)
         if not count:
@@ -115,7 +116,8 @@ def _sign(char: str) -> str:
     if unicodedata.category(char) == "No" and "\u2044" in (plain := unicodedata.normalize("NFKC", char)):
         top, bottom = plain.split("\u2044")
         return rf"\frac{{{top}}}{{{bottom}}}"
-    if "\uff01" <= char <= "\uff5e":  # full-width forms of ASCII
+    # The full-width forms of ASCII, in the same order.
+    if "\uff01" <= char <= "\uff5e":
         return chr(ord(char) - 0xFEE0)
     return char
 
@@ -149,7 +151,8 @@ def _strip_brackets(text: str) -> str:
         return text
     match: dict[int, int] = {}
     stack: list[int] = []
-    commas: set[int] = set()  # opening brackets with a comma directly inside
+    # Opening brackets with a comma directly inside, which make a tuple of what they hold.
+    commas: set[int] = set()
     for i, char in enumerate(text):
         if char in "{([":
             stack.append(i)
@@ -212,6 +215,7 @@ _FRACTION = re.compile(
 )
 _MIXED = re.compile(r"(-?)\s*(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+# Below the 4,300 digits that int() takes; and 10^999999999 would fill the memory.
 _MAX_NUMBER_LENGTH = 4_000
 _MAX_EXPONENT = 4_000
 

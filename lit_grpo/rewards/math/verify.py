@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 class MathReward(Reward):
-    r"""1 for a right final answer, else 0: by its written form where that is enough, by math-verify otherwise.
+    r"""Reward of 1 for a right final answer, else 0: by its written form where that decides, else by math-verify.
 
     math-verify and SymPy run in processes that are killed at the time limit, so no answer can hold up or end a run. A
     timeout is a wrong answer with ``Score.timed_out``, a worker that died of it one with ``Score.failed``.
