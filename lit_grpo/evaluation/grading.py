@@ -15,9 +15,10 @@ from lit_grpo.types import RewardInput, Rollout
 
 @dataclass
 class Graded:
-    """Grades of a batch, kept in ``Rollout.evaluation``."""
+    """Grades of a scored batch, kept in ``Rollout.evaluation``."""
 
     part: EvaluationPart
+    """The pass over an evaluation set that the batch is part of."""
     correct: Tensor | None
     """[N] bool; None where no reward says what is right."""
     answers: list[str | None] | None
@@ -52,6 +53,7 @@ def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: i
     for start in range(0, len(answers), group_size):
         seen: dict[str, int] = {}
         row = []
+        # The verifier, not the normal form, says what is equal to the gold: 1/2 and 0.5 are one vote.
         for i in range(start, start + group_size):
             answer = answers[i]
             if correct[i]:

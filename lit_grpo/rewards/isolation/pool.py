@@ -394,7 +394,7 @@ def _forget_all() -> None:
         pool._forget()
 
 
-# A forked child inherits the sockets but not the dispatcher's thread: nothing would answer it, and what it read would be
-# missing in its parent.
+# A forked child inherits the sockets but not the dispatcher's thread: nothing would answer it, and what it read would
+# be missing in its parent.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
