@@ -40,7 +40,7 @@ def memory(device: torch.device) -> Memory:
         # Not only torch's allocations: an engine in this process may allocate by itself.
         free, total = torch.cuda.mem_get_info(device)
         return Memory(max(torch.cuda.max_memory_reserved(device), total - free), total, "of the card")
-    # Linux counts ru_maxrss in KiB.
+    # Linux counts ru_maxrss in KiB, and includes what was freed again since.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Memory(peak, _main_memory(), "of main memory")
 
@@ -83,8 +83,8 @@ def logits_bytes(
         policy: its head computes ``logits_chunk`` positions at once.
         limit: data.sampling.max_new_tokens.
         vocabulary: number of tokens in the vocabulary.
-        micro_batch_tokens: as of the module.
-        micro_batch_size: as of the module.
+        micro_batch_tokens: ``micro_batch_tokens`` of the module.
+        micro_batch_size: ``micro_batch_size`` of the module.
     """
     positions = min(x for x in (micro_batch_tokens, policy.logits_chunk) if x is not None)
     if micro_batch_size is not None:

@@ -14,9 +14,9 @@ from lit_grpo.utils.text import shorten
 
 GOLD_FORMATS = ("{answer}", r"\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", ":{answer}", "={answer}",
                 "<answer>{answer}</answer>")  # fmt: skip
-"""Ways to write a right answer; the first one that the verifier accepts is used."""
+"""Ways to write a right answer; the one that the verifier accepts best is used."""
 GOLDS = 64
-"""Most gold answers that are tried."""
+"""Number of gold answers that are tried at most."""
 
 
 def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> Result:
@@ -188,7 +188,7 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
     batch = []
     for prompt, text in zip(prompts, texts, strict=True):
         encoded = _encode(text, tokenizer)
-        # No completion of this model can look like a text that its tokenizer refuses.
+        # No completion of this model can look like a text that its tokenizer refuses, so the answer counts as rejected.
         if encoded is None:
             return [False] * len(prompts)
         ids = (*encoded, *end)
