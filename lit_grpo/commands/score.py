@@ -73,6 +73,7 @@ def run(command: str, argv: list[str]) -> int:
 
     try:
         log.debug("starting the workers of %d rewards", len(rewards))
+        # Workers import what they need while the lines are read.
         for reward in rewards:
             reward.start()
         # All lines are read and checked first: bad input ends the command before anything is graded or written.

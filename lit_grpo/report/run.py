@@ -1,4 +1,4 @@
-"""A run as the report sees it, read from its folder; :mod:`lit_grpo.report.mlflow_run` reads one from MLflow."""
+"""A run with all that a report shows, read from its folder; :mod:`lit_grpo.report.mlflow_run` reads one from MLflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(kw_only=True)
 class Run(History):
-    """A run with everything that a report shows of it. The steps of findings count like those of metrics, from 1."""
+    """A run with everything that a report shows of it; the steps of findings count from 1, like those of metrics."""
 
     name: str
     source: str
@@ -38,12 +38,13 @@ class Run(History):
     status: str = ""
     """Status in MLflow, where the run was read from there."""
     records: dict[int, Path] = field(default_factory=dict)
-    """Flight records by step."""
+    """File of each step's flight record."""
     token_texts: dict[int, str] = field(default_factory=dict)
+    """Text of each token id that a record holds."""
     dumps: list[dict[str, Any]] = field(default_factory=list)
-    """What made the flight recorder keep its records: ``reason``, ``step``, ``explanation``."""
+    """Events that made the flight recorder keep its records: ``reason``, ``step`` and ``explanation`` of each."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in sentences."""
+    """Sentences about what could not be read."""
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration as plain values; empty if there is none or it cannot be read."""
@@ -65,6 +66,7 @@ def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
     current: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = int(line.get("step", 0))
+        # One step may be logged in several lines, training and evaluation; only a value that comes again is a return.
         again = (line.keys() & current.get(step, {}).keys()) - {"step", "wall_time", "epoch"}
         if again and step < max(current):
             abandoned = {s: row for s, row in current.items() if s >= step}
@@ -201,6 +203,7 @@ def how_it_ended(run: Run) -> str:
     done, planned = (run.steps[-1] if run.steps else 0), planned_rollouts(run.settings())
     after = f"after {done} rollouts" if planned in (None, done) else f"after {done} of {planned} rollouts"
     exception = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
+    # Most certain first: a stop on purpose is written down, while a run that was killed can write nothing.
     if reason := run.tags.get("stop.reason"):
         return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
     # An exception before the last step is not the end: the run was resumed after it.

@@ -20,7 +20,7 @@ class ReportWriter(Callback):
     :class:`lit_grpo.tracking.RunLogger`; with another logger nothing is written.
 
     Attributes:
-        report_path: the page, once it is written.
+        report_path: path of the page, once it is written.
     """
 
     def __init__(self) -> None:
@@ -60,6 +60,7 @@ class ReportWriter(Callback):
         ):
             return
         try:
+            # Imported only now, at the end of a fit: the page needs packages that training does not.
             from lit_grpo.report.page import write_report
             from lit_grpo.report.run import read_folder
 

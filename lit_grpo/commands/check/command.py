@@ -40,7 +40,6 @@ def run(command: str, argv: list[str]) -> int:
     # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
     fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
     layers = read_configuration("fit", fit_argv, parser.options())
-    # Of a model that samples before its first step Lightning warns that it is in eval mode.
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
     from lit_grpo.cli.lightning_cli import BuildOnlyCLI
     from lit_grpo.commands.check.preflight import Preflight

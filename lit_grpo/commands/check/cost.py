@@ -40,7 +40,7 @@ def memory(device: torch.device) -> Memory:
         # Not only torch's allocations: an engine in this process may allocate by itself.
         free, total = torch.cuda.mem_get_info(device)
         return Memory(max(torch.cuda.max_memory_reserved(device), total - free), total, "of the card")
-    # Linux counts ru_maxrss in KiB, and includes what was freed again since.
+    # Linux counts ru_maxrss in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Memory(peak, _main_memory(), "of main memory")
 

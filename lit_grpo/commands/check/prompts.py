@@ -151,6 +151,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     best = ""
     for candidate in (form,) if form else GOLD_FORMATS:
         tried = _accepts(reward, prompts, [candidate.replace("{answer}", a) for a in answers], tokenizer)
+        # Of forms that do equally well the first one is taken, which is the plainest.
         if not best or sum(tried) > sum(accepted):
             accepted, best = tried, candidate
         if all(accepted):

@@ -39,7 +39,7 @@ class FilterProgress:
             print(self._line(now), file=sys.stderr, flush=True)
 
     def _line(self, now: float) -> str:
-        # This process counts its own prompts and multiplies, since asking the others would hold up sampling.
+        # This process counts its own prompts alone and multiplies, so no rank waits for another to report progress.
         done = min(self.total, self.done + self._sampled * self.ranks)
         seconds = (self.total - done) * (now - self._started) / max(1, self._sampled * self.ranks)
         left = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

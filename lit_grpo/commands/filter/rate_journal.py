@@ -89,7 +89,7 @@ class RateJournal:
             if not self._length:
                 text = json.dumps({"settings": self.settings}, ensure_ascii=False) + "\n" + text
             file.write(text.encode())
-            # Sampling them again would cost GPU time, one fsync a batch costs none.
+            # Synced batch by batch: rates cost GPU time, and a batch takes far longer than bringing it to the disk.
             file.flush()
             os.fsync(file.fileno())
             self._length = file.tell()
