@@ -99,6 +99,7 @@ class TrainingCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 args=[command, *argv, *reset_options(command, argv, layers)],
             )
+        # The parts of a run name a wrong argument, and only here it is known in which file and line that stands.
         except UserError as error:
             raise self._explainer().locate(error) from error
 

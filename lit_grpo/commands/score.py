@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     lines: int
     correct: int
     graded: bool
-    """Whether any reward says what is correct."""
+    """True if any reward says what is correct."""
     timed_out: int
     failed: int
     means: dict[str, float]

@@ -106,6 +106,7 @@ class _PartMeters:
         columns = [batch.reward, *batch.rewards.values()]
         columns += [torch.tensor([float(len(c.token_ids)) for c in batch.completions])]
         columns += [torch.tensor([float(c.truncated) for c in batch.completions])]
+        # NaN is left out of a mean, while a 0 would say that every completion has an answer.
         unknown = torch.full((len(batch.completions),), math.nan)
         columns += [unknown if batch.no_answer is None else batch.no_answer]
         self.means.update(torch.stack([_by_prompt(column, n) for column in columns], 1), names)

@@ -26,17 +26,17 @@ class Run(History):
 
     name: str
     source: str
-    """Where the run was read from, as a person would type it."""
+    """Folder or address that the run was read from, as a person would type it."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of findings.jsonl, in order."""
+    """Events that ``findings.jsonl`` holds, in the order of its lines."""
     config: str = ""
-    """Text of config.yaml."""
+    """Text of ``config.yaml``; empty if there is none."""
     objective: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     started: str = ""
     run_id: str = ""
     status: str = ""
-    """Status in MLflow, where the run was read from there."""
+    """Status of the run in MLflow; empty if it was not read from there."""
     records: dict[int, Path] = field(default_factory=dict)
     """File of each step's flight record."""
     token_texts: dict[int, str] = field(default_factory=dict)
@@ -188,6 +188,7 @@ def main_diagnosis(run: Run) -> dict[str, Any] | None:
     if not events:
         return None
     acted = [e for e in events if e.get("action") in ("stop", "rollback")]
+    # max keeps the first of equals, which is the earliest.
     gravity = {"critical": 2, "warning": 1}
     return acted[0] if acted else max(events, key=lambda e: gravity.get(str(e.get("severity")), 0))
 

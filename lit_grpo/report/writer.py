@@ -60,7 +60,6 @@ class ReportWriter(Callback):
         ):
             return
         try:
-            # Imported only now, at the end of a fit: the page needs packages that training does not.
             from lit_grpo.report.page import write_report
             from lit_grpo.report.run import read_folder
 

@@ -54,6 +54,7 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
             where="rewards",
             remedy="list at least one, for instance class_path: lit_grpo.rewards.MathReward",
         )
+    # Scores and metrics are kept under the name, so one of the two would be lost.
     doubles = [name for name, count in Counter(r.name for r in rewards).items() if count > 1]
     if doubles:
         raise UserError(

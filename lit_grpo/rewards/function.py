@@ -179,6 +179,7 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
     where = "FunctionReward.function"
     parameters = inspect.signature(function).parameters.values()
     wanted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
+    # Values are handed over by name, which a positional-only parameter does not take.
     positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
     available = {*_SINGLE, *_BATCH}
     unknown = positional + [p.name for p in wanted if p.name not in available and p.default is p.empty]
@@ -193,6 +194,7 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
     if unused is not None and not any(p.kind == p.VAR_KEYWORD for p in parameters):
         raise UserError(f"{path} has no parameter {unused!r}", where="FunctionReward.arguments")
     names = [p.name for p in wanted if p.name in available]
+    # `truncated` and `tokens` are one word for one completion and for many, so the other names decide.
     plural, singular = {*names} - {*_SINGLE}, {*names} - {*_BATCH}
     if plural and singular:
         raise UserError(

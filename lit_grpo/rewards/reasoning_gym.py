@@ -66,6 +66,7 @@ class ReasoningGymReward(Reward):
         outcomes = self._pool.map([(*_entry(batch[i]), answer) for i, answer in with_answer])
         scores = [Score(0.0, no_answer=True)] * len(batch)
         for (i, _), outcome in zip(with_answer, outcomes, strict=True):
+            # A task that fails on what the model wrote has not called it right; `failed` counts such answers.
             value = float(outcome.value) if outcome.status == "ok" else 0.0
             scores[i] = Score(value, outcome.status == "timeout", outcome.status in ("error", "crash"))
         return scores

@@ -34,6 +34,7 @@ class WrappingReward(Reward):
                 remedy="wrap one that does, for instance class_path: lit_grpo.rewards.MathReward",
             )
         self.reward = reward
+        # By identity of the inner reward, so that the same source always gets the same object.
         self._by_inner: dict[int, WrappingReward] = {}
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens

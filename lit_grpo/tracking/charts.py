@@ -49,12 +49,12 @@ class Panel(NamedTuple):
     lines: tuple[tuple[str, str], ...]
     """Metric key and name of each line; a key that ends in * stands for all metrics with that beginning."""
     level: float | None = None
-    """Height of a line across the chart."""
+    """Value at which a line is drawn across the chart; None: no line."""
     level_name: str = ""
     log: bool = False
-    """Whether the axis is logarithmic where the values span more than a factor of 30."""
+    """True if the axis is logarithmic where the values span more than a factor of 30."""
     overview: bool = False
-    """Whether the chart is in the picture at the end of a run."""
+    """True if the chart is also in the picture at the end of a run."""
 
 
 PANELS = (

@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     """Memory of this process on its device, in bytes."""
 
     peak: int
-    """Highest use so far."""
+    """Highest use of memory so far."""
     total: int | None
     """Size of the device's memory; None where the system does not tell."""
     where: str

@@ -62,6 +62,7 @@ def spread(rollout: Rollout, reward: Reward, prompts_per_rollout: int) -> Result
     size = rollout.group_size
     groups = rollout.reward.view(-1, size)
     mixed = int((groups != groups[:, :1]).any(1).sum())
+    # Of a few groups the share is uncertain, and near 0 and 1 only the score interval stays within them.
     share, (low, high) = mixed / len(groups), wilson(mixed, len(groups))
     hits = (rollout.rewards[reward.name].view(-1, size) > 0).sum(1).tolist()
     # The share at half the group size, exactly: draws without replacement from the sampled group.

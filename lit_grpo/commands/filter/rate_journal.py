@@ -22,7 +22,7 @@ class Rate:
     correct: int
     pass_rate: float
     reward: float
-    """Mean total reward."""
+    """Mean total reward of the prompt's completions."""
     truncated: float
     """Share of completions cut by the length limit."""
 

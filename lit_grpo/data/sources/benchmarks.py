@@ -123,6 +123,7 @@ class _OnHub(HubPrompts):
 
     def _with_solution(self, record: Mapping[str, Any]) -> dict[str, Any]:
         answer = record.get(self.benchmark.answer)
+        # GSM8K's answer column holds whole solutions, which are kept beside the gold.
         whole = isinstance(answer, str) and "####" in answer
         return {**record, "solution": answer} if whole else dict(record)
 

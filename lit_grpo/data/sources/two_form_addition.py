@@ -8,7 +8,7 @@ from lit_grpo.data.sources.addition import AdditionPrompts
 from lit_grpo.data.sources.base import Row
 
 ALPHABET = "0123456789+=:c"
-"""Every character of questions and answers, for the character tokenizer."""
+"""All characters of questions and answers, for the character tokenizer."""
 ANSWER = r":(\d+)$"
 """Pattern of the answer in a completion of either form, for :class:`lit_grpo.rewards.ExactMatch`."""
 MAX_NEW_TOKENS = 24

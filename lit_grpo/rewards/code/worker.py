@@ -28,7 +28,7 @@ _EXIT_GRACE_SECONDS = 0.05
 
 
 class Job(TypedDict):
-    """One program and its tests."""
+    """A program with its tests, as a worker gets it."""
 
     source: str
     tests: list[str]
@@ -41,7 +41,7 @@ class Job(TypedDict):
     memory: int
     """Bytes of address space for each process."""
     partly: bool
-    """Run without the layers of the sandbox that this machine lacks."""
+    """True to run without the layers of the sandbox that this machine lacks."""
 
 
 class _ProcessFactory:

@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Resources that a confined process may use."""
+    """Limits of the resources that a confined process may use."""
 
     memory: int
-    """Bytes of address space."""
+    """Bytes of address space that the process may map."""
     cpu: int
-    """Seconds of CPU time."""
+    """Seconds of CPU time after which the kernel ends the process."""
     open_files: int = 64
 
 

@@ -43,6 +43,7 @@ class _UndecidedError(Exception):
 def grade_quickly(gold: str, answer: str) -> bool | None:
     """Return the verdict on two raw answers, or None where SymPy has to decide."""
 
+    # An exception and not a value, because the question may come up deep inside a list of intervals.
     def give_up(gold: str, answer: str) -> bool:
         raise _UndecidedError
 
@@ -135,7 +136,7 @@ def _squeeze(text: str) -> str:
 
 
 _LEAD = re.compile(r"(?:[A-Za-z]+ ){1,6}(?:is|are|equals)\s*:? (?=\S)")
-"""Words in a box before the answer, as in "The answer is 17"."""
+"""Pattern of words in a box before the answer, as in "The answer is 17"."""
 
 
 def _agree_in_words(gold: str, answer: str) -> bool | None:
@@ -167,7 +168,7 @@ class _Parts(NamedTuple):
     """``one``, ``many`` (list, set or union, in any order) or ``tuple`` (interval, point or vector, in order)."""
     items: list[str]
     brackets: str = ""
-    """Opening and closing bracket of a tuple."""
+    """Opening and closing bracket of a tuple; empty for everything else."""
 
 
 _CONJUNCTION = re.compile(r"\s*[,;]?(?:\s+(?:and|or)\s+|\s*[和或]\s*|\s*\\l?or(?![a-zA-Z])\s*)|\s*\\cup(?![a-zA-Z])\s*")

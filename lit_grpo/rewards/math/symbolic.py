@@ -19,7 +19,7 @@ _CONFIG = [LatexExtractionConfig(boxed_match_priority=0)]
 _DIGITS = 40
 _EXACT = Fraction(1, 10**25)
 _ROUNDED = Fraction(1, 10**6)
-"""Relative tolerance for expressions that hold a decimal such as 0.333333 x."""
+"""Relative tolerance for expressions that hold a decimal, such as 0.333333 x, which may be rounded."""
 _POINTS = (
     (Fraction(37, 100), Fraction(271, 97), Fraction(1201, 700), Fraction(53, 89)),
     (Fraction(193, 71), Fraction(19, 41), Fraction(83, 29), Fraction(307, 113)),
@@ -75,6 +75,7 @@ def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
         return _same_decimal(gold, answer, g, a)
     tolerance = _ROUNDED if g.has(sympy.Float) or a.has(sympy.Float) else _EXACT
     compared = 0
+    # Without variables every point gives the same two values.
     for values in _POINTS[: 1 if not symbols else None]:
         point = {symbol: sympy.Rational(values[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
         x, y = _value(g, point), _value(a, point)

@@ -37,6 +37,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, new in (
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|bf|rm|it)(?![a-zA-Z])\.?", ""),
         (r"\\!|\\label\{[^{}]*\}", ""),
+        # Before spaces are made alike: between digits a thin space or {,} groups thousands, see _join_thousands.
         (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "\ue000"),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|[\u00a0\u2009\u202f]|\\hspace\{[^{}]*\}", " "),
         (r"\{,\}", ","),
@@ -149,6 +150,7 @@ def _strip_brackets(text: str) -> str:
     r"""Take away brackets that change nothing: ``{{{1}}}`` and ``((1))`` are 1; ``(1,2)`` and ``\{1\}`` stay."""
     if text[:1] not in {"{", "("}:
         return text
+    # All partners in one pass, so that a thousand nested brackets take no longer than any other text.
     match: dict[int, int] = {}
     stack: list[int] = []
     # Opening brackets with a comma directly inside, which make a tuple of what they hold.
@@ -348,6 +350,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     """Split ``5 cm^2`` into ``5`` and square centimetre, where something that ends like a number stands before it."""
     if text.endswith(r"^\circ"):
         return text.removesuffix(r"^\circ").rstrip(), Unit("angle")
+    # Only of short texts, since the pattern tries every place at which a unit could begin.
     match = _QUANTITY.fullmatch(text) if len(text) < 200 else None
     if match is None:
         return text, None
