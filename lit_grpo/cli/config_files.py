@@ -60,7 +60,7 @@ def is_config_option(word: str) -> bool:
 
 
 def read_layers(argv: Sequence[str], command: str) -> list[Layer]:
-    """Read every configuration file.
+    """Read every configuration file of a command, in the order in which later ones win.
 
     Raises:
         UserError: a file is missing, is not YAML, is no mapping, or holds a key twice.

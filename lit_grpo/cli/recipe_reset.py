@@ -22,8 +22,8 @@ def reset_options(command: str, argv: Sequence[str], layers: Sequence[Layer]) ->
 
     Args:
         command: fit, validate, test or predict.
-        argv: its arguments.
-        layers: its configuration files, read; that of the environment first if there is one.
+        argv: arguments of the command.
+        layers: configuration files of the command, already read; that of the environment first if there is one.
 
     Returns:
         What to put behind ``argv``: ``--model.objective.clip_high=null`` for each key that is dropped.

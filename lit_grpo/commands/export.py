@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Exported(NamedTuple):
-    """The model folder that was written."""
+    """Facts about the model folder that was written."""
 
     folder: Path
     architecture: str

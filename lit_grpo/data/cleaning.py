@@ -19,17 +19,17 @@ class CleanConfig:
     """Settings of what is left out of the training prompts before the run; nothing unless asked for.
 
     Attributes:
-        deduplicate: of questions that are equal but for white space and case, keep the first; if their answers differ,
-            nobody knows which is right, and none stays.
+        deduplicate: True to keep the first of questions that are equal but for white space and case, and none of them
+            if their answers differ.
         decontaminate: evaluation sets whose questions must not be trained on.
-        held_out: decontaminate against ``val_prompts`` and ``test_prompts`` too.
+        held_out: True to decontaminate against ``val_prompts`` and ``test_prompts`` too.
         ngram: words in a row that a training question must share with one of an evaluation set to be compared with it
             as a whole: 13, as for GPT-3 (2005.14165, appendix C) and Qwen2.5-Math (2409.12122, section 3).
         overlap: share of both questions (twice its length over that of the two) from which on the longest common
             subsequence of their words gives the question away, and it is left out: 0.6, as for Qwen2.5-Math. Questions
             whose letters and digits are all equal are always left out.
-        dropped_file: a JSON object a line for every row that was left out, here or by ``format.on_long``: its id,
-            source, reason, the other row it met, file and line.
+        dropped_file: JSON Lines file with every row that was left out, here or by ``format.on_long``: its id, source,
+            reason, the other row it met, file and line.
     """
 
     deduplicate: bool = False
@@ -147,13 +147,15 @@ def normal(text: str | None) -> str:
 
 
 def letters(text: str) -> str:
-    """Keep letters and digits alone, without case: what is equal when two sources punctuate and typeset differently."""
-    # A question of signs alone has no letters, and must not equal every other such question.
+    """Keep letters and digits alone, without case."""
+    # This is what stays equal when two sources punctuate and typeset a question differently. A question of signs alone
+    # has no letters, and must not equal every other such question.
     return "".join(filter(str.isalnum, text.casefold())) or normal(text)
 
 
 def words(text: str) -> list[str]:
-    """Split into runs of ASCII letters and digits; every other letter stands by itself, since Chinese has no spaces."""
+    """Split into runs of ASCII letters and digits, and every other letter by itself."""
+    # Chinese puts no spaces between words, so each of its letters counts as one.
     return re.findall(r"[a-z0-9]+|[^\W_]", text.casefold())
 
 

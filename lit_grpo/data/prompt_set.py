@@ -25,7 +25,7 @@ _MAX_HELD_OUT_COMPARED = 100_000
 
 @dataclass
 class PromptSet:
-    """The prompts of one source, and what became of the other rows."""
+    """The prompts of one source, and the rows of it that were left out."""
 
     name: str
     """Key of the source in the configuration: ``data.prompts``, ``data.val_prompts``, ..."""
@@ -87,9 +87,9 @@ def prepare(
     """Read, check, clean and tokenise a source.
 
     Args:
-        source: where the rows come from.
+        source: source of the rows.
         name: key of the source in the configuration, for messages.
-        form: how a question becomes token ids.
+        form: settings of how a question becomes token ids.
         tokenizer: tokenizer of the policy.
         rewards: rewards of the run; where one compares with a gold answer, every row must have one.
         clean: what is left out; None: nothing but what ``form`` drops.

@@ -50,7 +50,7 @@ class PromptTooLongError(UserError):
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Result of :meth:`PromptFormat.encode_all`."""
+    """Prompts made from rows, and the rows that were too long to become one."""
 
     prompts: list[Prompt]
     too_long: list[Row]

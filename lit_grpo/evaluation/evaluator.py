@@ -44,7 +44,7 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """One evaluation: ``update`` with every batch, then ``compute``, on all ranks.
+    """Collector of one evaluation: call ``update`` with every batch, then ``compute``, on all ranks.
 
     Every rank must see at least one batch of each set, which may be empty;
     :class:`lit_grpo.rollout.loader.EvaluationLoader` makes as many batches on each.
@@ -69,7 +69,7 @@ class Evaluator:
         return records(batch)
 
     def compute(self) -> EvaluationResult:
-        """Compute the results of all ranks so far. Collective: every rank must call it."""
+        """Compute the results of all ranks so far; every rank must call it, since they exchange their numbers."""
         result = EvaluationResult(self.stage)
         for (name, greedy), meters in self._meters.items():
             of_set = result.sets.setdefault(name, {})
@@ -80,7 +80,7 @@ class Evaluator:
 
 
 class _PartMeters:
-    """Metrics of one part of a set."""
+    """Metrics of one part of an evaluation set."""
 
     def __init__(self, batch: Rollout, graded: Graded, device: torch.device | str) -> None:
         self.part = graded.part

@@ -122,7 +122,7 @@ class PassAtK(_SampleMetric):
 
         Args:
             correct: [prompts, n] bool.
-            prompts: their ids.
+            prompts: ids of the prompts.
         """
         n, hits = correct.shape[1], correct.bool().sum(1).tolist()
         self._add_rows([[pass_at_k(n, c, k) for k in self.ks] for c in hits], prompts)
@@ -169,7 +169,7 @@ class MajAtK(_SampleMetric):
         Args:
             correct: [prompts, n] bool.
             classes: [prompts, n] int64, equal where the answers of a prompt are; negative where there is none.
-            prompts: their ids.
+            prompts: ids of the prompts.
         """
         rows = []
         for right, given in zip(correct.tolist(), classes.tolist(), strict=True):
@@ -205,15 +205,16 @@ class BestOfK(_SampleMetric):
         Args:
             correct: [prompts, n] bool.
             scores: [prompts, n]; NaN is the lowest.
-            prompts: their ids.
+            prompts: ids of the prompts.
         """
         pairs = zip(scores.tolist(), correct.tolist(), strict=True)
         self._add_rows([best_of_k(score, right, self.ks) for score, right in pairs], prompts)
 
 
 def _key(prompt: str) -> int:
-    """Hash a prompt's id to a number that is equal in every process; ranks can exchange numbers, not text."""
-    # Not hash(), which Python salts in each process. Shifted, since torch's int64 has a sign.
+    """Hash a prompt's id to a number that is equal in every process."""
+    # A number, because ranks can exchange tensors but no text. Not hash(), which Python salts in each process. Shifted,
+    # since torch's int64 has a sign.
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -24,12 +24,12 @@ class EvaluationSet:
     """Questions to evaluate on, and how; under the name of a known benchmark, ``{}`` is all that is needed.
 
     Attributes:
-        prompts: where the questions come from; None: the benchmark that the set is named after, from the hub.
+        prompts: source of the questions; None: the benchmark that the set is named after, from the hub.
         path: a JSONL file with ``prompt`` and ``answer`` instead; short for ``prompts`` with JsonlPrompts.
         limit: number of questions to evaluate on; None: all.
         limit_seed: seed to draw ``limit`` questions with, the same ones on every machine; None: the first ones.
-        samples: completions of each question; None: ``data.eval_group_size``.
-        greedy: one more completion of each question at temperature 0, reported as ``greedy``.
+        samples: number of completions of each question; None: ``data.eval_group_size``.
+        greedy: True for one more completion of each question at temperature 0, reported as ``greedy``.
         sampling: how completions are drawn; None: ``data.eval_sampling``, which is greedy for one sample and as in
             training for more.
         k: the values of k for pass@k, maj@k and best@k; None: 1, 2, 4, ... and ``samples``.

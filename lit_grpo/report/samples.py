@@ -188,7 +188,8 @@ def level(value: Any) -> int | None:
 
 
 def visible(text: str, newline: str = "\n") -> str:
-    """Make characters visible that could hide or reorder other text: control and format characters."""
+    """Make control and format characters visible."""
+    # A model may write characters that hide or reorder the text around them, and the page must show what is there.
     out = []
     for c in text:
         if c == "\n":

@@ -1,4 +1,4 @@
-"""Every reward run on a batch and held to its contract: one finite number for each completion."""
+"""Scoring of a batch by every reward, each held to its contract: one finite number for each completion."""
 
 from __future__ import annotations
 

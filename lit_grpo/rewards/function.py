@@ -33,7 +33,7 @@ _BATCH = {
 
 
 class FunctionReward(Reward):
-    """Value of a function of yours, found by import path: ``my_package.rewards.politeness``.
+    """Reward whose value a function of yours computes, found by import path: ``my_package.rewards.politeness``.
 
     The names of its parameters say what it gets. For one completion: ``text``, ``answer``, ``question``, ``extra`` (the
     other columns of the row), ``prompt_id``, ``truncated``, ``tokens`` (their number), ``item`` (the whole

@@ -57,7 +57,7 @@ class _Verdict:
 
 
 class JudgeReward(Reward):
-    """Grade of a language model for a completion.
+    """Reward whose value is the grade that a language model gives to a completion.
 
     The judge must end its reply with a line that holds a mark of random letters, drawn for this process and unknown to
     the policy, and one of the grades. Only that line counts, so a completion that quotes a verdict, or a judge that

@@ -45,7 +45,7 @@ _NAME = re.compile(r"step-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One rollout as it was recorded.
+    """One rollout as the flight recorder kept it.
 
     Attributes:
         step: number of rollouts trained on, this one included.
@@ -54,7 +54,7 @@ class RecordedStep:
         texts: text of each completion.
         group_size: number of completions of each prompt.
         temperature: sampling temperature.
-        unfinished: whether the run broke off in this step.
+        unfinished: True if the run broke off in this step.
     """
 
     step: int
@@ -89,7 +89,7 @@ def recorded_steps(folder: Path) -> dict[int, Path]:
 
 
 def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any]) -> int:
-    """Write a record, whole or not at all, and return its size in bytes.
+    """Write the record of one rollout, whole or not at all, and return its size in bytes.
 
     Args:
         path: the file to write.
@@ -108,7 +108,7 @@ def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any
 
 
 def read_step(path: Path) -> RecordedStep:
-    """Read a record.
+    """Read the record of one rollout.
 
     Raises:
         ValueError: the file is torn, or is not a record.

@@ -41,7 +41,7 @@ class History:
 
 
 class Panel(NamedTuple):
-    """One chart of curves."""
+    """Description of one chart of curves."""
 
     name: str
     """Name of the PNG file, without its ending."""

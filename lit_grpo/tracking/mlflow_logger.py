@@ -46,8 +46,8 @@ class RunLogger(Logger, RunRecord):
         run_name: name of the run and its folder; date and time if None.
         run_dir: folder of an existing run to continue, or of a new one instead of ``<root>/<run_name>``.
         tracking_uri: MLflow store or server; else ``MLFLOW_TRACKING_URI``; else ``sqlite:///<root>/mlflow.db``.
-        artifact_location: where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an SQLite
-            store and the server's choice otherwise.
+        artifact_location: place where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an
+            SQLite store and the server's choice otherwise.
         tags: tags of the MLflow run.
         patience: seconds without progress after which the end of a run stops waiting for the server.
     """
@@ -128,7 +128,7 @@ class RunLogger(Logger, RunRecord):
 
     @property
     def spool_path(self) -> Path | None:
-        """The file that holds every record; None on ranks other than 0."""
+        """Path of the file that holds every record; None on ranks other than 0."""
         run_dir = self.run_dir
         return run_dir / FILE_NAME if run_dir else None
 

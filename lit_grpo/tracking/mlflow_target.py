@@ -45,7 +45,7 @@ class MlflowTarget:
         experiment: name of the experiment, which is created if missing.
         run_name: name of a new run.
         run_id: run to continue; a new one is created if it is gone.
-        artifact_location: where a new experiment keeps its artifacts; None leaves it to the server.
+        artifact_location: place where a new experiment keeps its artifacts; None leaves it to the server.
         tags: tags of a new run.
         on_start: called with (run id, experiment id) when the run exists.
     """

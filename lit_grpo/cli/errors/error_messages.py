@@ -341,7 +341,7 @@ def literal_choices(details: str) -> list[str]:
 
 
 def given_value(details: str) -> str | None:
-    """Return the given value as text."""
+    """Return the value that a message complains of, as text."""
     found = re.search(r"Got value: (.*)", details) or re.search(r"Given value: (.*)", details)
     return found[1].strip().strip("'\"") if found else None
 

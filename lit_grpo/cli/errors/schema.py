@@ -46,7 +46,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Schema:
-    """The configuration that a command takes, by top-level key."""
+    """Schema of the configuration that a command takes, by top-level key."""
 
     fields: dict[str, Field]
 
@@ -112,7 +112,7 @@ class _Sources:
         return found[0], found[1]
 
     def literal_of(self, module: str, cls: ast.ClassDef, method: str) -> dict[str, set[str]]:
-        """Evaluate the literal that a method returns."""
+        """Evaluate the literal that a method of a class returns."""
         body = self.method(cls, method).body
         value = next((node.value for node in body if isinstance(node, ast.Return) and node.value is not None), None)
         if value is None:

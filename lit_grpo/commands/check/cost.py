@@ -80,7 +80,7 @@ def logits_bytes(
     """Count the bytes of one micro-batch's logits at the length limit.
 
     Args:
-        policy: its head computes ``logits_chunk`` positions at once.
+        policy: the policy, whose head computes ``logits_chunk`` positions at once.
         limit: data.sampling.max_new_tokens.
         vocabulary: number of tokens in the vocabulary.
         micro_batch_tokens: ``micro_batch_tokens`` of the module.
@@ -149,7 +149,7 @@ def time_result(metrics: Mapping[str, float], rollouts: int) -> Result:
 
 
 def span(seconds: float) -> str:
-    """Write a length of time as people say it."""
+    """Write seconds as people say a length of time: in ms, s, min or h."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:

@@ -23,9 +23,9 @@ class Preflight(Callback):
     Nothing is written: no checkpoint, no run folder, no MLflow run.
 
     Args:
-        prompts: training prompts to sample, ``data.group_size`` completions each.
+        prompts: number of training prompts to sample, ``data.group_size`` completions each.
         step: True to train on one rollout and measure it.
-        gold_format: how the verifier wants an answer, with ``{answer}`` in it.
+        gold_format: form in which the verifier wants an answer, with ``{answer}`` in it.
 
     Attributes:
         results: one line of the table for each check, in the order of the checks.

@@ -29,7 +29,7 @@ class Options:
     ckpt_path: str | None = None
 
     def check(self) -> None:
-        """Check the options.
+        """Refuse options that make no sense, before anything is loaded.
 
         Raises:
             UserError: an option is out of range, or no pass rate can be in the band.

@@ -41,7 +41,7 @@ def all_rates_paths(output: Path) -> list[Path]:
 
 
 class RateJournal:
-    """One file of rates: a line with the settings, then a line for each prompt; a line cut by a kill is dropped.
+    """File of pass rates: a line with the settings, then a line for each prompt; a line cut by a kill is dropped.
 
     Args:
         path: path of the file, which need not exist.
@@ -109,7 +109,8 @@ class RateJournal:
 
 
 def weights_identity(folders: Sequence[str | None]) -> list[list[Any]]:
-    """List name, size and time of every file with weights: a model trained on in the same folder is another one."""
+    """List name, size and time of every file with weights in the folders."""
+    # A model that was trained on in the same folder is another one, and its path does not tell.
     identity: list[list[Any]] = []
     for folder in folders:
         path = Path(folder) if folder else None

@@ -99,7 +99,7 @@ class BenchmarkPrompts(PromptSource):
 
 
 class _OnHub(HubPrompts):
-    """Rows as the hub has them, with the gold answer as one text."""
+    """The rows of a benchmark as the hub has them, with the gold answer as one text."""
 
     def __init__(self, benchmark: str, revision: str | None, limit: int | None) -> None:
         self.benchmark = BENCHMARKS[benchmark]

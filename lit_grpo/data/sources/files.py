@@ -62,7 +62,7 @@ def text_lines(path: str, key: str) -> Iterator[tuple[int, bytes]]:
 
 
 def decoded(line: bytes, where: str) -> str:
-    """Decode a line.
+    """Decode a line of UTF-8.
 
     Raises:
         UserError: names the byte that is no UTF-8.
@@ -78,7 +78,7 @@ def decoded(line: bytes, where: str) -> str:
 
 
 def existing_file(path: str, key: str) -> Path:
-    """Return the path of an existing file.
+    """Check that a file exists, and return its path.
 
     Raises:
         UserError: the file is missing (names the most similar file beside it) or a folder.

@@ -180,7 +180,7 @@ class TableSource(PromptSource):
 
 
 class FileSource(TableSource):
-    """Base class of tables in one file.
+    """Base class of sources whose rows stand in one file.
 
     Args:
         path: path of the file. A gzip file is known by its first bytes, whatever its name.

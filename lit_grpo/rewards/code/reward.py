@@ -82,8 +82,8 @@ class CodeReward(Reward):
             warnings.warn(f"CodeReward runs programs WITHOUT a whole sandbox: {missing}", stacklevel=2)
         self._limit, self._memory, self._partial, self._partly = limit, memory * 1024**2, partial, bool(missing)
         self._tests, self._cases = tests, cases
-        # The worker keeps its own time; the pool's limit is for a worker that is lost. The environment may hold keys, so
-        # workers see next to none of it.
+        # The worker keeps its own time; the pool's limit is for a worker that is lost. Workers see next to none of the
+        # environment, which may hold keys.
         self._pool = WorkerPool(code_worker.run, limit=limit + 5.0, workers=workers, environment=False)
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:

@@ -159,7 +159,8 @@ def _no_handles(value: Any) -> int:
 
 
 def _update(mine: Any, theirs: Any) -> None:
-    """Repeat what a call did to a list, dict or set that it was given: tests may look at it afterwards."""
+    """Repeat what a call did to a list, dict or set that it was given."""
+    # The candidate changed its copy of it, and a test may look at its own afterwards.
     if isinstance(mine, list) and isinstance(theirs, list) and mine != theirs:
         mine[:] = theirs
     elif isinstance(mine, (dict, set)) and isinstance(theirs, type(mine)) and mine != theirs:

@@ -1,7 +1,7 @@
-"""Plain values as text, between a process that is not trusted and one that is.
+"""Messages of plain values between a process that is not trusted and one that is.
 
-Never pickle, and never an object of theirs: unpickling runs code that the sender chooses. What cannot be written as
-plain data becomes a handle, whose methods the other side can call. Standard library only.
+They are text and never pickles, because unpickling runs code that the sender chooses. What cannot be written as plain
+data becomes a handle, whose methods the other side can call. Standard library only.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def unpack(packed: Any, handle: Callable[[int], Any]) -> Any:
 
 
 def write(message: Any) -> bytes:
-    """Encode a message.
+    """Encode a message as JSON.
 
     Raises:
         Unplain: it is too long.
@@ -109,5 +109,5 @@ def write(message: Any) -> bytes:
 
 
 def read(text: bytes) -> Any:
-    """Decode a message."""
+    """Decode a message of :func:`write`."""
     return json.loads(text)

@@ -45,7 +45,7 @@ class Job(TypedDict):
 
 
 class _ProcessFactory:
-    """The process that forks candidates, as the worker sees it: one message to spawn, one to kill."""
+    """Worker's handle of the process that forks candidates: one message to spawn, one to kill."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,7 +64,7 @@ class _ProcessFactory:
             files: channel of the candidate and, for a script, standard input and output.
             limits: resources that the candidate may use.
             script: run the program as a script, not as a module whose functions are called.
-            partly: see :class:`Job`.
+            partly: True to run without the layers of the sandbox that this machine lacks.
         """
         message = b"f" + struct.pack("qqqbb", *limits, script, partly)
         socket.send_fds(self._control, [message], files)

@@ -33,7 +33,7 @@ _START_SECONDS = 120.0
 
 
 class PoolError(RuntimeError):
-    """The workers cannot be started at all."""
+    """Error for workers that cannot be started at all."""
 
 
 class Outcome(NamedTuple):
@@ -66,7 +66,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Runs a pure function on picklable items in parallel, each within a hard time limit.
+    """Pool that runs a pure function on picklable items in parallel, each within a hard time limit.
 
     Safe to use from any thread, from several at once, from asyncio (``run_in_executor``), and in forked or spawned
     processes: a copy in another process starts workers of its own. Processes start with the first item and die with

@@ -1,4 +1,6 @@
-"""The sandbox: confines this process for good before it runs code that nobody has read. Linux, standard library alone.
+"""The sandbox, which confines a process for good before it runs code that nobody has read.
+
+It needs Linux and the standard library alone.
 
 Four layers, none of which needs privileges, and all of which work in a container with Docker's default profile:
 

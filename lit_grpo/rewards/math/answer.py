@@ -217,7 +217,8 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
-    """Join numbers that are offered with "or" into a list: a guess among many is no answer."""
+    """Join numbers that are offered with "or" into a list; None if there are none."""
+    # As a list it is wrong against a single gold: a guess among many is no answer.
     for before, after in itertools.pairwise(numbers):
         if re.fullmatch(r"[\s,$]*(?:or|或)[\s,$]*", clause[before.end() : after.start()]):
             return ", ".join(n[0] for n in numbers)

@@ -37,7 +37,7 @@ _MAX_DEPTH = 8
 
 
 class _UndecidedError(Exception):
-    """Raised where the written form does not decide."""
+    """Answer where the written form does not decide."""
 
 
 def grade_quickly(gold: str, answer: str) -> bool | None:
@@ -54,7 +54,7 @@ def grade_quickly(gold: str, answer: str) -> bool | None:
 
 
 def grade(pair: tuple[str, str]) -> bool:
-    """Return the verdict on (gold, answer). May not return at all, see the head of the module."""
+    """Return the verdict on a pair of gold and answer; on hostile input it may never return."""
     from lit_grpo.rewards.math.symbolic import symbolically_equal
 
     return _grade(*pair, symbolically_equal)
@@ -343,7 +343,8 @@ def _agree_as_ratios(gold: str, answer: str) -> bool | None:
 
 
 def _is_time(gold: str) -> bool:
-    """Say whether 9:15 is a time: a ratio would be written in lowest terms, as 3:5."""
+    """Say whether a gold such as ``9:15`` is a time rather than a ratio."""
+    # A ratio would be written in lowest terms, as 3:5.
     hours, minutes = map(int, gold.split(":"))
     return math.gcd(hours, minutes) > 1
 
