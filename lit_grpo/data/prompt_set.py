@@ -200,6 +200,7 @@ def _cleaned(
 ) -> tuple[list[Row], list[Dropped]]:
     kept = list(rows)
     dropped: list[Dropped] = []
+    # Duplicates go first, so that each question is compared with the evaluation sets once.
     if clean.deduplicate:
         kept, dropped = deduplicate(kept)
     against = [*clean.decontaminate, *(held_out if clean.held_out else ())]
@@ -211,4 +212,5 @@ def _cleaned(
 
 
 def _named(row: Row, source: PromptSource) -> Row:
+    # The id begins with the set's name, so that the report can say which set was given away.
     return row if row.id.rpartition("/")[0] else replace(row, id=f"{source.name}/{row.id}")

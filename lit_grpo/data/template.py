@@ -187,6 +187,7 @@ class PromptFormat:
 
     def identity(self, tokenizer: Any) -> dict[str, str]:
         """Return all settings that decide how a question becomes text; equal ones give equal prompts."""
+        # The template's text and not its name, since another tokenizer has another one under the same setting.
         own: Any = getattr(tokenizer, "chat_template", None)
         template = self._text.text if self._text is not None else self._jinja
         if template is None:

@@ -31,6 +31,7 @@ class PromptMean(Metric):
         kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
+    # The rows of a batch do not depend on earlier ones, so forward() need not update twice.
     full_state_update = False
     is_differentiable = False
     prompt_keys: list[Tensor]

@@ -72,6 +72,7 @@ def make_report(run: Run, ending: str | None = None) -> tuple[list[Picture], str
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    # Pictures stand in the page as data, so that it is one file to send or keep.
     environment.filters["picture"] = _data_uri
     environment.filters["number"] = _short
     html = environment.get_template("page.html.jinja").render(

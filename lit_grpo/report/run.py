@@ -86,12 +86,14 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]
 
 
 def _number(value: Any) -> float:
+    # True is an int in Python, and no value of a metric.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a findings file, and the number of lines that could not be read."""
     events, unreadable = [], 0
+    # A torn character is replaced and a torn line counted, since neither must hide the other events.
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:

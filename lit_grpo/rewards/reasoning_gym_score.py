@@ -1,6 +1,6 @@
-"""Scoring for :class:`lit_grpo.rewards.ReasoningGymReward` in worker processes, the only ones to import reasoning-gym.
+"""Scoring for :class:`lit_grpo.rewards.ReasoningGymReward`, which runs in worker processes.
 
-A module of its own, because a worker imports all of the module that holds its function.
+It is a module of its own, because a worker imports all of the module that holds its function.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def read_token_texts(folder: Path) -> dict[int, str]:
-    """Read the text of each token id that occurred."""
+    """Read the text of each token id that occurred in the records of a folder."""
     texts: dict[int, str] = {}
     for line in _lines(folder / TOKENS_FILE):
         try:

@@ -68,6 +68,7 @@ def _read(path: str) -> str:
 
 def weight_bytes(models: Iterable[nn.Module | None]) -> dict[str, int]:
     """Count the bytes of weights, gradients and AdamW's two moments on this rank; a shared parameter counts once."""
+    # By identity: a reference model or a critic may share parameters with the policy.
     parameters = {id(p): p for model in models if model is not None for p in model.parameters()}.values()
     sizes = [(local(p).numel() * p.element_size(), p.requires_grad) for p in parameters]
     trained = sum(size for size, requires_grad in sizes if requires_grad)

@@ -174,6 +174,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     fooled = _accepts(reward, [p for p, _ in pairs], [best.replace("{answer}", o) for _, o in pairs], tokenizer)
     values |= {"wrong": len(pairs), "fooled": sum(fooled)}
     if any(fooled):
+        # Different golds may be equal in value, so a few that are taken need a look and no more.
         prompt, other = pairs[fooled.index(True)]
         return Result(name, "fail" if sum(fooled) > 0.05 * len(fooled) else "warn",
                       f"{reward.name} takes {sum(fooled)} of {len(fooled)} wrong answers: {shorten(other, 40)!r} for "
@@ -194,4 +195,5 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
             return [False] * len(prompts)
         ids = (*encoded, *end)
         batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), text))
+    # A reward that raises on such a text has not accepted it.
     return [score.value > 0 for score in score_all([reward], batch, "zero")[reward.name]] if batch else []

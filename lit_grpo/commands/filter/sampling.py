@@ -193,6 +193,7 @@ def run_filter(options: Options, argv: Sequence[str], layers: Sequence[Layer]) -
     data.options = options
     data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in config["data"]["rewards"]]
     cli.trainer.callbacks.append(RateWriter(data))  # type: ignore[attr-defined]
+    # weights_only: a checkpoint from elsewhere must not run code. Predictions are written as they come, not collected.
     cli.trainer.predict(
         cli.model, datamodule=data, return_predictions=False, ckpt_path=options.ckpt_path, weights_only=True
     )

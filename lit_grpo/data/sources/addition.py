@@ -84,6 +84,7 @@ class AdditionPrompts(PromptSource):
         return [self._unrank(index) for index in drawn[self.skip :]]
 
     def _unrank(self, index: int) -> tuple[int, ...]:
+        # The index is read as a number whose digits, in the base of all values of an operand, are the operands.
         numbers = []
         for _ in self._letters:
             index, offset = divmod(index, self._count)

@@ -106,7 +106,7 @@ def reachable(host: str, port: int, seconds: float = REACH_SECONDS) -> bool:
             return
         opened.set()
 
-    # In a thread, because looking up a name has no time limit.
+    # In a thread, because looking up a name has no time limit; a daemon, so that it keeps no process alive.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(seconds)

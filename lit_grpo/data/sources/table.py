@@ -121,6 +121,7 @@ class TableSource(PromptSource):
 
     def _check_columns(self, record: Mapping[str, Any], where: str) -> None:
         needed = [self.question_column, *self.where]
+        # The default may be missing from data without answers; a column that the user has named may not.
         if self.answer_column not in {None, _ANSWER}:
             needed.append(str(self.answer_column))
         if self.id_column is not None:

@@ -37,7 +37,7 @@ _MAX_DEPTH = 8
 
 
 class _UndecidedError(Exception):
-    """Answer where the written form does not decide."""
+    """Signal that the written form does not decide."""
 
 
 def grade_quickly(gold: str, answer: str) -> bool | None:

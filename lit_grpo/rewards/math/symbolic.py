@@ -30,7 +30,7 @@ _POINTS = (
 
 
 class _UnknownError(Exception):
-    """Answer where the value of an expression cannot be computed."""
+    """Signal that the value of an expression cannot be computed."""
 
 
 def symbolically_equal(gold: str, answer: str) -> bool:
