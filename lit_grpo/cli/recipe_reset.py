@@ -35,7 +35,7 @@ def reset_options(command: str, argv: Sequence[str], layers: Sequence[Layer]) ->
     given: dict[str, None] = {}
     holding: set[str] = set()
     for layer in [*files[:below], environment, *files[below:], options]:
-        # What was set so far was set of another recipe.
+        # What earlier layers set was meant for an earlier recipe.
         if layer.get("recipe") is not None:
             holding.clear()
         holding |= layer.keys()

@@ -53,7 +53,6 @@ def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: i
     for start in range(0, len(answers), group_size):
         seen: dict[str, int] = {}
         row = []
-        # The verifier, not the normal form, says what is equal to the gold: 1/2 and 0.5 are one vote.
         for i in range(start, start + group_size):
             answer = answers[i]
             if correct[i]:

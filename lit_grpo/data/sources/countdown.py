@@ -107,7 +107,7 @@ class CountdownPrompts(PromptSource):
 
 def _join(draw: random.Random, numbers: Sequence[int]) -> tuple[Fraction, str]:
     """Draw an expression that uses each number once; return its value and its text."""
-    # Fractions, since 1 / 3 * 3 must be exactly 1.
+    # Fractions, so that 1 / 49 * 49 is exactly 1, which it is not in floating point.
     terms = [(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:
         (a, left), (b, right) = (terms.pop(draw.randrange(len(terms))) for _ in range(2))
