@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         return [option.removeprefix("--") for option in option_strings if option.startswith("--")]
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        # Kept for `error`, which argparse tells only the message.
+        # Kept for `error`, to which argparse gives the message alone.
         self._arguments = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 

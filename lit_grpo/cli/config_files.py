@@ -1,4 +1,4 @@
-"""The configuration files of a command as YAML trees, read to say in which file and line a key stands."""
+"""The configuration files of a command as YAML trees, which tell in which file and line a key stands."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_config_option(word: str) -> bool:
 
 
 def read_layers(argv: Sequence[str], command: str) -> list[Layer]:
-    """Read every configuration file.
+    """Read every configuration file of a command, in the order in which later ones win.
 
     Raises:
         UserError: a file is missing, is not YAML, is no mapping, or holds a key twice.
@@ -78,6 +78,7 @@ def _read(file: str) -> Layer:
         raise UserError(f"the configuration file {file} cannot be read: {error}", where="--config") from error
     lines = text.splitlines()
     try:
+        # Composed and not loaded, because nodes know their line and values do not.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -94,7 +95,7 @@ def _read(file: str) -> Layer:
             "a configuration file holds keys and values at its top, like `model:`", where=str(layer.place(root))
         )
     if layer.root is not None:
-        # YAML would silently take the last.
+        # YAML itself would silently take the last of two equal keys.
         _refuse_double_keys(layer, layer.root)
     return layer
 
@@ -112,7 +113,7 @@ def _refuse_double_keys(layer: Layer, node: Node) -> None:
         first: dict[str, Node] = {}
         for key, value in node.value:
             name = str(key.value)
-            # Several merges are allowed.
+            # The merge key << may stand there several times.
             if name in first and name != "<<":
                 raise UserError(
                     f"the key `{name}` is there twice, first in line {first[name].start_mark.line + 1}",
@@ -131,6 +132,7 @@ def find(layers: Sequence[Layer], key: str) -> tuple[Layer, Node, Node] | None:
 
     ``init_args`` may be left out of the key.
     """
+    # From the end, since a later file wins.
     for layer in reversed(layers):
         if layer.root is not None and (found := _descend(layer.root, key.split("."))) is not None:
             return layer, *found

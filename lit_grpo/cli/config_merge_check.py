@@ -1,4 +1,4 @@
-"""Check for a silent trap of layered configuration: arguments of one class that become another's.
+"""The check for arguments of one class that layered configuration silently hands to another.
 
 If one file says ``class_path: A, init_args: {x: 1}`` and a later one ``class_path: B``, jsonargparse keeps ``x: 1`` for
 B wherever B takes an ``x`` too.
@@ -22,8 +22,9 @@ class _ChosenClass:
 
     class_path: str
     arguments: dict[str, str]
-    """Argument name -> file and line."""
+    """File and line of each argument, by its name."""
     where: str
+    """File and line, or option, that chose the class."""
 
 
 def check_class_changes(layers: Sequence[Layer], argv: Sequence[str]) -> None:
@@ -36,6 +37,7 @@ def check_class_changes(layers: Sequence[Layer], argv: Sequence[str]) -> None:
     for layer in layers:
         for key, new in _chosen_classes(layer, layer.root, ""):
             _merge(chosen, key, new)
+    # The command line comes last, as the layer that wins.
     words = [word.partition("=") for word in argv]
     for i, (option, equals, value) in enumerate(words):
         key = option.removeprefix("--").removesuffix(".class_path")
@@ -82,4 +84,5 @@ def _chosen_classes(layer: Layer, node: MappingNode | None, prefix: str) -> Iter
 
 
 def _name(class_path: str) -> str:
+    # Of a class only the last name: the same one may be written by its module or by the package that re-exports it.
     return class_path.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Ctrl-C: once ends the run after the rollout under way, saved; twice ends it at once."""
+"""The handling of Ctrl-C: the first one ends the run after the rollout under way, saved; the second ends it at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_grpo.run.stop import KEYBOARD, request_stop
 class FirstCtrlC(Callback):
     """Callback that lets the first Ctrl-C of a fit wait for the end of the rollout, so that nothing is lost.
 
-    With several processes each would stop at its own rollout, so there Ctrl-C ends the run at once, as without this.
+    With several processes Ctrl-C ends the run at once, as without this callback.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class FirstCtrlC(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._interrupted = False
-        # Python takes signal handlers from the main thread only.
+        # Of several processes each would stop at a rollout of its own. Python takes handlers from the main thread only.
         if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGINT, self._handle)
 

@@ -99,6 +99,7 @@ class TrainingCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 args=[command, *argv, *reset_options(command, argv, layers)],
             )
+        # The parts of a run name a wrong argument, and only here it is known in which file and line that stands.
         except UserError as error:
             raise self._explainer().locate(error) from error
 
@@ -167,7 +168,7 @@ class TrainingCLI(LightningCLI):
             super().instantiate_classes()
             log.debug("trainer, model and data are built")
         except ValueError as error:
-            # jsonargparse wraps the error of a constructor where the class is one of a list or of a union.
+            # jsonargparse wraps the error of a constructor in its own where the class is one of a list or of a union.
             if not isinstance(error, UserError) and (cause := user_error_below(error)) is not None:
                 raise cause from error
             raise
@@ -176,6 +177,7 @@ class TrainingCLI(LightningCLI):
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
         added = [*callbacks, *self._result_writers(), FirstCtrlC()]
+        # A bar that redraws itself would fill a log file with its every state.
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             added.append(LineProgress())
         if any(isinstance(callback, ProgressBar) for callback in configured):
@@ -186,6 +188,7 @@ class TrainingCLI(LightningCLI):
         # The Trainer would take `fsdp` for FSDP1.
         config["strategy"] = resolve_strategy(config["strategy"])
         config["plugins"] = add_checkpoint_reader(config.get("plugins"), config["strategy"])
+        # Before anything asks the logger for its folder, which is made at the first use.
         self._continue_run(config.get("logger"))
         try:
             return super()._instantiate_trainer(config, added)
@@ -214,7 +217,7 @@ class TrainingCLI(LightningCLI):
 class BuildOnlyCLI(TrainingCLI):
     """CLI that builds the model, data, strategy and precision of ``fit`` and runs nothing; its Trainer writes nothing.
 
-    For commands that run what ``fit`` would run in their own way.
+    It is the base of commands that run what ``fit`` would run in their own way.
 
     Args:
         argv: the arguments that ``fit`` would get.

@@ -20,17 +20,17 @@ DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand.
+    """One subcommand of ``lit-grpo``.
 
     Attributes:
         name: the word that is typed after ``lit-grpo``.
         summary: the line about it in ``lit-grpo --help``.
         function: ``module:name`` of a function that takes the command's name and arguments and returns an exit code.
-            A string, so that only the chosen command's module is imported.
     """
 
     name: str
     summary: str
+    # As text, so that only the chosen command's module is imported.
     function: str
 
 
@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lit-grpo: interrupted", file=sys.stderr)
         return INTERRUPTED
+    # Returned and not raised, so that a program that calls main() goes on.
     except SystemExit as error:
         return _exit_code(error)
 
@@ -136,6 +137,7 @@ def _configure_logging() -> None:
     rank = os.environ.get("LOCAL_RANK", "0")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} pid %(process)d %(name)s: %(message)s"))
+    # Assigned, not added: a second call in one process must not print every message twice.
     logger.handlers = [handler]
 
 
@@ -179,7 +181,8 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _show(error: UserError, command: str) -> None:
-    """Print one screen on standard error, from the first process only: every rank finds the same fault."""
+    """Print an error as one screen on standard error."""
+    # From the first process only, since every rank finds the same fault.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if os.environ.get("LIT_GRPO_DEBUG", "") not in ("", "0"):

@@ -1,4 +1,4 @@
-"""A recipe starts afresh: naming one in a later layer of the configuration drops the overrides of earlier layers."""
+"""Reset of the objective by its recipe: a later layer that names one drops what earlier layers set of the objective."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KEY = "model.objective"
 
 
 def reset_options(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> list[str]:
-    """Options that undo what earlier layers set of the objective before a later one named its recipe.
+    """Make the options that undo what earlier layers set of the objective before a later one named its recipe.
 
     Layers are, from the lowest: the file that the environment names, the environment, each file of ``argv``, and all
     options of ``argv`` together. What the layer of the recipe itself sets, or a later one, holds.
 
     Args:
         command: fit, validate, test or predict.
-        argv: its arguments.
-        layers: its configuration files, read; that of the environment first if there is one.
+        argv: arguments of the command.
+        layers: configuration files of the command, already read; that of the environment first if there is one.
 
     Returns:
         What to put behind ``argv``: ``--model.objective.clip_high=null`` for each key that is dropped.
@@ -35,6 +35,7 @@ def reset_options(command: str, argv: Sequence[str], layers: Sequence[Layer]) ->
     given: dict[str, None] = {}
     holding: set[str] = set()
     for layer in [*files[:below], environment, *files[below:], options]:
+        # What earlier layers set was meant for an earlier recipe.
         if layer.get("recipe") is not None:
             holding.clear()
         holding |= layer.keys()
@@ -76,11 +77,12 @@ def _objective_options(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _loaded(value: Any) -> Mapping[str, Any]:
-    """The keys of an objective that is given whole: a mapping, its YAML, or a file of it."""
+    """Return the keys of an objective that is given whole: a mapping, its YAML, or a file of it."""
     try:
         value = yaml.safe_load(value) if isinstance(value, str) else value
         if isinstance(value, str) and Path(value).is_file():
             value = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+    # The parser says later what is wrong with it.
     except (yaml.YAMLError, OSError):
-        return {}  # the parser says what is wrong with it
+        return {}
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""What ``trainer.strategy`` means here: FSDP is FSDP2, and every run can read sharded checkpoints."""
+"""The strategy of the Trainer: ``fsdp`` is FSDP2, and every run can read sharded checkpoints."""
 
 from __future__ import annotations
 

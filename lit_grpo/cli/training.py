@@ -30,6 +30,7 @@ def run(command: str, argv: list[str]) -> int:
     """Parse the configuration, build the run, run it, and return the exit code."""
     layers = read_configuration(command, argv)
     log.debug("importing Lightning and the model")
+    # Only now, when the configuration is known to have no wrong key: this takes many seconds.
     from lit_grpo.cli.lightning_cli import TrainingCLI
     from lit_grpo.run.stop import KEYBOARD, stop_reason
 
@@ -61,6 +62,7 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
     layers = read_layers(argv, command)
     # Before anything heavy is imported: a misspelt key is answered in a second, Lightning and torch alone take many.
     validate_fast(command, argv, layers, own_options)
+    # At the end of the path: a file that is named like a package of the run must not take its place.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     _silence_libraries()

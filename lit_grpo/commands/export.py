@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Exported(NamedTuple):
-    """The model folder that was written."""
+    """Facts about the model folder that was written."""
 
     folder: Path
     architecture: str
@@ -82,6 +82,7 @@ def export(
         UserError: the checkpoint does not exist or is of something else, or the output folder is not empty.
     """
     path, target = _find(Path(checkpoint)), Path(output)
+    # Before the checkpoint is read, which takes long for a large one.
     _check_target(target, force)
     content = _read(path)
     policy = _policy_config(content, path, base)
@@ -89,6 +90,7 @@ def export(
     weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
     if not weights:
         raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
+    # Adapters on 4-bit weights cannot be merged from the checkpoint alone, which does not hold the weights under them.
     if policy.quantization is not None:
         weights = _dequantized_weights(policy, content["state_dict"])
         policy = replace(policy, lora=None, quantization=None)

@@ -32,6 +32,7 @@ def run(command: str, argv: list[str]) -> int:
     with open_run(args.run, args.tracking_uri) as opened:
         given = Path(args.run)
         is_run_folder = (given / "metrics.jsonl").exists() or (given / "flight").is_dir()
+        # A run of MLflow has no folder here that a report belongs into.
         default = given if is_run_folder else Path(f"report-{_safe(opened.name)}")
         folder = Path(args.output) if args.output else default
         path = write_report(opened, folder)

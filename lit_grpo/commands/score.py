@@ -42,15 +42,16 @@ _CHUNK = 1024
 
 
 class Totals(NamedTuple):
-    """Counts and means for the line at the end."""
+    """Counts and means of a scored file, for the line at the end."""
 
     lines: int
     correct: int
     graded: bool
-    """Whether any reward says what is correct."""
+    """True if any reward says what is correct."""
     timed_out: int
     failed: int
     means: dict[str, float]
+    """Mean of each reward, before its weight."""
     seconds: float
 
 
@@ -64,7 +65,7 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="where the verdicts go; standard output if left out")
     parser.add_argument("--on-error", choices=("raise", "zero"), help="a reward that fails ends it, or scores 0")
     options = parser.parse_args(argv)
-    # For rewards of the user that lie next to the configuration.
+    # Rewards of the user may lie next to the configuration.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     rewards, on_error = read_rewards(options.config)
@@ -72,17 +73,19 @@ def run(command: str, argv: list[str]) -> int:
 
     try:
         log.debug("starting the workers of %d rewards", len(rewards))
+        # Workers import what they need while the lines are read.
         for reward in rewards:
             reward.start()
+        # All lines are read and checked first: bad input ends the command before anything is graded or written.
         items = read_items(options.input, rewards)
         with _opened(options.output) as file:
             totals = score(items, rewards, options.on_error or on_error, file)
     except RewardError as error:
         print(f"lit-grpo {command}: {error}", file=sys.stderr)
         return 1
-    # Whoever reads our output, such as `head`, has seen enough.
+    # Whoever reads the output, such as `head`, has seen enough.
     except BrokenPipeError:
-        # Else Python would fail again when it flushes standard output at its exit.
+        # Without this Python would fail again when it flushes standard output at its exit.
         sys.stdout = None
         return 1
     finally:
@@ -263,6 +266,7 @@ def score(
             num_failed += failed
             for name, score in of_item.items():
                 sums[name] += score.value
+        # Flushed chunk by chunk, so that a pipe or a reader sees results as they come.
         file.flush()
     means = {name: total / max(1, len(items)) for name, total in sums.items()}
     graded = primary is not None
@@ -274,8 +278,9 @@ def _opened(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
+    # Opened outside the `with` that closes it, so that only a failure to open becomes an error of --output.
     try:
-        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed below
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", where="--output") from error
     with file:

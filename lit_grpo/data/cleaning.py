@@ -11,7 +11,7 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.errors import UserError
 
 DUPLICATE, CONFLICT, CONTAMINATED, TOO_LONG = "duplicate", "conflicting answers", "contaminated", "too long"
-"""Reasons why a row is left out."""
+"""Reasons for leaving a row out, as the prompt report and ``dropped_file`` name them."""
 
 
 @dataclass
@@ -19,19 +19,17 @@ class CleanConfig:
     """Settings of what is left out of the training prompts before the run; nothing unless asked for.
 
     Attributes:
-        deduplicate: of questions that are equal but for white space and case, keep the first; if their answers differ,
-            nobody knows which is right, and none stays.
+        deduplicate: True to keep the first of questions that are equal but for white space and case, and none of them
+            if their answers differ.
         decontaminate: evaluation sets whose questions must not be trained on.
-        held_out: decontaminate against ``val_prompts`` and ``test_prompts`` too.
-        ngram: words in a row that a training question must share with one of an evaluation set to be looked at closely:
-            13, as for GPT-3 (2005.14165, appendix C) and Qwen2.5-Math (2409.12122, section 3).
-        overlap: and then it is left out if the longest common subsequence of their words makes up at least this share
-            of both (twice its length over that of the two): 0.6, as for Qwen2.5-Math, whose report leaves open which
-            length it divides by. By the evaluation question's alone, phrases such as "where m and n are relatively
-            prime positive integers" are enough to condemn. Questions whose letters and digits are all equal are always
-            left out.
-        dropped_file: a JSON object a line for every row that was left out, here or by ``format.on_long``: its id,
-            source, reason, the other row it met, file and line.
+        held_out: True to decontaminate against ``val_prompts`` and ``test_prompts`` too.
+        ngram: words in a row that a training question must share with one of an evaluation set to be compared with it
+            as a whole: 13, as for GPT-3 (2005.14165, appendix C) and Qwen2.5-Math (2409.12122, section 3).
+        overlap: share of both questions (twice its length over that of the two) from which on the longest common
+            subsequence of their words gives the question away, and it is left out: 0.6, as for Qwen2.5-Math. Questions
+            whose letters and digits are all equal are always left out.
+        dropped_file: JSON Lines file with every row that was left out, here or by ``format.on_long``: its id, source,
+            reason, the other row it met, file and line.
     """
 
     deduplicate: bool = False
@@ -52,12 +50,12 @@ class CleanConfig:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out, and why."""
+    """A row that was left out, with the reason."""
 
     row: Row
     reason: str
     other: str = ""
-    """Id of the other row, which this one repeats, contradicts or gives away."""
+    """Id of the row that this one repeats, contradicts or gives away; empty where the reason is none of these."""
 
 
 def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
@@ -74,6 +72,7 @@ def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
         for row in group:
             if row.answer and row.answer.strip():
                 answers.setdefault(normal(row.answer), row)
+        # Nobody knows which of two answers is right, so none of the rows can be trained on.
         if len(answers) > 1:
             for row in group:
                 other = next(r for answer, r in answers.items() if answer != normal(row.answer))
@@ -129,6 +128,8 @@ class EvaluationIndex:
         # The comparison is quadratic in the number of words, so questions with most runs in common come first.
         for i, _ in shared.most_common():
             row, row_words = self._rows[i]
+            # The share is of both lengths; Qwen2.5-Math's report leaves open of which. Of the evaluation question's
+            # alone, phrases such as "where m and n are relatively prime positive integers" are enough to condemn.
             if 2 * common_subsequence(given, row_words) >= self.overlap * (len(given) + len(row_words)):
                 return row
         return None
@@ -146,18 +147,21 @@ def normal(text: str | None) -> str:
 
 
 def letters(text: str) -> str:
-    """Keep letters and digits alone, without case: what is equal when two sources punctuate and typeset differently."""
-    # A question of signs alone has no letters, and must not equal every other such question.
+    """Keep letters and digits alone, without case."""
+    # This is what stays equal when two sources punctuate and typeset a question differently. A question of signs alone
+    # has no letters, and must not equal every other such question.
     return "".join(filter(str.isalnum, text.casefold())) or normal(text)
 
 
 def words(text: str) -> list[str]:
-    """Split into runs of ASCII letters and digits; every other letter stands by itself, since Chinese has no spaces."""
+    """Split into runs of ASCII letters and digits, and every other letter by itself."""
+    # Chinese puts no spaces between words, so each of its letters counts as one.
     return re.findall(r"[a-z0-9]+|[^\W_]", text.casefold())
 
 
 def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
     """Return the length of the longest common subsequence."""
+    # One row of the table at a time: only the row before is needed.
     before = [0] * (len(b) + 1)
     for x in a:
         now = [0]

@@ -18,26 +18,28 @@ from lit_grpo.types import Prompt
 from lit_grpo.utils.files import write_atomically
 from lit_grpo.utils.text import shorten
 
+# Nobody asked for this comparison, so it must not delay the start of a run on a large set.
 _MAX_HELD_OUT_COMPARED = 100_000
 """Number of held-out questions that training questions are compared with where no cleaning was asked for."""
 
 
 @dataclass
 class PromptSet:
-    """The prompts of one source, and what became of the other rows."""
+    """The prompts of one source, and the rows of it that were left out."""
 
     name: str
-    """Key of the setting: ``data.prompts``, ``data.val_prompts``, ..."""
+    """Key of the source in the configuration: ``data.prompts``, ``data.val_prompts``, ..."""
     prompts: list[Prompt]
     dropped: list[Dropped]
+    """Rows that were left out, each with its reason."""
     locations: Mapping[str, str]
     """File and line of each row, by id."""
     weights: Mapping[str, float] | None = None
-    """Share of each source, see :attr:`lit_grpo.data.PromptSource.weights`."""
+    """Share of each source in the rollouts, see :attr:`lit_grpo.data.PromptSource.weights`."""
 
     @property
     def sources(self) -> dict[str, int]:
-        """Prompts of each source, in the order in which they first come."""
+        """Number of prompts of each source, in the order in which the sources first come."""
         return dict(Counter(prompt.source for prompt in self.prompts))
 
     def keep(self, ids: Container[str], reason: str) -> None:
@@ -65,6 +67,7 @@ class PromptSet:
 
     def identity(self) -> dict[str, Any]:
         """Return values that are equal where prompts and their order are, for the check of a checkpoint."""
+        # A digest, so that a checkpoint need not hold the texts.
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             digest.update(repr((prompt.id, prompt.question, prompt.answer)).encode())
@@ -84,9 +87,9 @@ def prepare(
     """Read, check, clean and tokenise a source.
 
     Args:
-        source: where the rows come from.
-        name: key of the setting, for messages.
-        form: how a question becomes token ids.
+        source: source of the rows.
+        name: key of the source in the configuration, for messages.
+        form: settings of how a question becomes token ids.
         tokenizer: tokenizer of the policy.
         rewards: rewards of the run; where one compares with a gold answer, every row must have one.
         clean: what is left out; None: nothing but what ``form`` drops.
@@ -96,6 +99,7 @@ def prepare(
         UserError: bad rows, a row without the answer that a reward needs, or nothing left.
     """
     rows: Sequence[Row] = source.rows()
+    # Checked before cleaning, so that a row without an answer is refused whether or not it would be left out.
     _check_answers(rows, rewards, name, source.name)
     dropped: list[Dropped] = []
     if clean is not None:
@@ -110,6 +114,7 @@ def prepare(
     encoded = form.encode_all(rows, tokenizer, source.name)
     dropped += [Dropped(row, TOO_LONG) for row in encoded.too_long]
     prompt_set = PromptSet(name, encoded.prompts, dropped, {row.id: row.where for row in rows}, source.weights)
+    # The loader could not give a source its share if none of its rows is left.
     if missing := set(prompt_set.weights or ()) - set(prompt_set.sources):
         raise UserError(
             f"of the source {min(missing)!r} no row is left, and it has a weight",
@@ -145,11 +150,12 @@ def write_dropped(sets: Sequence[PromptSet], path: str) -> None:
 
 
 def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with a checkpoint of other prompts: their order is counted by position.
+    """Refuse to go on with a checkpoint that was trained on other prompts.
 
     Raises:
-        UserError: names what differs.
+        UserError: the prompts or their format differ; it names what differs.
     """
+    # The order of the prompts is kept as a position in them, which would mean others.
     form, before = now["format"], saved["format"]
     for key, value in form.items():
         if before.get(key) != value:
@@ -194,6 +200,7 @@ def _cleaned(
 ) -> tuple[list[Row], list[Dropped]]:
     kept = list(rows)
     dropped: list[Dropped] = []
+    # Duplicates go first, so that each question is compared with the evaluation sets once.
     if clean.deduplicate:
         kept, dropped = deduplicate(kept)
     against = [*clean.decontaminate, *(held_out if clean.held_out else ())]
@@ -205,4 +212,5 @@ def _cleaned(
 
 
 def _named(row: Row, source: PromptSource) -> Row:
+    # The id begins with the set's name, so that the report can say which set was given away.
     return row if row.id.rpartition("/")[0] else replace(row, id=f"{source.name}/{row.id}")

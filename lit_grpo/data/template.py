@@ -1,4 +1,4 @@
-"""Prompts made from rows: the chat template is applied and the text is tokenised here, once, and never again."""
+"""The way from rows to prompts: here the chat template is applied and the text tokenised, once for the whole run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PromptTooLongError(UserError):
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Result of :meth:`PromptFormat.encode_all`."""
+    """Prompts made from rows, and the rows that were too long to become one."""
 
     prompts: list[Prompt]
     too_long: list[Row]
@@ -59,7 +59,7 @@ class EncodedPrompts:
 
 @dataclass
 class PromptFormat:
-    r"""The way from a row to token ids: template, system prompt, longest prompt.
+    r"""Settings of how a row becomes token ids: template, system prompt, longest prompt.
 
     Attributes:
         chat_template: ``auto``: the tokenizer's own template if it has one, else plain text. ``chat``: the tokenizer's
@@ -109,11 +109,13 @@ class PromptFormat:
             UserError: no chat template where one is needed, text the tokenizer refuses, an empty prompt, or two
                 beginning-of-sequence tokens.
         """
+        # Not str.format: other braces, as of \boxed{}, must stay.
         question = self.question_format.replace(_SLOT, row.question)
         ids = self._token_ids(question, tokenizer, row)
         where = row.where or row.id
         if not ids:
             raise UserError(f"row {row.id!r} gives an empty prompt", where=where, remedy="mend or remove the row")
+        # A tokenizer that adds one to a template that writes one gives the model a start that it has never seen.
         bos = getattr(tokenizer, "bos_token_id", None)
         if bos is not None and ids[:2] == [bos, bos]:
             raise UserError(
@@ -185,6 +187,7 @@ class PromptFormat:
 
     def identity(self, tokenizer: Any) -> dict[str, str]:
         """Return all settings that decide how a question becomes text; equal ones give equal prompts."""
+        # The template's text and not its name, since another tokenizer has another one under the same setting.
         own: Any = getattr(tokenizer, "chat_template", None)
         template = self._text.text if self._text is not None else self._jinja
         if template is None:
@@ -218,6 +221,7 @@ class PromptFormat:
             messages = [{"role": "user", "content": question}]
             if self.system_prompt is not None:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
+            # The template writes its special tokens itself, so none are added here, unlike for plain text above.
             encoded = tokenizer.apply_chat_template(
                 messages,
                 chat_template=self._jinja,
@@ -249,6 +253,7 @@ class PromptFormat:
             return
         if value in NAMED_TEMPLATES:
             self._text = NAMED_TEMPLATES[value]
+        # {{question}} is a Jinja template with a variable of that name, {question} a text template.
         elif re.search(r"(?<!\{)\{question\}(?!\})", value):
             self._text = NamedTemplate(value)
         elif "{{" in value or "{%" in value:

@@ -43,6 +43,7 @@ def majority(sizes: Sequence[int], shares: Sequence[float], unanswered: int, ks:
     # By subset size: number of subsets whose vote is right, ties by their share. Floats: counts exceed 64 bits.
     right_subsets = np.zeros(max_k + 1)
     for index, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        # A wrong answer adds nothing, and most answers are wrong.
         if not share:
             continue
         others = [*sizes[:index], *sizes[index + 1 :]]
@@ -51,7 +52,8 @@ def majority(sizes: Sequence[int], shares: Sequence[float], unanswered: int, ks:
             # Answers with fewer samples than votes can neither win nor tie, and neither can samples without an answer:
             # which of them is chosen makes no difference, so all are counted together.
             harmless = unanswered + sum(other for other in others if other < votes)
-            ways = np.zeros((remaining // votes + 1, remaining + 1))  # [answers that tie, samples chosen]
+            # [answers that tie, samples chosen]
+            ways = np.zeros((remaining // votes + 1, remaining + 1))
             ways[0] = [comb(harmless, chosen) for chosen in range(remaining + 1)]
             for other in others:
                 if other >= votes:
@@ -64,6 +66,7 @@ def majority(sizes: Sequence[int], shares: Sequence[float], unanswered: int, ks:
 def _with_answer(ways: np.ndarray, size: int, votes: int) -> np.ndarray:
     """Return ``ways`` with 0 to ``votes`` samples of one more answer, which has ``size``, among the chosen."""
     remaining = ways.shape[1] - 1
+    # Into a copy: of this answer's samples one number is chosen, never several in a row.
     after = ways.copy()
     for chosen in range(1, min(votes - 1, remaining) + 1):
         after[:, chosen:] += comb(size, chosen) * ways[:, : remaining + 1 - chosen]
@@ -91,6 +94,7 @@ def best_of_k(scores: Sequence[float], correct: Sequence[float], ks: Sequence[in
     _check(n, ks)
     levels: dict[float, list[float]] = {}
     for score, right in zip(scores, correct, strict=True):
+        # NaN equals nothing, itself included, and could be neither sorted nor grouped.
         levels.setdefault(-math.inf if math.isnan(score) else float(score), []).append(float(right))
     out = [0.0] * len(ks)
     below = 0

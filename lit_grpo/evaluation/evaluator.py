@@ -27,9 +27,9 @@ class EvaluationResult:
     stage: str
     """``val`` or ``test``."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Metrics of each set; docs/evaluation.md lists the keys."""
+    """Metrics of each set by its name; docs/evaluation.md lists the keys."""
     parts: dict[str, list[EvaluationPart]] = field(default_factory=dict)
-    """Parts of each set, which say how it was sampled."""
+    """Parts of each set by its name, which say how it was sampled."""
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics by their logged names: ``test/gsm8k/pass@1``, and ``test/reward``, the mean over sets."""
@@ -44,14 +44,14 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """One evaluation: ``update`` with every batch, then ``compute``, on all ranks.
+    """Collector of one evaluation: call ``update`` with every batch, then ``compute``, on all ranks.
 
     Every rank must see at least one batch of each set, which may be empty;
     :class:`lit_grpo.rollout.loader.EvaluationLoader` makes as many batches on each.
 
     Args:
         stage: ``val`` or ``test``.
-        device: where ranks exchange tensors.
+        device: device on which ranks exchange tensors.
     """
 
     def __init__(self, stage: str, device: torch.device | str = "cpu") -> None:
@@ -61,6 +61,7 @@ class Evaluator:
     def update(self, batch: Rollout) -> list[dict[str, Any]]:
         """Add a batch, and return one record for each completion, see :func:`records`."""
         graded = graded_of(batch)
+        # A batch from a loader of one's own belongs to no set, and is reported under the stage's name.
         key = graded.part.set or self.stage, graded.part.greedy
         if key not in self._meters:
             self._meters[key] = _PartMeters(batch, graded, self.device)
@@ -68,7 +69,7 @@ class Evaluator:
         return records(batch)
 
     def compute(self) -> EvaluationResult:
-        """Compute the results of all ranks so far. Collective: every rank must call it."""
+        """Compute the results of all ranks so far; every rank must call it, since they exchange their numbers."""
         result = EvaluationResult(self.stage)
         for (name, greedy), meters in self._meters.items():
             of_set = result.sets.setdefault(name, {})
@@ -79,7 +80,7 @@ class Evaluator:
 
 
 class _PartMeters:
-    """Metrics of one part of a set."""
+    """Metrics of one part of an evaluation set."""
 
     def __init__(self, batch: Rollout, graded: Graded, device: torch.device | str) -> None:
         self.part = graded.part
@@ -87,6 +88,8 @@ class _PartMeters:
         self.means = PromptMean(
             ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated_frac", "no_answer_frac"]
         )
+        # Only what can be known: without verdicts nothing is right or wrong, without answers nothing is voted on, and
+        # of a single sample avg@n and maj@k are pass@1.
         has_verdicts = graded.correct is not None
         self.pass_at_k = PassAtK(ks) if has_verdicts else None
         self.average = AvgAtK(n) if has_verdicts and n > 1 else None
@@ -94,6 +97,7 @@ class _PartMeters:
         self.best_of_k = {name: BestOfK(ks, name) for name in graded.part.best_of if has_verdicts}
         self.all: list[Metric] = [self.means, *self.best_of_k.values()]
         self.all += [metric for metric in (self.pass_at_k, self.average, self.majority) if metric is not None]
+        # Ranks exchange the states on this device: NCCL takes GPU tensors alone.
         for metric in self.all:
             metric.to(device)
 
@@ -102,6 +106,7 @@ class _PartMeters:
         columns = [batch.reward, *batch.rewards.values()]
         columns += [torch.tensor([float(len(c.token_ids)) for c in batch.completions])]
         columns += [torch.tensor([float(c.truncated) for c in batch.completions])]
+        # NaN is left out of a mean, while a 0 would say that every completion has an answer.
         unknown = torch.full((len(batch.completions),), math.nan)
         columns += [unknown if batch.no_answer is None else batch.no_answer]
         self.means.update(torch.stack([_by_prompt(column, n) for column in columns], 1), names)

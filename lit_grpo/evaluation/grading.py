@@ -15,9 +15,10 @@ from lit_grpo.types import RewardInput, Rollout
 
 @dataclass
 class Graded:
-    """Grades of a batch, kept in ``Rollout.evaluation``."""
+    """Grades of a scored batch, kept in ``Rollout.evaluation``."""
 
     part: EvaluationPart
+    """The pass over an evaluation set that the batch is part of."""
     correct: Tensor | None
     """[N] bool; None where no reward says what is right."""
     answers: list[str | None] | None

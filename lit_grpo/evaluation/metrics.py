@@ -21,7 +21,7 @@ from lit_grpo.evaluation.estimators import best_of_k, majority, pass_at_k, stand
 
 
 class PromptMean(Metric):
-    """Means over prompts of named values, with standard errors: the base of the others.
+    """Means over prompts of named values, with standard errors; the base class of the other metrics.
 
     ``compute`` gives ``{name: mean, name + "/se": standard error}`` as float64 scalars, and the number of ``prompts``;
     values that are NaN for a prompt are left out of their mean, and a mean over nothing is NaN.
@@ -31,6 +31,7 @@ class PromptMean(Metric):
         kwargs: arguments of :class:`torchmetrics.Metric`.
     """
 
+    # The rows of a batch do not depend on earlier ones, so forward() need not update twice.
     full_state_update = False
     is_differentiable = False
     prompt_keys: list[Tensor]
@@ -47,7 +48,7 @@ class PromptMean(Metric):
 
         Args:
             values: [prompts, names], one row a prompt.
-            prompts: their ids; one that was seen before is not counted again.
+            prompts: ids of the prompts; one that was seen before is not counted again.
         """
         self._add(values, prompts)
 
@@ -56,6 +57,7 @@ class PromptMean(Metric):
             raise ValueError(f"{tuple(values.shape)} values for {len(prompts)} prompts x {len(self.names)} names")
         keys = torch.tensor([_key(prompt) for prompt in prompts], dtype=torch.int64)
         self.prompt_keys.append(keys.to(self.device))
+        # The rows themselves are kept, not sums: only then can a prompt that two ranks hold be counted once.
         self.prompt_values.append(values.detach().double().to(self.device))
 
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
@@ -80,6 +82,7 @@ class PromptMean(Metric):
         out: dict[str, Tensor] = {"prompts": torch.tensor(float(len(rows)), dtype=torch.float64)}
         for i, name in enumerate(self.names):
             column = rows[:, i]
+            # NaN means that nothing was measured for the prompt, which neither the mean nor its error then counts.
             column = column[~np.isnan(column)]
             mean = float(column.mean()) if len(column) else float("nan")
             out[name] = torch.tensor(mean, dtype=torch.float64)
@@ -120,7 +123,7 @@ class PassAtK(_SampleMetric):
 
         Args:
             correct: [prompts, n] bool.
-            prompts: their ids.
+            prompts: ids of the prompts.
         """
         n, hits = correct.shape[1], correct.bool().sum(1).tolist()
         self._add_rows([[pass_at_k(n, c, k) for k in self.ks] for c in hits], prompts)
@@ -167,7 +170,7 @@ class MajAtK(_SampleMetric):
         Args:
             correct: [prompts, n] bool.
             classes: [prompts, n] int64, equal where the answers of a prompt are; negative where there is none.
-            prompts: their ids.
+            prompts: ids of the prompts.
         """
         rows = []
         for right, given in zip(correct.tolist(), classes.tolist(), strict=True):
@@ -203,14 +206,16 @@ class BestOfK(_SampleMetric):
         Args:
             correct: [prompts, n] bool.
             scores: [prompts, n]; NaN is the lowest.
-            prompts: their ids.
+            prompts: ids of the prompts.
         """
         pairs = zip(scores.tolist(), correct.tolist(), strict=True)
         self._add_rows([best_of_k(score, right, self.ks) for score, right in pairs], prompts)
 
 
 def _key(prompt: str) -> int:
-    """Hash a prompt's id to a number that is equal in every process; ranks can exchange numbers, not text."""
+    """Hash a prompt's id to a number that is equal in every process."""
+    # A number, because ranks can exchange tensors but no text. Not hash(), which Python salts in each process. Shifted,
+    # since torch's int64 has a sign.
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") >> 1
 
 

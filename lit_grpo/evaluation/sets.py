@@ -24,13 +24,14 @@ class EvaluationSet:
     """Questions to evaluate on, and how; under the name of a known benchmark, ``{}`` is all that is needed.
 
     Attributes:
-        prompts: where the questions come from; None: the benchmark that the set is named after, from the hub.
+        prompts: source of the questions; None: the benchmark that the set is named after, from the hub.
         path: a JSONL file with ``prompt`` and ``answer`` instead; short for ``prompts`` with JsonlPrompts.
         limit: number of questions to evaluate on; None: all.
-        limit_seed: None: the first ``limit``; a number: drawn at random with this seed, the same on every machine.
-        samples: completions of each question; None: ``data.eval_group_size``.
-        greedy: one more completion of each question at temperature 0, reported as ``greedy``.
-        sampling: how to draw; None: ``data.eval_sampling``, which is greedy for one sample and as in training for more.
+        limit_seed: seed to draw ``limit`` questions with, the same ones on every machine; None: the first ones.
+        samples: number of completions of each question; None: ``data.eval_group_size``.
+        greedy: True for one more completion of each question at temperature 0, reported as ``greedy``.
+        sampling: how completions are drawn; None: ``data.eval_sampling``, which is greedy for one sample and as in
+            training for more.
         k: the values of k for pass@k, maj@k and best@k; None: 1, 2, 4, ... and ``samples``.
         best_of: selectors for best@k: ``logprob`` (mean log-probability of the tokens), ``reward`` (the weighted sum)
             or the name of a reward; None: ``logprob`` and every reward but the one that says what is correct.
@@ -51,9 +52,10 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """One pass over a set: the same number of completions of each question, all drawn alike."""
+    """One pass over an evaluation set: the same number of completions of each question, all drawn alike."""
 
     set: str
+    """Name of the evaluation set."""
     samples: int
     sampling: Sampling
     ks: tuple[int, ...] = (1,)
@@ -90,6 +92,7 @@ class Subset(PromptSource):
         rows = self.source.rows()
         if self.seed is None or self.limit >= len(rows):
             return rows[: self.limit]
+        # One shuffle whatever the limit: the questions of a smaller limit are then among those of a larger one.
         order = list(range(len(rows)))
         random.Random(self.seed).shuffle(order)
         return [rows[i] for i in sorted(order[: self.limit])]
@@ -112,7 +115,7 @@ def resolve_sets(
         stage: ``val`` or ``test``, the key under ``data``.
         sets: the sets of the YAML by name.
         single: one more source, named after itself (``data.val_prompts``, ``data.test_prompts``).
-        samples: completions of each question where a set does not say.
+        samples: number of completions of each question where a set does not say.
         sampling: ``data.eval_sampling``; None: see :class:`EvaluationSet`.
         training: how training completions are drawn.
         selectors: names of the rewards.
@@ -124,6 +127,7 @@ def resolve_sets(
     by_name = dict(sets)
     keys = {name: f"data.{stage}.{name}" for name in by_name}
     if single is not None:
+        # The name becomes part of metric keys and file names.
         name = re.sub(r"[^\w.-]+", "_", single.name) or "prompts"
         if name in by_name:
             raise UserError(f"two evaluation sets are named {name!r}", where=f"data.{stage}_prompts and {keys[name]}",
@@ -167,6 +171,7 @@ def _resolve(
     best_of = _selectors(settings, where, count, selectors, primary_reward)
     parts = [EvaluationPart(name, count, resolved, tuple(ks), best_of)]
     if settings.greedy and resolved.temperature > 0:
+        # top_p and top_k mean nothing at temperature 0.
         parts.append(EvaluationPart(name, 1, replace(resolved, temperature=0.0, top_p=1.0, top_k=0), greedy=True))
     return ResolvedSet(name, where, _source(name, settings, where), tuple(parts), settings.format)
 

@@ -19,6 +19,7 @@ def table(result: EvaluationResult) -> str:
 
 
 def _cells(metrics: dict[str, float]) -> dict[str, str]:
+    # The number of samples stands in no key of its own, only in the name of avg@n.
     samples = max((int(key[4:]) for key in metrics if key.startswith("avg@") and "/" not in key), default=1)
     cells = {"prompts": f"{metrics['prompts']:.0f}", "samples": str(samples)} if "prompts" in metrics else {}
     for key in ("greedy", "pass@1"):

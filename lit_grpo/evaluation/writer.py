@@ -1,4 +1,4 @@
-"""The files of an evaluation: every completion as JSON lines, and the results as JSON; a table, and MLflow."""
+"""The callback that writes an evaluation: every completion as JSON lines, the results as JSON, and a table."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class EvaluationWriter(Callback):
         fitting = trainer.state.fn == "fit"
         if trainer.sanity_checking or (fitting and run_logger(trainer) is None):
             return
+        # Evaluations during a fit each get a folder of their own, or the next would overwrite the last.
         name = f"val_{int(getattr(module, 'policy_version', 0)):06d}" if fitting else stage
         self.folder = run_folder(trainer) / "evaluation" / name
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,7 @@ class EvaluationWriter(Callback):
         if self.folder is None or not isinstance(outputs, dict):
             return
         records = outputs["records"]
+        # A file for each rank, since several processes that append to one would mix their lines.
         rank = f".{trainer.global_rank}" if trainer.global_rank else ""
         for name in dict.fromkeys(record["set"] or "completions" for record in records):
             lines = [
@@ -89,6 +91,7 @@ class EvaluationWriter(Callback):
             logger.log_artifact(self.folder, f"evaluation/{self.folder.name}")
         if trainer.state.fn != "fit":
             bar = trainer.progress_bar_callback
+            # Otherwise the bar, which ends later, draws itself once more below the table.
             if bar is not None:
                 bar.teardown(trainer, module, result.stage)
             print(

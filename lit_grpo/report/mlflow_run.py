@@ -38,6 +38,7 @@ def open_run(where: str, tracking_uri: str | None = None) -> Iterator[Run]:
         with _downloaded(text, tracking_uri or _default_uri()) as run:
             yield run
         return
+    # The id is the name of the run's folder, which may be any of those above the one that is named.
     folder = next((p for p in (path, *path.parents) if RUN_ID.fullmatch(p.name) and p.is_dir()), None)
     if folder is None or (path / "metrics.jsonl").exists():
         yield read_folder(path)
@@ -70,7 +71,7 @@ def _default_uri() -> str:
 
 @contextmanager
 def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
-    # By default MLflow retries for minutes where no server answers.
+    # Where no server answers, MLflow retries for minutes by default.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for noisy in ("mlflow.store.db.utils", "alembic"):
@@ -79,7 +80,7 @@ def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
     from mlflow.exceptions import MlflowException
 
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-        # MLflow would create an empty one.
+        # MLflow would create an empty store under that name.
         raise UserError(f"there is no MLflow store {uri}", where="--tracking-uri")
     client = MlflowClient(tracking_uri=uri)
     try:

@@ -18,7 +18,7 @@ from lit_grpo.utils.files import write_atomically
 
 SIGNS = {"critical": "✖ critical", "warning": "▲ warning", "info": "● info"}
 MARKS_SHOWN = 4
-"""Most steps that the charts mark."""
+"""Number of steps that the charts mark at most."""
 
 
 def write_report(run: Run, folder: Path, ending: str | None = None) -> Path:
@@ -26,8 +26,8 @@ def write_report(run: Run, folder: Path, ending: str | None = None) -> Path:
 
     Args:
         run: the run to report on.
-        folder: created if it does not exist.
-        ending: how the run ended, where the caller knows better than the files.
+        folder: folder of the report, created if it does not exist.
+        ending: how the run ended, in words, where the caller knows better than the files.
     """
     pictures, html = make_report(run, ending)
     images = folder / "report"
@@ -38,6 +38,7 @@ def write_report(run: Run, folder: Path, ending: str | None = None) -> Path:
     for picture in pictures:
         (images / f"{picture.name}.png").write_bytes(picture.png)
     path = folder / REPORT_FILE
+    # The page comes last, so it is never there without the files beside it.
     write_atomically(path, html)
     return path
 
@@ -71,6 +72,7 @@ def make_report(run: Run, ending: str | None = None) -> tuple[list[Picture], str
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    # Pictures stand in the page as data, so that it is one file to send or keep.
     environment.filters["picture"] = _data_uri
     environment.filters["number"] = _short
     html = environment.get_template("page.html.jinja").render(
@@ -139,6 +141,7 @@ def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
 def _history(run: Run) -> list[dict[str, str]]:
     """List diagnoses and what was done about them, in the order in which they were written."""
     rows = []
+    # By identity, since events are dictionaries, which no set can hold.
     usable = {id(e) for e in diagnoses(run)}
     for event in run.events:
         kind = event.get("event")

@@ -1,4 +1,4 @@
-"""A run as the report sees it, read from its folder; :mod:`lit_grpo.report.mlflow_run` reads one from MLflow."""
+"""A run with all that a report shows, read from its folder; :mod:`lit_grpo.report.mlflow_run` reads one from MLflow."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(kw_only=True)
 class Run(History):
-    """A run with everything that a report shows of it. The steps of findings count like those of metrics, from 1."""
+    """A run with everything that a report shows of it; the steps of findings count from 1, like those of metrics."""
 
     name: str
     source: str
-    """Where the run was read from, as a person would type it."""
+    """Folder or address that the run was read from, as a person would type it."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of findings.jsonl, in order."""
+    """Events that ``findings.jsonl`` holds, in the order of its lines."""
     config: str = ""
-    """Text of config.yaml."""
+    """Text of ``config.yaml``; empty if there is none."""
     objective: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     started: str = ""
     run_id: str = ""
     status: str = ""
-    """Status in MLflow, where the run was read from there."""
+    """Status of the run in MLflow; empty if it was not read from there."""
     records: dict[int, Path] = field(default_factory=dict)
-    """Flight records by step."""
+    """File of each step's flight record."""
     token_texts: dict[int, str] = field(default_factory=dict)
+    """Text of each token id that a record holds."""
     dumps: list[dict[str, Any]] = field(default_factory=list)
-    """What made the flight recorder keep its records: ``reason``, ``step``, ``explanation``."""
+    """Events that made the flight recorder keep its records: ``reason``, ``step`` and ``explanation`` of each."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in sentences."""
+    """Sentences about what could not be read."""
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration as plain values; empty if there is none or it cannot be read."""
@@ -65,6 +66,7 @@ def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
     current: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = int(line.get("step", 0))
+        # One step may be logged in several lines, training and evaluation; only a value that comes again is a return.
         again = (line.keys() & current.get(step, {}).keys()) - {"step", "wall_time", "epoch"}
         if again and step < max(current):
             abandoned = {s: row for s, row in current.items() if s >= step}
@@ -84,12 +86,14 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]
 
 
 def _number(value: Any) -> float:
+    # True is an int in Python, and no value of a metric.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a findings file, and the number of lines that could not be read."""
     events, unreadable = [], 0
+    # A torn character is replaced and a torn line counted, since neither must hide the other events.
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
@@ -186,6 +190,7 @@ def main_diagnosis(run: Run) -> dict[str, Any] | None:
     if not events:
         return None
     acted = [e for e in events if e.get("action") in ("stop", "rollback")]
+    # max keeps the first of equals, which is the earliest.
     gravity = {"critical": 2, "warning": 1}
     return acted[0] if acted else max(events, key=lambda e: gravity.get(str(e.get("severity")), 0))
 
@@ -201,6 +206,7 @@ def how_it_ended(run: Run) -> str:
     done, planned = (run.steps[-1] if run.steps else 0), planned_rollouts(run.settings())
     after = f"after {done} rollouts" if planned in (None, done) else f"after {done} of {planned} rollouts"
     exception = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
+    # Most certain first: a stop on purpose is written down, while a run that was killed can write nothing.
     if reason := run.tags.get("stop.reason"):
         return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
     # An exception before the last step is not the end: the run was resumed after it.

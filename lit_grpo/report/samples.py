@@ -12,7 +12,7 @@ from lit_grpo.report.run import Run
 from lit_grpo.run import flight
 
 LONGEST = 400
-"""Tokens of a completion that are shown."""
+"""Number of tokens of a completion that are shown at most."""
 BOUNDS = (0.05, 0.35, math.log(2), math.log(4))
 """Nats above which entropy and surprise reach the next of five levels."""
 
@@ -24,17 +24,17 @@ class TokenView:
     text: str
     """The token's text with control characters made visible."""
     breaks: bool
-    """Whether a line break follows."""
+    """True if a line break follows."""
     entropy: int | None
     """Level from 0 to 4; None where it was not recorded."""
     surprise: int | None
     """Level from 0 to 4 of -log p when the token was drawn; None where it was not recorded."""
     advantage: int
-    """From -2 (pushed down most) to 2; 0 without advantage or record."""
+    """Level of the advantage from -2 (pushed down most) to 2; 0 without advantage or record."""
     title: str
-    """The numbers, shown when the pointer rests on the token."""
+    """The numbers in words, shown when the pointer rests on the token."""
     outside: bool
-    """Whether the token was drawn but is missing from the learner's loss."""
+    """True if the token was drawn but is missing from the learner's loss."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RolloutView:
     title: str
     completions: list[CompletionView]
     modes: frozenset[str]
-    """Those of entropy, surprise and advantage that were recorded."""
+    """Names of what was recorded, of entropy, surprise and advantage."""
 
 
 def choose_steps(run: Run, onset: int | None, seen: int | None) -> list[tuple[str, int]]:
@@ -98,6 +98,7 @@ def rollout_view(title: str, record: flight.RecordedStep, token_texts: dict[int,
     reward = record.tensors["reward"]
     order = sorted(range(len(reward)), key=lambda i: -float(reward[i]))
     wanted = [order[0], order[len(order) // 2], order[-1]] if order else []
+    # By text: after a collapse most completions are the same, and one of them shows it.
     rows: dict[str, int] = {}
     for i in [*wanted, *order[1:]]:
         if len(rows) < 3 and i not in rows.values():
@@ -138,6 +139,7 @@ def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int,
         _token_view(
             token_texts.get(token, f"<{token}>"),
             entropy[t] if entropy else None,
+            # Surprise is -log p, which is 0 for a token that was certain.
             -sampled[t] if sampled else None,
             advantages[t] if advantages else None,
             largest,
@@ -150,6 +152,7 @@ def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int,
         prompt=visible(str(prompt.get("question") or "")),
         answer=None if prompt.get("answer") is None else visible(str(prompt["answer"])),
         facts=facts,
+        # Without the texts the tokens would be bare numbers, and the page shows the plain text.
         tokens=tokens if token_texts else [],
         more=max(0, len(ids) - LONGEST),
         text=visible(record.texts[i])[: 4 * LONGEST],
@@ -185,7 +188,8 @@ def level(value: Any) -> int | None:
 
 
 def visible(text: str, newline: str = "\n") -> str:
-    """Make characters visible that could hide or reorder other text: control and format characters."""
+    """Make control and format characters visible."""
+    # A model may write characters that hide or reorder the text around them, and the page must show what is there.
     out = []
     for c in text:
         if c == "\n":

@@ -20,7 +20,7 @@ class ReportWriter(Callback):
     :class:`lit_grpo.tracking.RunLogger`; with another logger nothing is written.
 
     Attributes:
-        report_path: the page, once it is written.
+        report_path: path of the page, once it is written.
     """
 
     def __init__(self) -> None:

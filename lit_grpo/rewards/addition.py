@@ -9,9 +9,9 @@ from lit_grpo.types import RewardInput, Score
 
 
 class AdditionReward(Reward):
-    """1 if the text ends in the integer that is the gold answer, else 0. ``7``, ``3+4=7`` and ``It is 7.`` all say 7.
+    """Reward of 1 if the text ends in the integer that is the gold answer, else 0.
 
-    Numbers are compared as integers of any length, so ``07`` is 7.
+    ``7``, ``3+4=7`` and ``It is 7.`` all say 7. Numbers are compared as integers of any length, so ``07`` is 7.
 
     Args:
         weight: factor in the total reward.
@@ -39,9 +39,10 @@ def _agree(text: str, gold: str | None) -> float:
 def final_integer(text: str) -> str | None:
     """Return the integer that ends a text, in its shortest form; None if the text ends in anything else.
 
-    As a string, because ``int`` refuses more than 4,300 digits. Only ASCII digits count; one full stop may follow. The
-    tail of a decimal (``1.5``), of a grouped number (``1,500``) or of a word (``x2``) is no integer.
+    Only ASCII digits count; one full stop may follow. The tail of a decimal (``1.5``), of a grouped number (``1,500``)
+    or of a word (``x2``) is no integer.
     """
+    # The result stays a string, because int() refuses more than 4,300 digits.
     text = text.rstrip().removesuffix(".").rstrip()
     head = text.rstrip("0123456789")
     digits = text[len(head) :]

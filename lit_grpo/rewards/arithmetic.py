@@ -6,10 +6,11 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+# What is read was written by a model: without these bounds 9^9^9 or a thousand brackets would hold up or end the run.
 _MAX_LENGTH = 1_000
 _MAX_DEPTH = 50
 _MAX_BITS = 4_096
-"""Largest numerator and denominator of any value on the way, in bits."""
+"""Size in bits up to which the numerator and denominator of an intermediate value are computed."""
 
 _TOKEN = re.compile(
     r"\s*(?:(\d+(?:\.\d+)?)|(\\frac)(?![a-zA-Z])|(\\(?:times|cdot|ast)(?![a-zA-Z])|[*×·⋅])|(\\div(?![a-zA-Z])|[/÷∕])"
@@ -20,7 +21,7 @@ _PARTNER = {"(": ")", "[": "]", "{": "}"}
 
 
 class Expression(NamedTuple):
-    """An expression that was read."""
+    """Value of a written expression, and the numbers that it uses."""
 
     value: Fraction
     numbers: tuple[str, ...]
@@ -102,8 +103,10 @@ class _Parser:
             return base
         self._take()
         exponent = self._atom(depth)
+        # A tower such as 2^3^2 is refused rather than read from one side. 0 to a power of 0 or less has no value.
         if self._kind() == "power" or exponent.denominator != 1 or (not base and exponent <= 0):
             raise _NoExpressionError
+        # Bounded before it is computed: of 9^99999999 the result itself would be too late to look at.
         size = max(base.numerator.bit_length(), base.denominator.bit_length())
         if abs(exponent) * size > _MAX_BITS:
             raise _NoExpressionError

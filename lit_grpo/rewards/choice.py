@@ -13,7 +13,7 @@ from lit_grpo.types import RewardInput, Score
 
 
 class ChoiceReward(Reward):
-    r"""1 if the final answer is the letter of the gold answer, alone or followed by its option's text, else 0.
+    r"""Reward of 1 if the final answer is the letter of the gold answer, alone or with its option's text, else 0.
 
     ``C``, ``(C)``, ``\boxed{C}``, ``**C.** Paris`` and "The answer is (C) Paris" all say C; "B or C" and "not C" say
     nothing. Case counts only where a letter stands bare, since "a" is a word.
@@ -40,6 +40,7 @@ class ChoiceReward(Reward):
         self._letters = letters
         self._alone = re.compile(rf"\(([{both}])\)|([{letters}])\)?")
         self._with_text = re.compile(rf"(?:\(([{both}])\)|([{letters}])\s*[.:)])\s*(\S.*)", re.DOTALL)
+        # "(B) Paris or (C)" names two options, and so none.
         self._another = re.compile(rf"\(([{letters}])\)|\b(?:or|and)\s+\(?[{letters}]\)?(?![a-zA-Z])")
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:

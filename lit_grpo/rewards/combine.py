@@ -1,4 +1,4 @@
-"""Every reward run on a batch and held to its contract: one finite number for each completion."""
+"""Scoring of a batch by every reward, each held to its contract: one finite number for each completion."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class RewardError(RuntimeError):
         lines.append("  remedy: mend the reward, or count such completions and score them 0 with on_error: zero")
         super().__init__("\n".join(lines))
 
+    # An exception is pickled by its args, which here are the finished text and not the four arguments.
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.reward, self.problem, self.prompt_id, self.sample))
 
@@ -53,6 +54,7 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
             where="rewards",
             remedy="list at least one, for instance class_path: lit_grpo.rewards.MathReward",
         )
+    # Scores and metrics are kept under the name, so one of the two would be lost.
     doubles = [name for name, count in Counter(r.name for r in rewards).items() if count > 1]
     if doubles:
         raise UserError(
@@ -93,6 +95,7 @@ def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> l
     try:
         scores = list(reward.score(batch))
     except Exception as error:
+        # The batch does not say which completion is at fault; one by one, it can be named or scored 0 alone.
         return _score_singly(reward, batch, on_error, error)
     if len(scores) != len(batch):
         raise RewardError(reward.name, f"gave {len(scores)} scores for {len(batch)} completions")

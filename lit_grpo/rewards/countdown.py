@@ -18,11 +18,12 @@ _WRAPPING = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|[$`]|\\[()\[\
 
 
 class CountdownReward(Reward):
-    """1 for an expression of ``+ - * /`` and brackets that uses the given numbers and equals the target, else 0.
+    """Reward of 1 for an expression over the given numbers that equals the target, else 0.
 
-    The target is the prompt's answer, the numbers a column of its row. The expression is what the last
-    ``<answer>...</answer>`` holds; without tags, the last box, or what follows the last "answer is" or ends the text.
-    ``expression = target`` is taken too, if the equation is true. It is read by a parser of its own, never by ``eval``.
+    The expression may hold ``+ - * /`` and brackets. The target is the prompt's answer, the numbers a column of its
+    row. The expression is what the last ``<answer>...</answer>`` holds; without tags, the last box, or what follows the
+    last "answer is" or ends the text. ``expression = target`` is taken too, if the equation is true. It is read by a
+    parser of its own, never by ``eval``.
 
     Args:
         numbers: column with the list of numbers.
@@ -57,6 +58,7 @@ class CountdownReward(Reward):
 
     def _score(self, item: RewardInput) -> Score:
         numbers = item.prompt.extra.get(self._numbers)
+        # By type, not isinstance: True is an int in Python, and no number of a problem.
         if not isinstance(numbers, (list, tuple)) or not all(type(n) is int for n in numbers):
             raise ValueError(f"column {self._numbers!r} of prompt {item.prompt.id!r} is no list of whole numbers")
         expression = countdown_expression(item.text, item.completion.truncated)
@@ -67,10 +69,12 @@ class CountdownReward(Reward):
     def _value(self, written: str, target: Fraction, available: Sequence[int]) -> float:
         left, equals, right = written.partition("=")
         expression = evaluate(left, powers=False)
+        # Only whole numbers in ASCII digits can be counted against the given ones; 1.5 cannot.
         if expression is None or not all(number.isascii() and number.isdigit() for number in expression.numbers):
             return 0.0
         if equals and ((other := evaluate(right)) is None or other.value != expression.value):
             return 0.0
+        # As multisets: a number that is given twice may be used twice.
         used, allowed = Counter(map(int, expression.numbers)), Counter(available)
         if used != allowed if self._use_all else used - allowed:
             return 0.0

@@ -12,7 +12,9 @@ from lit_grpo.types import RewardInput, Score
 
 
 class ExactMatch(Reward):
-    """1 if the completion (or what ``extract`` finds in it) equals the gold answer, else 0. Outer space is ignored.
+    """Reward of 1 if the completion, or what ``extract`` finds in it, equals the gold answer, else 0.
+
+    Space around either is ignored.
 
     Args:
         extract: regular expression, dots match newlines; its last match is the answer: its first group, or the whole
@@ -40,6 +42,7 @@ class ExactMatch(Reward):
         name: str | None = None,
     ) -> None:
         super().__init__(weight, name)
+        # Not `re`, which has no time limit: a pattern of the user may backtrack for ever on what a model wrote.
         import regex
 
         if not limit > 0:

@@ -11,7 +11,7 @@ from lit_grpo.types import RewardInput, Score
 
 
 class FormatReward(Reward):
-    """``full`` if all tags are there, ``partial`` if some are, else 0: 10, 1 and 0 as in GTPO (2508.03772).
+    """Reward of ``full`` if all tags are there, ``partial`` if some are, else 0: 10, 1 and 0 as in GTPO (2508.03772).
 
     All are there if each ``<tag>...</tag>`` occurs exactly once, in the given order, one after the other, with
     something inside and nothing but space outside. Some are there if any opening or closing tag is. That is the form
@@ -47,6 +47,7 @@ class FormatReward(Reward):
             raise UserError(
                 f"tags are {list(tags)}", where="FormatReward.tags", remedy="name each once, as in [think, answer]"
             )
+        # With `opened` the prompt holds the first opening tag, so the completion must not have it again.
         self._marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")][int(opened) :]
         self._full, self._partial, self._opened, self._strict = full, partial, opened, strict
         self.range = (min(0.0, full, partial), max(0.0, full, partial))
@@ -66,7 +67,7 @@ class FormatReward(Reward):
         for mark in self._marks:
             before, mark_found, text = text.partition(mark)
             if not mark_found:
-                # Out of order.
+                # Every mark is there once, so one that does not follow the last stands before it: out of order.
                 return False
             pieces.append((before, inside))
             inside = not inside

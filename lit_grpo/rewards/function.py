@@ -33,7 +33,7 @@ _BATCH = {
 
 
 class FunctionReward(Reward):
-    """Value of a function of yours, found by import path: ``my_package.rewards.politeness``.
+    """Reward whose value a function of yours computes, found by import path: ``my_package.rewards.politeness``.
 
     The names of its parameters say what it gets. For one completion: ``text``, ``answer``, ``question``, ``extra`` (the
     other columns of the row), ``prompt_id``, ``truncated``, ``tokens`` (their number), ``item`` (the whole
@@ -113,6 +113,7 @@ class FunctionReward(Reward):
             result = self._function(**lists, **self._arguments)
             return list(asyncio.run(result) if self._async else result)
         if self._async:
+            # A loop of its own for each call, since score runs in several threads and a loop belongs to one.
             return asyncio.run(self._together(batch))
         return [self._function(**self._values(item), **self._arguments) for item in batch]
 
@@ -127,6 +128,7 @@ class FunctionReward(Reward):
                 try:
                     return await asyncio.wait_for(self._function(**self._values(item), **self._arguments), self._limit)
                 except TimeoutError:
+                    # Without a limit it is the function's own, and an error like any other.
                     if self._limit is None:
                         raise
                     return Score(0.0, timed_out=True, seconds=self._limit)
@@ -177,6 +179,7 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
     where = "FunctionReward.function"
     parameters = inspect.signature(function).parameters.values()
     wanted = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
+    # Values are handed over by name, which a positional-only parameter does not take.
     positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
     available = {*_SINGLE, *_BATCH}
     unknown = positional + [p.name for p in wanted if p.name not in available and p.default is p.empty]
@@ -191,6 +194,7 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
     if unused is not None and not any(p.kind == p.VAR_KEYWORD for p in parameters):
         raise UserError(f"{path} has no parameter {unused!r}", where="FunctionReward.arguments")
     names = [p.name for p in wanted if p.name in available]
+    # `truncated` and `tokens` are one word for one completion and for many, so the other names decide.
     plural, singular = {*names} - {*_SINGLE}, {*names} - {*_BATCH}
     if plural and singular:
         raise UserError(
@@ -211,6 +215,7 @@ def call_isolated(call: tuple[str, dict[str, Any]]) -> Any:
     """Call the function at a path for one completion, in a worker process; return plain data."""
     path, arguments = call
     value = find_function(path)(**arguments)
+    # A Score is sent as a list, since only what JSON can hold leaves a worker.
     if isinstance(value, tuple):
         return [float(value[0]), *value[1:]]
     return float(value)

@@ -46,7 +46,7 @@ _PLACEHOLDER = re.compile(r"\{(question|answer|completion)\}")
 
 
 class JudgeError(RuntimeError):
-    """A judge that gave no verdict, or refused the request."""
+    """Failure of a judge that gave no verdict or refused the request."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Verdict:
 
 
 class JudgeReward(Reward):
-    """Grade of a language model for a completion.
+    """Reward whose value is the grade that a language model gives to a completion.
 
     The judge must end its reply with a line that holds a mark of random letters, drawn for this process and unknown to
     the policy, and one of the grades. Only that line counts, so a completion that quotes a verdict, or a judge that
@@ -145,6 +145,7 @@ class JudgeReward(Reward):
             for future, other in zip(futures, others, strict=True):
                 scores.append(self._score(*future.result(), other))
         finally:
+            # After an error nobody reads the other replies, and each costs a request.
             for future in futures:
                 future.cancel()
         return scores
@@ -189,6 +190,7 @@ class JudgeReward(Reward):
         """Return the verdict, None where the time limit ran out, and the seconds it took."""
         assert self._semaphore is not None
         async with self._semaphore:
+            # The limit begins with the first request, not while the completion waits for its turn.
             began = time.monotonic()
             try:
                 verdict = await asyncio.wait_for(self._verdict(item), self._limit)
@@ -247,6 +249,7 @@ class JudgeReward(Reward):
         return JudgeError(f"the judge {self._model} at {self._url} gave no verdict in {tries} tries: {problem}")
 
     def _prompt(self, item: RewardInput) -> str:
+        # The end and not the beginning, because the answer stands there.
         text = item.text[-self._max_characters :]
         values = {
             "question": item.prompt.question,
@@ -257,6 +260,7 @@ class JudgeReward(Reward):
         body = _PLACEHOLDER.sub(lambda match: values[match[1]], self._template)
         grades = list(self._grades)
         ending = _ENDING.format(grades=" or ".join(grades), mark=self._mark)
+        # Half a surrogate pair cannot be sent, and must not fail the completion.
         return (body + ending).encode("utf-8", "replace").decode()
 
     def grade_in(self, reply: str) -> str | None:

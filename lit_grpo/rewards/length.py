@@ -13,7 +13,7 @@ from lit_grpo.types import RewardInput, Score
 
 
 class LengthReward(Reward):
-    """Value that goes from ``at_zero`` for no token to ``at_max`` for ``max_tokens`` and more.
+    """Value of a completion's length: from ``at_zero`` for no token to ``at_max`` for ``max_tokens`` and more.
 
     With x = n / max_tokens, at most 1: ``linear`` gives at_max + (at_zero - at_max) (1 - x), ``cosine`` gives
     at_max + (at_zero - at_max) (1 + cos(pi x)) / 2. It rewards short completions, right or wrong:
@@ -56,7 +56,7 @@ class LengthReward(Reward):
 
 
 class CosineReward(WrappingReward):
-    """Length-scaled correctness, 2502.03373 (Demystifying Long CoT) Sec. 4.2: another reward, by length.
+    """Value of a right or wrong answer that depends on its length, 2502.03373 (Demystifying Long CoT) Sec. 4.2.
 
     A right completion gets from ``correct[0]`` at length 0 to ``correct[1]`` at ``max_tokens`` along half a cosine, a
     wrong one from ``wrong[0]`` to ``wrong[1]``; one of ``max_tokens`` or more gets ``exceed``. Right is what the
@@ -65,7 +65,7 @@ class CosineReward(WrappingReward):
 
     Args:
         reward: the reward that tells right from wrong; its weight is not used.
-        max_tokens: L_max.
+        max_tokens: the length L_max, in tokens, from which on a completion gets ``exceed``.
         correct: values of a right completion at length 0 and L_max.
         wrong: values of a wrong completion at length 0 and L_max.
         exceed: value of any completion from L_max on.
@@ -93,6 +93,7 @@ class CosineReward(WrappingReward):
         self._max, self._right, self._wrong, self._exceed = max_tokens, correct, wrong, exceed
         ends = (*correct, *wrong, exceed)
         self.range = (min(ends), max(ends))
+        # The value tells right from wrong only where the worst right completion is above the best wrong one.
         lowest, highest = min(correct), max(*wrong, exceed)
         self.correct_threshold = lowest if lowest > highest else None
 

@@ -61,10 +61,12 @@ class ReasoningGymReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         answers = [self._answer(item.text) for item in batch]
+        # Workers get only what has an answer: every other completion is wrong without being asked about.
         with_answer = [(i, answer) for i, answer in enumerate(answers) if answer is not None]
         outcomes = self._pool.map([(*_entry(batch[i]), answer) for i, answer in with_answer])
         scores = [Score(0.0, no_answer=True)] * len(batch)
         for (i, _), outcome in zip(with_answer, outcomes, strict=True):
+            # A task that fails on what the model wrote has not called it right; `failed` counts such answers.
             value = float(outcome.value) if outcome.status == "ok" else 0.0
             scores[i] = Score(value, outcome.status == "timeout", outcome.status in ("error", "crash"))
         return scores

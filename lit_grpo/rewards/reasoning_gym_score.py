@@ -1,4 +1,7 @@
-"""The work of :class:`lit_grpo.rewards.ReasoningGymReward` in worker processes, which alone import the package."""
+"""Scoring for :class:`lit_grpo.rewards.ReasoningGymReward`, which runs in worker processes.
+
+It is a module of its own, because a worker imports all of the module that holds its function.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ _SCORERS: dict[str, Any] = {}
 
 
 def warm_up() -> None:
-    """Import the package before the first time limit begins to run."""
+    """Import reasoning-gym before the first time limit begins to run."""
     import reasoning_gym  # noqa: F401
 
 
 def score_entry(item: tuple[str, dict[str, Any], str]) -> float:
-    """Score an item of task, entry of the task, and answer."""
+    """Score an answer with its task's own function.
+
+    Args:
+        item: name of the task, the problem as the task made it, and the answer.
+    """
     import reasoning_gym
 
     task, entry, answer = item

@@ -1,4 +1,4 @@
-"""The repetition penalty: for saying the same again."""
+"""The repetition penalty: a negative reward for n-grams that a completion repeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lit_grpo.rewards.base import Reward
 from lit_grpo.types import RewardInput, Score
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
-"""Pattern of a word, a sign, or one character of a script that puts no space between words."""
+"""Pattern of a word, a punctuation sign, or one character of a script that puts no space between words."""
 
 
 class RepetitionPenalty(Reward):

@@ -34,6 +34,7 @@ class WrappingReward(Reward):
                 remedy="wrap one that does, for instance class_path: lit_grpo.rewards.MathReward",
             )
         self.reward = reward
+        # By identity of the inner reward, so that the same source always gets the same object.
         self._by_inner: dict[int, WrappingReward] = {}
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
@@ -44,6 +45,7 @@ class WrappingReward(Reward):
         if inner is self.reward:
             return self
         if id(inner) not in self._by_inner:
+            # A shallow copy differs in the wrapped reward alone, and keeps this one's arguments, weight and name.
             twin = copy.copy(self)
             twin.reward = inner
             twin.needs_answer, twin.extracts_answer = inner.needs_answer, inner.extracts_answer
@@ -77,8 +79,9 @@ class SourceReward:
     """The reward for the prompts of some sources.
 
     Attributes:
-        sources: their names, as in ``init_args.name`` of a source or the name of an evaluation set's benchmark.
-        reward: its weight and name are not used.
+        sources: names of the sources, as in ``init_args.name`` of a source or the name of an evaluation set's
+            benchmark.
+        reward: the reward that scores their completions; its weight and name are not used.
     """
 
     sources: list[str]
@@ -86,13 +89,13 @@ class SourceReward:
 
 
 class RewardBySource(Reward):
-    """Scores each completion by the reward of its prompt's source: one verdict in a mixture of different tasks.
+    """Reward that scores each completion by the reward of its prompt's source: one verdict in a mixture of tasks.
 
     A source that is not named is refused when the data is loaded, before any model is. What the rewards log besides
     their value is logged under this one's name.
 
     Args:
-        rewards: each with its sources.
+        rewards: the rewards, each with the sources whose prompts it scores.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 

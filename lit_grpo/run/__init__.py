@@ -1,1 +1,1 @@
-"""What a run is to every part of the program: its folder, why it stopped, its phases, its flight records."""
+"""Facts of a run that every part of the program shares: its folder, why it stopped, its phases, its flight records."""

@@ -45,16 +45,16 @@ _NAME = re.compile(r"step-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One rollout as it was recorded.
+    """One rollout as the flight recorder kept it.
 
     Attributes:
-        step: rollouts trained on, this one included.
+        step: number of rollouts trained on, this one included.
         tensors: NumPy arrays under the names of this module's table.
         prompts: id, question and answer of each group's prompt.
         texts: text of each completion.
-        group_size: completions of each prompt.
+        group_size: number of completions of each prompt.
         temperature: sampling temperature.
-        unfinished: whether the run broke off in this step.
+        unfinished: True if the run broke off in this step.
     """
 
     step: int
@@ -71,6 +71,7 @@ class RecordedStep:
 
         if name not in self.tensors:
             return []
+        # Completions lie end to end without padding, so the running sum of their lengths says where each begins.
         return np.split(self.tensors[name], np.cumsum(self.tensors["lengths"])[:-1])
 
 
@@ -88,7 +89,7 @@ def recorded_steps(folder: Path) -> dict[int, Path]:
 
 
 def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any]) -> int:
-    """Write a record, whole or not at all, and return its size in bytes.
+    """Write the record of one rollout, whole or not at all, and return its size in bytes.
 
     Args:
         path: the file to write.
@@ -100,13 +101,14 @@ def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any
     """
     from safetensors.torch import save
 
+    # To memory first, since safetensors would write straight to the name that readers look for.
     data = save(dict(tensors), metadata={"rollout": json.dumps(rollout)})
     write_atomically(path, data)
     return len(data)
 
 
 def read_step(path: Path) -> RecordedStep:
-    """Read a record.
+    """Read the record of one rollout.
 
     Raises:
         ValueError: the file is torn, or is not a record.
@@ -116,7 +118,8 @@ def read_step(path: Path) -> RecordedStep:
     try:
         with safe_open(path, framework="np") as file:
             rollout = json.loads((file.metadata() or {})["rollout"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            # The file is no mapping, so it can only be asked for its keys.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return RecordedStep(
             step=int(rollout["step"]),
             tensors=tensors,
@@ -131,7 +134,7 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def read_token_texts(folder: Path) -> dict[int, str]:
-    """Read the text of each token id that occurred."""
+    """Read the text of each token id that occurred in the records of a folder."""
     texts: dict[int, str] = {}
     for line in _lines(folder / TOKENS_FILE):
         try:
@@ -160,6 +163,7 @@ def link_folder(source: Path, target: Path) -> None:
         if not path.is_file() or path.name.startswith("."):
             continue
         destination = target / path.name
+        # A link cannot be made over a file that is there.
         destination.unlink(missing_ok=True)
         # Records are replaced, never changed, so a link keeps what it had. The file of token texts grows in place.
         if path.name == TOKENS_FILE:

@@ -1,4 +1,4 @@
-"""The folder of a run, whatever logger is used."""
+"""The folder of a run and the interface of the logger that makes it, whatever logger is used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_folder(trainer: Trainer) -> Path:
     """
     logger = run_logger(trainer)
     if logger is not None:
-        # Rank 0 alone has a folder and tells the others.
+        # Rank 0 alone makes the folder and sends its path: a name from the clock would differ from rank to rank.
         return Path(trainer.strategy.broadcast(str(logger.run_dir)))
     return Path(trainer.log_dir or trainer.default_root_dir)
 

@@ -11,14 +11,14 @@ PHASES = {
     "time/reward": "rewards",
     "time/update": "training",
 }
-"""Metric key -> what happens in it, in the order of one rollout."""
+"""Name of each phase by the metric key of its seconds, in the order of one rollout."""
 
 
 def learner_phases(logged: Collection[str]) -> dict[str, str]:
     """Return the logged phases that add up to the learner's time.
 
     Args:
-        logged: the metric keys that have a value.
+        logged: metric keys that have a value.
     """
     phases = {key: name for key, name in PHASES.items() if key in logged}
     # With sampling beside training the learner spends only what it waits; sampling and rewards overlap with its work.

@@ -18,12 +18,12 @@ _ATTRIBUTE = "_lit_grpo_stop_reason"
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run was stopped on purpose.
+    """Reason why a run was stopped on purpose.
 
     Attributes:
-        reason: one sentence.
+        reason: the reason in one sentence.
         monitor: name of the callback that decided.
-        step: rollouts trained on by then.
+        step: number of rollouts trained on by then.
     """
 
     reason: str
@@ -39,7 +39,7 @@ def request_stop(trainer: Trainer, reason: str, monitor: str) -> None:
 
     Args:
         trainer: the trainer of the run.
-        reason: one sentence.
+        reason: the reason in one sentence.
         monitor: name of the callback that decides.
     """
     if stop_reason(trainer) is None:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics in its folder and in MLflow, charts, and the summary at its end."""
+"""Tracking of a run: metrics in its folder and in MLflow, charts, and the summary at its end."""
 
 from __future__ import annotations
 

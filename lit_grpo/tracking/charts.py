@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 LN2 = math.log(2)
 WIDTH, HEIGHT, DPI = 3.9, 2.5, 200
-"""Inches and dots per inch: on a phone, 360 points wide, the smallest letters are 9 points high."""
+"""Size of a chart in inches, and dots per inch: on a phone, 360 points wide, the smallest letters are 9 points high."""
 
 COLOURS = ("#1f4e8c", "#b3560a", "#3c7a3c", "#7a3c7a", "#555555")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
@@ -27,7 +27,7 @@ class History:
 
     steps: list[int]
     metrics: dict[str, list[float]]
-    """Metric key -> one value for each of ``steps``; NaN where it was not logged."""
+    """Values of each metric by its key, one for each of ``steps``; NaN where it was not logged."""
     abandoned: list[tuple[list[int], dict[str, list[float]]]] = field(default_factory=list)
     """Steps and metrics that a rollback or a resume left behind, oldest first."""
 
@@ -41,20 +41,20 @@ class History:
 
 
 class Panel(NamedTuple):
-    """One chart of curves."""
+    """Description of one chart of curves."""
 
     name: str
     """Name of the PNG file, without its ending."""
     title: str
     lines: tuple[tuple[str, str], ...]
-    """(metric key, name in the chart); a key that ends in * stands for all metrics with that beginning."""
+    """Metric key and name of each line; a key that ends in * stands for all metrics with that beginning."""
     level: float | None = None
-    """Height of a line across the chart."""
+    """Value at which a line is drawn across the chart; None: no line."""
     level_name: str = ""
     log: bool = False
-    """Whether the axis is logarithmic where the values span more than a factor of 30."""
+    """True if the axis is logarithmic where the values span more than a factor of 30."""
     overview: bool = False
-    """Whether the chart is in the picture at the end of a run."""
+    """True if the chart is also in the picture at the end of a run."""
 
 
 PANELS = (
@@ -141,7 +141,7 @@ class Picture:
 
     name: str
     alt: str
-    """What the chart shows in words and numbers, for those who do not see it."""
+    """Text that says in words and numbers what the chart shows, for those who do not see it."""
     png: bytes
     wide: bool = False
 
@@ -270,7 +270,7 @@ def _plot(
                           linewidth=0.8, alpha=0.6)  # fmt: skip
                 axes.plot(*left[-1], color=COLOURS[i], marker="x", markersize=5)
                 described.append(f"left behind: {label} {left[-1][1]:.3g} at step {left[-1][0]}")
-    # Only where the values come near the level, which would else stretch the axis.
+    # Only where the values come near the level, which would otherwise stretch the axis.
     if panel.level is not None and finite and max(finite) > 0.8 * panel.level:
         axes.axhline(panel.level, color="0.4", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(panel.level_name, (0, panel.level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
@@ -326,7 +326,7 @@ def draw_phases(history: History, phases: Mapping[str, str], marks: Sequence[Mar
         marks: steps to mark.
     """
     figure, axes = _axes("seconds per rollout", legend=True)
-    # At most 40 bars, each the mean of so many rollouts.
+    # At most 40 bars, each the mean of several rollouts where there are more.
     width = max(1, math.ceil(len(history.steps) / 40))
     starts = range(0, len(history.steps), width)
     bottom = [0.0] * len(starts)
@@ -352,6 +352,7 @@ def draw_histograms(rewards: Sequence[tuple[str, Sequence[float]]]) -> Picture:
     """
     figure, axes = _axes("rewards of the completions", legend=True)
     distinct = sorted({value for _, of_rollout in rewards for value in of_rollout})
+    # Rewards of a verifier take few values, and each gets a bar of its own; a continuous reward is put into bins.
     if len(distinct) <= 8:
         labels = [f"{value:.3g}" for value in distinct]
         counts = [[list(of_rollout).count(value) for value in distinct] for _, of_rollout in rewards]

@@ -46,8 +46,8 @@ class RunLogger(Logger, RunRecord):
         run_name: name of the run and its folder; date and time if None.
         run_dir: folder of an existing run to continue, or of a new one instead of ``<root>/<run_name>``.
         tracking_uri: MLflow store or server; else ``MLFLOW_TRACKING_URI``; else ``sqlite:///<root>/mlflow.db``.
-        artifact_location: where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an SQLite
-            store and the server's choice otherwise.
+        artifact_location: place where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an
+            SQLite store and the server's choice otherwise.
         tags: tags of the MLflow run.
         patience: seconds without progress after which the end of a run stops waiting for the server.
     """
@@ -118,7 +118,7 @@ class RunLogger(Logger, RunRecord):
 
     @property
     def started(self) -> bool:
-        """Whether anything was recorded yet."""
+        """True once anything was recorded."""
         return self._opened is not None
 
     @property
@@ -128,7 +128,7 @@ class RunLogger(Logger, RunRecord):
 
     @property
     def spool_path(self) -> Path | None:
-        """The file that holds every record; None on ranks other than 0."""
+        """Path of the file that holds every record; None on ranks other than 0."""
         run_dir = self.run_dir
         return run_dir / FILE_NAME if run_dir else None
 
@@ -136,7 +136,7 @@ class RunLogger(Logger, RunRecord):
 
     @property
     def name(self) -> str:
-        """Empty, like ``version``: ``save_dir`` already is the folder of this one run."""
+        """Empty name, as ``version`` is empty: Lightning would add both to ``save_dir``, the folder of this one run."""
         return ""
 
     @property
@@ -163,6 +163,7 @@ class RunLogger(Logger, RunRecord):
         record = {"step": int(step or 0), "wall_time": time.time()}
         record.update({key: float(value) for key, value in metrics.items()})
         spool, sender, _ = self._open()
+        # The disk comes first: what is there can be sent later, even by a resumed run.
         try:
             length = spool.append(record)
         except OSError as error:
@@ -267,12 +268,12 @@ class RunLogger(Logger, RunRecord):
         """Say in one sentence how many records MLflow does not have; None if it has all.
 
         Args:
-            shown_by_caller: whether the caller shows it, so that the end of the run need not say it again.
+            shown_by_caller: True if the caller shows it, so that the end of the run need not say it again.
         """
         if self._opened is None or not (count := self._opened[1].unsent):
             return None
         if shown_by_caller:
-            # One more for the final status, which is still to come.
+            # One more, for the final status, which is still to be sent.
             self._reported = count + 1
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
@@ -292,7 +293,7 @@ class RunLogger(Logger, RunRecord):
             # Imported on the main thread: a worker process forked while a thread holds an import lock would hang.
             import mlflow.tracking  # noqa: F401
 
-            # They log each step of creating the tables of a new SQLite store.
+            # These two log each step of creating the tables of a new SQLite store.
             logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
             logging.getLogger("alembic").setLevel(logging.WARNING)
             run_dir = self._make_run_dir()
@@ -340,7 +341,7 @@ class RunLogger(Logger, RunRecord):
 
 
 class _LazyClient:
-    """Stand-in for ``MlflowClient`` that makes the client at the first use."""
+    """Stand-in for ``MlflowClient`` that makes the client at its first use."""
 
     # Lightning touches `logger.experiment` before any data is read, and importing MLflow takes 5 seconds.
 

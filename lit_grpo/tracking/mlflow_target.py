@@ -45,7 +45,7 @@ class MlflowTarget:
         experiment: name of the experiment, which is created if missing.
         run_name: name of a new run.
         run_id: run to continue; a new one is created if it is gone.
-        artifact_location: where a new experiment keeps its artifacts; None leaves it to the server.
+        artifact_location: place where a new experiment keeps its artifacts; None leaves it to the server.
         tags: tags of a new run.
         on_start: called with (run id, experiment id) when the run exists.
     """
@@ -103,6 +103,7 @@ class MlflowTarget:
                 run = self.client.get_run(run_id)
         except Refused:
             return False
+        # Somebody has deleted the run on purpose, so a new one is made instead of bringing it back.
         if run.info.lifecycle_stage == "deleted":
             return False
         self._params = dict(run.data.params)
@@ -121,6 +122,7 @@ class MlflowTarget:
                 found = self.client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
+        # The name of a deleted experiment is taken until it is restored.
         if found.lifecycle_stage == "deleted":
             with _final_errors():
                 self.client.restore_experiment(found.experiment_id)
@@ -171,7 +173,7 @@ class MlflowTarget:
                 else:
                     self.client.log_artifact(self._id, str(path), folder)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            # The file or the artifact folder on this machine, not the server.
+            # The trouble is with the file or the artifact folder on this machine, not with the server.
             raise Refused(str(error)) from error
 
     def end(self, status: str) -> None:

@@ -17,7 +17,7 @@ class PredictionWriter(Callback):
     Rank r > 0 writes ``predictions.r.jsonl``.
 
     Attributes:
-        path: the file of this rank, once prediction has begun.
+        path: path of this rank's file, once prediction has begun.
     """
 
     path: Path | None = None
@@ -26,6 +26,7 @@ class PredictionWriter(Callback):
         rank = trainer.global_rank
         self.path = run_folder(trainer) / (f"predictions.{rank}.jsonl" if rank else "predictions.jsonl")
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Begun anew here, because every batch is appended.
         self.path.write_text("", encoding="utf-8")
 
     def on_predict_batch_end(

@@ -14,7 +14,7 @@ class LineProgress(ProgressBar):
     """Progress "bar" that prints ``rollout 40/400  reward 0.312  entropy 1.204 ...`` every few seconds.
 
     Args:
-        seconds: shortest time between two lines; the first and the last rollout always get one.
+        seconds: seconds between two lines at least; the first and the last rollout always get one.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
@@ -39,7 +39,7 @@ class LineProgress(ProgressBar):
             return
         self._last_line = now
         metrics = self.get_metrics(trainer, pl_module)
-        # Lightning's version number of the run.
+        # v_num is Lightning's version number of the run, which says nothing of its progress.
         metrics.pop("v_num", None)
         values = "  ".join(f"{name} {_number(value)}" for name, value in metrics.items())
         print(f"rollout {batch_idx + 1}/{self.total_train_batches}  {values}", file=sys.stdout, flush=True)

@@ -25,7 +25,7 @@ class SaveRunConfig(SaveConfigCallback):
         super().__init__(parser, config, **{**kwargs, "save_to_log_dir": False})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # A collective, so it cannot wait for save_config, which runs on rank 0 only.
+        # Here and not in save_config, which runs on rank 0 alone: the folder is found by all ranks together.
         self._folder = run_folder(trainer)
         super().setup(trainer, pl_module, stage)
 
@@ -34,6 +34,7 @@ class SaveRunConfig(SaveConfigCallback):
         name = self.config_filename if stage == "fit" else f"config-{getattr(stage, 'value', stage)}.yaml"
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / name
+        # The earlier part of a resumed run was made with the earlier configuration, which has to stay readable.
         if path.exists() and path.read_text() != text:
             number = next(n for n in range(1, 10_000) if not path.with_stem(f"{path.stem}-{n}").exists())
             path.rename(path.with_stem(f"{path.stem}-{number}"))

@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 LINES_PER_CALL = 100
 LONGEST_PAUSE = 30.0
-"""Most seconds between two tries while the server does not answer; the pauses double up to it."""
+"""Seconds between two tries at most while the server does not answer; the pauses double up to it."""
 
 
 # Not named an error: the server decided, nothing failed here.
 class Refused(Exception):  # noqa: N818
-    """The server answered that it will never take this record, so that trying again is no use."""
+    """Answer of a server that will never take a record, so that trying again is no use."""
 
 
 class Target(Protocol):
@@ -119,6 +119,7 @@ class Sender:
         with self._changed:
             sent, written = self._sent, self._written
             count = len(self._jobs) + self._refused + (self._end is not None)
+        # Counted in the file, outside the lock: a long backlog takes time to read, and must not hold up a step.
         if sent < written:
             count += sum(1 for _, after in read_lines(self._spool, sent) if after <= written)
         return count
@@ -130,7 +131,7 @@ class Sender:
 
     @property
     def last_error(self) -> str:
-        """Why the last record could not be sent; empty if there was no trouble."""
+        """Reason why the last record could not be sent; empty if there was no trouble."""
         return self._last_error
 
     # The thread.

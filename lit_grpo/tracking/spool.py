@@ -68,6 +68,7 @@ def read_lines(path: str | os.PathLike[str], offset: int = 0) -> Iterator[tuple[
         file.seek(offset)
         for line in file:
             offset += len(line)
+            # The last line may be one that is being written just now.
             if not line.endswith(b"\n"):
                 return
             try:

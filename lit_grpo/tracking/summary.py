@@ -1,4 +1,4 @@
-"""The summary at the end of a run: where it is, how it went, and what the model says now."""
+"""The summary at the end of a run: its folder, its reward, how it ended, and completions of its last rollout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 CURVES_FILE = "curves.png"
 LAST_STEPS = 10
-"""Rollouts that the final reward is the mean of."""
+"""Number of rollouts that the final reward is the mean of."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ class RunSummary(Callback):
             if report := logger.delivery_report(shown_by_caller=True):
                 facts.append(("not sent", report))
         count = f"{len(self._steps)} rollout" + ("" if len(self._steps) == 1 else "s")
+        # What was printed on standard error so far stands above the summary where both streams go to one file.
         sys.stderr.flush()
         show(f"Run {self._folder.name} {how} after {count}", facts, self.samples())
         final = self.final_reward()
@@ -181,6 +182,7 @@ class RunSummary(Callback):
         facts = [("checkpoint", f"{shown(saver.last_path)} (after rollout {saver.saved_rollout})")]
         config = self._folder / "config.yaml"
         if unfinished and config.exists():
+            # By its fixed name: the command stays right when the run goes on and saves again.
             last = saver.last_path.with_name(LAST)
             command = ["lit-grpo", "fit", "--config", shown(config), "--ckpt_path", shown(last)]
             facts.append(("go on", shlex.join(command)))

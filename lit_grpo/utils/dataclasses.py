@@ -18,6 +18,7 @@ def dataclass_from_dict(cls: type[T], value: Any) -> T:
     """
     if not isinstance(value, dict):
         raise TypeError(f"{cls.__name__} is made from a dictionary, not from {type(value).__name__}")
+    # Annotations are text, since every module imports its annotations from __future__.
     hints = typing.get_type_hints(cls)
     names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     if unknown := set(value) - names:

@@ -60,6 +60,7 @@ def move_into_place(source: Path, target: Path) -> None:
         remove(aside)
     else:
         source.replace(target)
+    # The new name stands in the folder, which has to be on the disk too.
     _sync(target.parent)
 
 
@@ -72,13 +73,14 @@ def link_atomically(link: Path, target: Path) -> None:
     temporary = link.with_name(f".{link.name}.tmp")
     remove(temporary)
     try:
-        # Relative, so that the folder can be moved.
+        # Relative, so that the folder can be moved with the link in it.
         temporary.symlink_to(target.name)
     except (OSError, NotImplementedError):
         try:
             temporary.hardlink_to(target)
         except NotImplementedError as error:
             raise OSError(str(error)) from error
+    # A folder of that name cannot be replaced by a rename.
     if link.is_dir() and not link.is_symlink():
         remove(link)
     temporary.replace(link)

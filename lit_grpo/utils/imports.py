@@ -59,7 +59,7 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        # Found without this function from now on.
+        # From now on Python finds the name by itself, without this function.
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,4 +1,4 @@
-"""Loggers of other libraries, quiet for a while."""
+"""Silencing of other libraries' loggers for a while."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ def get_state() -> dict[str, Any]:
     """Return the state of torch's, Python's and numpy's generators, in types that load with ``weights_only=True``."""
     import numpy as np
 
+    # As plain values and tensors: a checkpoint is read with weights_only=True, which refuses numpy's arrays.
     legacy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {

@@ -61,11 +61,11 @@ def setup(tmp_path):
 def test_everything_arrives_once_and_the_status_comes_last(setup):
     target, sender, write = setup
     write(*range(250))
-    sender.put(lambda t: t.params({"optim/lr": "1"}))
+    sender.put(lambda t: t.params({"lr": "1"}))
     sender.end("FINISHED")
     assert sender.flush(PATIENCE)
     assert target.steps == list(range(250))
-    assert target.other == [{"optim/lr": "1"}]
+    assert target.other == [{"lr": "1"}]
     assert target.ended == ["FINISHED"]
     assert sender.unsent == 0
     assert sender.last_error == ""

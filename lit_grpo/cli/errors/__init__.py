@@ -1,1 +1,1 @@
-"""What is wrong with a configuration: found from signatures in a second, shown with its line and a remedy."""
+"""Errors of a configuration: found from signatures in a second, shown with their line and a remedy."""

@@ -1,4 +1,4 @@
-"""What could have been meant by a ``class_path`` that leads nowhere, and which arguments a class takes."""
+"""Suggestions for a ``class_path`` that leads nowhere, and the arguments that a class takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a complaint of jsonargparse into a UserError: the key, where it stands, its value, the nearest valid name.
+"""Translation of jsonargparse's complaints to a UserError: the key, where it stands, its value, the nearest valid name.
 
 The patterns are those of jsonargparse 4.53's messages (pinned in pyproject.toml): its exceptions carry no key, value or
 type but in their text. A message that no pattern fits is shown as it is, without the usage.
@@ -23,8 +23,8 @@ class Explainer:
 
     Args:
         command: name of the subcommand.
-        argv: its arguments.
-        layers: its configuration files.
+        argv: arguments of the subcommand.
+        layers: configuration files of the subcommand.
         keys: every key that the command takes, dotted.
         own_options: options of the command that are no keys, without their dashes; ``help`` and ``print_config`` of
             LightningCLI are known.
@@ -47,6 +47,7 @@ class Explainer:
 
     def explain(self, message: str) -> UserError:
         """Return the error that a message of jsonargparse tells of."""
+        # The order matters: a message may quote another inside it, and the outer one names the key.
         if found := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', message, re.DOTALL):
             return self._bad_value(found[1].removeprefix(f"{self.command}."), found[2])
         if found := re.search(r"does not accept option '([^']+)'", message):
@@ -340,7 +341,7 @@ def literal_choices(details: str) -> list[str]:
 
 
 def given_value(details: str) -> str | None:
-    """Return the given value as text."""
+    """Return the value that a message complains of, as text."""
     found = re.search(r"Got value: (.*)", details) or re.search(r"Given value: (.*)", details)
     return found[1].strip().strip("'\"") if found else None
 

@@ -19,8 +19,8 @@ def validate_fast(command: str, argv: Sequence[str], layers: Sequence[Layer], ow
 
     Args:
         command: fit, validate, test or predict.
-        argv: its arguments.
-        layers: its configuration files.
+        argv: arguments of the command.
+        layers: configuration files of the command.
         own_options: options that are already taken out of ``argv``, without their dashes; one may have been meant.
 
     Raises:

@@ -20,7 +20,7 @@ CLASSES = {
     "data": ("lit_grpo.datamodule", "RolloutDataModule"),
     "checkpoint": ("lit_grpo.callbacks", "RolloutCheckpoint"),
 }
-"""Top-level key -> (module, name) of the class whose arguments stand below it."""
+"""Module and name of the class whose arguments stand below each top-level key."""
 LIGHTNING_CLI_KEYS = ("config", "seed_everything")
 """Top-level keys that LightningCLI adds."""
 
@@ -35,7 +35,7 @@ class OptionalDataclass:
 
 @dataclass(frozen=True)
 class Field:
-    """One argument; with nothing set, its annotation allows anything as far as can be read."""
+    """One argument of a class; with nothing set, its annotation allows anything as far as can be read."""
 
     choices: tuple[str, ...] = ()
     """The only words that may stand there, besides null."""
@@ -46,7 +46,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Schema:
-    """The configuration that a command takes, by top-level key."""
+    """Schema of the configuration that a command takes, by top-level key."""
 
     fields: dict[str, Field]
 
@@ -64,11 +64,11 @@ def _leaves(fields: dict[str, Field], prefix: str) -> Iterator[tuple[str, Field]
 
 
 class NotReadableError(Exception):
-    """The source text is missing, or is not of the kind understood here."""
+    """Error for source text that is missing, or not of the kind understood here."""
 
 
 def read_schema(command: str) -> Schema:
-    """Read the keys of fit, validate, test or predict.
+    """Read the configuration keys of fit, validate, test or predict.
 
     Raises:
         NotReadableError: the source text does not show them; then only jsonargparse can tell.
@@ -112,7 +112,7 @@ class _Sources:
         return found[0], found[1]
 
     def literal_of(self, module: str, cls: ast.ClassDef, method: str) -> dict[str, set[str]]:
-        """Evaluate the literal that a method returns."""
+        """Evaluate the literal that a method of a class returns."""
         body = self.method(cls, method).body
         value = next((node.value for node in body if isinstance(node, ast.Return) and node.value is not None), None)
         if value is None:
@@ -140,6 +140,7 @@ class _Sources:
         return {name: self.field(module, annotation) for name, annotation in found}
 
     def _dataclass_fields(self, module: str, cls: ast.ClassDef) -> list[tuple[str, ast.expr | None]]:
+        # Inherited fields would have to be looked for in the bases, in the right order.
         if cls.bases:
             raise NotReadableError(f"{module}.{cls.name} inherits fields")
         return [
@@ -151,6 +152,7 @@ class _Sources:
     def field(self, module: str, annotation: ast.expr | None) -> Field:
         """Return the field that an annotation describes."""
         types = [node for node in _alternatives(annotation) if not _is_none(node)]
+        # A union may be satisfied in several ways, so nothing can be refused.
         if len(types) != 1:
             return Field()
         optional, only = len(types) < len(_alternatives(annotation)), types[0]

@@ -1,4 +1,4 @@
-"""An error that a person can mend, laid out for the terminal."""
+"""The layout of an error that a person can mend, for the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 
 from lit_grpo.errors import UserError
 
-# Stands in lines that quote a file, which are not wrapped.
+# This mark stands in lines that quote a file, which must stay as they are and so are not wrapped.
 _QUOTE_MARK = " | "
 
 
@@ -29,6 +29,7 @@ def _wrap(text: str, indent: str, width: int) -> list[str]:
         if _QUOTE_MARK in line:
             out.append(indent + line)
         else:
+            # Long words and hyphens are left whole, so that paths and options can be copied.
             out += textwrap.wrap(
                 line, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False,
                 break_on_hyphens=False,

@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     """Memory of this process on its device, in bytes."""
 
     peak: int
-    """Highest use so far."""
+    """Highest use of memory so far."""
     total: int | None
     """Size of the device's memory; None where the system does not tell."""
     where: str
@@ -68,6 +68,7 @@ def _read(path: str) -> str:
 
 def weight_bytes(models: Iterable[nn.Module | None]) -> dict[str, int]:
     """Count the bytes of weights, gradients and AdamW's two moments on this rank; a shared parameter counts once."""
+    # By identity: a reference model or a critic may share parameters with the policy.
     parameters = {id(p): p for model in models if model is not None for p in model.parameters()}.values()
     sizes = [(local(p).numel() * p.element_size(), p.requires_grad) for p in parameters]
     trained = sum(size for size, requires_grad in sizes if requires_grad)
@@ -80,11 +81,11 @@ def logits_bytes(
     """Count the bytes of one micro-batch's logits at the length limit.
 
     Args:
-        policy: its head computes ``logits_chunk`` positions at once.
+        policy: the policy, whose head computes ``logits_chunk`` positions at once.
         limit: data.sampling.max_new_tokens.
         vocabulary: number of tokens in the vocabulary.
-        micro_batch_tokens: as of the module.
-        micro_batch_size: as of the module.
+        micro_batch_tokens: ``micro_batch_tokens`` of the module.
+        micro_batch_size: ``micro_batch_size`` of the module.
     """
     positions = min(x for x in (micro_batch_tokens, policy.logits_chunk) if x is not None)
     if micro_batch_size is not None:
@@ -149,7 +150,7 @@ def time_result(metrics: Mapping[str, float], rollouts: int) -> Result:
 
 
 def span(seconds: float) -> str:
-    """Write a length of time as people say it."""
+    """Write seconds as people say a length of time: in ms, s, min or h."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:

@@ -23,13 +23,13 @@ class Preflight(Callback):
     Nothing is written: no checkpoint, no run folder, no MLflow run.
 
     Args:
-        prompts: training prompts to sample, ``data.group_size`` completions each.
-        step: whether to train on one rollout and measure it.
-        gold_format: how the verifier wants an answer, with ``{answer}`` in it.
+        prompts: number of training prompts to sample, ``data.group_size`` completions each.
+        step: True to train on one rollout and measure it.
+        gold_format: form in which the verifier wants an answer, with ``{answer}`` in it.
 
     Attributes:
         results: one line of the table for each check, in the order of the checks.
-        activity: what is being done, for the message where it fails.
+        activity: name of what is being done, for the message where it fails.
     """
 
     def __init__(self, prompts: int, step: bool = True, gold_format: str | None = None) -> None:

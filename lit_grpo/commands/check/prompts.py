@@ -14,9 +14,9 @@ from lit_grpo.utils.text import shorten
 
 GOLD_FORMATS = ("{answer}", r"\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", ":{answer}", "={answer}",
                 "<answer>{answer}</answer>")  # fmt: skip
-"""Ways to write a right answer; the first one that the verifier accepts is used."""
+"""Ways to write a right answer; the one that the verifier accepts best is used."""
 GOLDS = 64
-"""Most gold answers that are tried."""
+"""Number of gold answers that are tried at most."""
 
 
 def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> Result:
@@ -151,6 +151,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     best = ""
     for candidate in (form,) if form else GOLD_FORMATS:
         tried = _accepts(reward, prompts, [candidate.replace("{answer}", a) for a in answers], tokenizer)
+        # Of forms that do equally well the first one is taken, which is the plainest.
         if not best or sum(tried) > sum(accepted):
             accepted, best = tried, candidate
         if all(accepted):
@@ -173,6 +174,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     fooled = _accepts(reward, [p for p, _ in pairs], [best.replace("{answer}", o) for _, o in pairs], tokenizer)
     values |= {"wrong": len(pairs), "fooled": sum(fooled)}
     if any(fooled):
+        # Different golds may be equal in value, so a few that are taken need a look and no more.
         prompt, other = pairs[fooled.index(True)]
         return Result(name, "fail" if sum(fooled) > 0.05 * len(fooled) else "warn",
                       f"{reward.name} takes {sum(fooled)} of {len(fooled)} wrong answers: {shorten(other, 40)!r} for "
@@ -188,9 +190,10 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
     batch = []
     for prompt, text in zip(prompts, texts, strict=True):
         encoded = _encode(text, tokenizer)
-        # No completion of this model can look like a text that its tokenizer refuses.
+        # No completion of this model can look like a text that its tokenizer refuses, so the answer counts as rejected.
         if encoded is None:
             return [False] * len(prompts)
         ids = (*encoded, *end)
         batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), text))
+    # A reward that raises on such a text has not accepted it.
     return [score.value > 0 for score in score_all([reward], batch, "zero")[reward.name]] if batch else []

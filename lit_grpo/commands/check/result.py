@@ -16,7 +16,7 @@ COLOURS: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one check.
+    """Result of one check of the preflight, a line of its table.
 
     Attributes:
         name: name of the check.

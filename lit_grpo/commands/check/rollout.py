@@ -1,4 +1,4 @@
-"""Checks of a rollout of the untouched model: is there anything to learn from, and can its numbers be trusted?"""
+"""Checks of a rollout of the untouched model: whether there is anything to learn, and whether its numbers are right."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SURE, HOPELESS = 0.95, 0.02
 FEW_MIXED = 0.5
 """Share of groups with unequal rewards below which most of the sampling teaches nothing."""
 MANY_TRUNCATED = 0.1
+"""Share of completions cut by the length limit above which the preflight warns."""
 SOME_GAP = 0.02
 """Mean difference of log-probabilities, in nats, that is worth a look; bfloat16 against float32 gives about 0.01."""
 LITTLE_ENTROPY = 0.1
-"""Nats below which little is left to explore."""
+"""Mean entropy of the untouched model, in nats, below which little is left to explore."""
 
 
 def correct_by(rewards: Sequence[Reward]) -> Reward:
@@ -61,6 +62,7 @@ def spread(rollout: Rollout, reward: Reward, prompts_per_rollout: int) -> Result
     size = rollout.group_size
     groups = rollout.reward.view(-1, size)
     mixed = int((groups != groups[:, :1]).any(1).sum())
+    # Of a few groups the share is uncertain, and near 0 and 1 only the score interval stays within them.
     share, (low, high) = mixed / len(groups), wilson(mixed, len(groups))
     hits = (rollout.rewards[reward.name].view(-1, size) > 0).sum(1).tolist()
     # The share at half the group size, exactly: draws without replacement from the sampled group.
@@ -159,7 +161,7 @@ def mismatch(experience: Experience, bound: float | None) -> Result:
     values = {**means, **{key: float(v) for key, v in peaks.items()}}
     largest = values["sampler_mismatch/logprob_abs_diff_max"]
     values = {key.removeprefix("sampler_mismatch/"): value for key, value in values.items() if isfinite(value)}
-    # Every single token is without one.
+    # The log-probability of every single token is missing.
     if means["sampler_mismatch/missing_frac"] == 1:
         return Result("mismatch", "warn", "the engine gives no log-probabilities", "have it return them: without them "
                       "no sampler correction and no guard", values)  # fmt: skip

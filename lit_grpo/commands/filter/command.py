@@ -54,6 +54,7 @@ def run(command: str, argv: list[str]) -> int:
     args, fit_argv = parser.parse_known_args(argv)
     options = Options(Path(args.output), args.samples, args.keep_above, args.keep_below, args.batch)
     options.check()
+    # A mistyped --output must not cost a file of the user's: only what this command wrote is replaced.
     if options.output.exists() and not all_rates_paths(options.output):
         raise UserError(
             f"{options.output} is there, and is no output of an earlier `lit-grpo filter`",
@@ -66,6 +67,7 @@ def run(command: str, argv: list[str]) -> int:
     from lit_grpo.commands.filter.sampling import run_filter
 
     trainer, data = run_filter(options, fit_argv, layers)
+    # One process writes the output; all have left their rates on the disk by now.
     if not trainer.is_global_zero:
         return DONE
     settings = data.journal.settings

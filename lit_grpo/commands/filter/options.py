@@ -29,7 +29,7 @@ class Options:
     ckpt_path: str | None = None
 
     def check(self) -> None:
-        """Check the options.
+        """Refuse options that make no sense, before anything is loaded.
 
         Raises:
             UserError: an option is out of range, or no pass rate can be in the band.
@@ -37,6 +37,7 @@ class Options:
         for name, number in (("--samples", self.samples), ("--batch", self.batch)):
             if number is not None and number < 1:
                 raise UserError(f"{name} is {number}, must be at least 1", where="command line")
+        # Bounds that are left out lie outside all pass rates, so that 0 and 1 are kept.
         low, high = -1.0 if self.above is None else self.above, 2.0 if self.below is None else self.below
         for name, given in (("--keep-above", self.above), ("--keep-below", self.below)):
             if given is not None and not 0 <= given <= 1:
@@ -62,5 +63,5 @@ class Options:
         return " and ".join(bounds) or "known"
 
     def keeps(self, rate: float) -> bool:
-        """Tell whether a pass rate is in the band; its bounds are not."""
+        """Tell whether a pass rate is in the band, to which its bounds do not belong."""
         return (self.above is None or rate > self.above) and (self.below is None or rate < self.below)

@@ -17,7 +17,7 @@ class FilterProgress:
     Args:
         total: number of prompts.
         done: number of prompts whose rate was known before.
-        ranks: processes that share the work; this one counts its own prompts and multiplies.
+        ranks: number of processes that share the work.
     """
 
     def __init__(self, total: int, done: int, ranks: int = 1) -> None:
@@ -39,6 +39,7 @@ class FilterProgress:
             print(self._line(now), file=sys.stderr, flush=True)
 
     def _line(self, now: float) -> str:
+        # This process counts its own prompts alone and multiplies, so no rank waits for another to report progress.
         done = min(self.total, self.done + self._sampled * self.ranks)
         seconds = (self.total - done) * (now - self._started) / max(1, self._sampled * self.ranks)
         left = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
@@ -47,6 +48,6 @@ class FilterProgress:
         return f"{done:,} of {self.total:,} prompts, mean pass rate {mean:.3f}, about {left} left"
 
     def end(self) -> None:
-        """Leave the line that was rewritten in place."""
+        """End the line that was rewritten in place, so that what is printed next begins a new one."""
         if sys.stderr.isatty() and self._sampled:
             print(file=sys.stderr)

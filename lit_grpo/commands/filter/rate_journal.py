@@ -22,7 +22,7 @@ class Rate:
     correct: int
     pass_rate: float
     reward: float
-    """Mean total reward."""
+    """Mean total reward of the prompt's completions."""
     truncated: float
     """Share of completions cut by the length limit."""
 
@@ -41,15 +41,15 @@ def all_rates_paths(output: Path) -> list[Path]:
 
 
 class RateJournal:
-    """One file of rates: a line with the settings, then a line for each prompt; a line cut by a kill is dropped.
+    """File of pass rates: a line with the settings, then a line for each prompt; a line cut by a kill is dropped.
 
     Args:
         path: path of the file, which need not exist.
-        settings: all that decides what the rates mean; a file of other settings is never added to.
+        settings: settings that decide what the rates mean; a file of other settings is never added to.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        # As JSON gives them back, so that they compare equal with those in the file.
+        # Through JSON and back, so that they compare equal with those in the file: a tuple becomes a list.
         self.path, self.settings = path, json.loads(json.dumps(settings, default=str))
         self._length = 0
 
@@ -60,6 +60,7 @@ class RateJournal:
             UserError: the file holds rates of other settings, or something else.
         """
         content = self.path.read_bytes() if self.path.is_file() else b""
+        # What stands behind the last line feed is half a line that a kill left behind.
         whole = content[: content.rfind(b"\n") + 1]
         self._length = len(whole)
         lines = whole.splitlines()
@@ -82,12 +83,13 @@ class RateJournal:
         text = "".join(json.dumps(asdict(rate), ensure_ascii=False) + "\n" for rate in rates)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            # Cuts off half a line that a kill left behind.
+            # The half line of a kill is cut off, or the next record would be glued to it.
             file.truncate(self._length)
             file.seek(self._length)
             if not self._length:
                 text = json.dumps({"settings": self.settings}, ensure_ascii=False) + "\n" + text
             file.write(text.encode())
+            # Synced batch by batch: rates cost GPU time, and a batch takes far longer than bringing it to the disk.
             file.flush()
             os.fsync(file.fileno())
             self._length = file.tell()
@@ -107,7 +109,8 @@ class RateJournal:
 
 
 def weights_identity(folders: Sequence[str | None]) -> list[list[Any]]:
-    """List name, size and time of every file with weights: a model trained on in the same folder is another one."""
+    """List name, size and time of every file with weights in the folders."""
+    # A model that was trained on in the same folder is another one, and its path does not tell.
     identity: list[list[Any]] = []
     for folder in folders:
         path = Path(folder) if folder else None

@@ -31,9 +31,9 @@ class FilterData(RolloutDataModule):
 
     Attributes:
         options: options of the command.
-        rewards_config: the rewards as the configuration writes them.
-        samples: completions of each prompt.
-        journal: the file that this rank appends to.
+        rewards_config: rewards as the configuration writes them, for comparison with an earlier attempt's.
+        samples: number of completions of each prompt.
+        journal: file that this rank appends to.
         known: pass rates of earlier attempts, by prompt id.
     """
 
@@ -103,6 +103,7 @@ class FilterData(RolloutDataModule):
                 Rate(
                     group.prompt.id,
                     size,
+                    # The share came from whole completions, so rounding undoes the division exactly.
                     round(share * size),
                     share,
                     float(group.reward.double().mean()),
@@ -116,11 +117,11 @@ class SinglePassSampler:
     """Loader that samples each prompt once, with a seed that depends on its position among all prompts only.
 
     Args:
-        producer: engine and rewards.
+        producer: generator of rollouts, with the engine and the rewards.
         prompts: (position among all prompts, prompt) of this rank's share.
-        batch: prompts sampled at once.
-        samples: completions of each prompt.
-        sampling: how they are drawn.
+        batch: number of prompts sampled at once.
+        samples: number of completions of each prompt.
+        sampling: how completions are drawn.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ def run_filter(options: Options, argv: Sequence[str], layers: Sequence[Layer]) -
     data.options = options
     data.rewards_config = [r.as_dict() if hasattr(r, "as_dict") else r for r in config["data"]["rewards"]]
     cli.trainer.callbacks.append(RateWriter(data))  # type: ignore[attr-defined]
+    # weights_only: a checkpoint from elsewhere must not run code. Predictions are written as they come, not collected.
     cli.trainer.predict(
         cli.model, datamodule=data, return_predictions=False, ckpt_path=options.ckpt_path, weights_only=True
     )

@@ -18,15 +18,16 @@ class AdditionPrompts(PromptSource):
     """Sums of non-negative integers, such as ``3+4=``.
 
     Args:
-        digits: digits of every operand, or ``[fewest, most]``. One digit is 0 to 9, two are 10 to 99, ``[1, 2]`` is
-            0 to 99.
-        operands: how many numbers are added, 2 to 26.
+        digits: number of digits of every operand, or ``[fewest, most]``. One digit is 0 to 9, two are 10 to 99,
+            ``[1, 2]`` is 0 to 99.
+        operands: number of operands of a sum, from 2 to 26.
         template: the question; the operands are ``{a}``, ``{b}``, ``{c}``, ... Left out: ``{a}+{b}=``, one letter an
             operand.
-        n: how many problems to draw, all different. Left out: every one, in counting order.
-        seed: order in which problems are drawn.
-        skip: leave out the first ones drawn: with equal ``seed``, ``n: 100`` and ``n: 100, skip: 100`` are disjoint.
-        name: of the source; the ids are ``name/3+4``.
+        n: number of problems to draw, all different. Left out: every one, in counting order.
+        seed: seed of the draw.
+        skip: number of problems to leave out, the first that are drawn: with equal ``seed``, ``n: 100`` and
+            ``n: 100, skip: 100`` are disjoint.
+        name: name of the source; the ids are ``name/3+4``.
 
     Raises:
         UserError: an argument out of range, or a template without the operands.
@@ -51,6 +52,7 @@ class AdditionPrompts(PromptSource):
         self.template = "+".join(f"{{{letter}}}" for letter in letters) + "=" if template is None else template
         _check_template(self.template, letters)
         self._letters = letters
+        # Of one digit 0 is a number too, of several none begins with 0.
         self._first = 0 if lowest == 1 else 10 ** (lowest - 1)
         self._count = 10**highest - self._first
         self.name, self.seed, self.n, self.skip = name, seed, n, skip
@@ -69,10 +71,12 @@ class AdditionPrompts(PromptSource):
             return list(itertools.product(range(self._first, self._first + self._count), repeat=operands))
         total = self._count**operands
         rng = random.Random(self.seed)
+        # Problems are drawn as numbers from 0 to total - 1, since the list of all of them may not fit into memory.
         if total <= sys.maxsize:
             drawn = rng.sample(range(total), self.skip + self.n)
         else:
             # random.sample takes no range longer than sys.maxsize. Among so many, drawing one twice is rare.
+            # A dict and not a set, because it keeps the order of the draw.
             distinct: dict[int, None] = {}
             while len(distinct) < self.skip + self.n:
                 distinct[rng.randrange(total)] = None
@@ -80,6 +84,7 @@ class AdditionPrompts(PromptSource):
         return [self._unrank(index) for index in drawn[self.skip :]]
 
     def _unrank(self, index: int) -> tuple[int, ...]:
+        # The index is read as a number whose digits, in the base of all values of an operand, are the operands.
         numbers = []
         for _ in self._letters:
             index, offset = divmod(index, self._count)

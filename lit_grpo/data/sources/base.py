@@ -1,4 +1,4 @@
-"""What a prompt source is: an indexed list of rows, before any template or tokenizer."""
+"""The interface of prompt sources: lists of rows, before any template or tokenizer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ class Row:
     """One question of a source."""
 
     id: str
+    """Id, unique in the source, under which a prompt's history is kept."""
     question: str
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns, which rewards see."""
     where: str = ""
     """File and line of the row, for messages about it."""
     source: str = ""
@@ -22,10 +24,10 @@ class Row:
 
 
 class PromptSource:
-    """Base class of all prompt sources. Order and shuffling are the data module's business.
+    """Base class of all prompt sources.
 
-    A source is cheap to construct: files are read, and checked whole, in ``rows``. Bad input raises
-    :class:`lit_grpo.errors.UserError` with file, line and remedy.
+    Order and shuffling are the data module's business. A source is cheap to construct: files are read, and checked
+    whole, in ``rows``. Bad input raises :class:`lit_grpo.errors.UserError` with file, line and remedy.
     """
 
     name: str = ""

@@ -19,7 +19,7 @@ class Benchmark:
 
     Attributes:
         dataset: name of the data set.
-        split: the split that is the test set, whatever it is called.
+        split: name of the split that is the test set, which some data sets call ``train``.
         question: column of the question.
         answer: column of the gold answer; a list is joined with commas.
         config: configuration of the data set, if it has several.
@@ -71,7 +71,7 @@ class BenchmarkPrompts(PromptSource):
         benchmark: one of gsm8k, math500, aime24, aime25, amc23, minerva, olympiadbench, college_math, gaokao2023.
         path: a JSONL file (gzip or not) with the columns ``prompt`` and ``answer`` instead of the hub's data set.
         revision: branch, tag or commit of the hub's data set; give a commit for numbers that can be compared.
-        limit: keep the first so many rows.
+        limit: number of rows to keep, the first ones.
 
     Raises:
         UserError: there is no benchmark of that name.
@@ -99,7 +99,7 @@ class BenchmarkPrompts(PromptSource):
 
 
 class _OnHub(HubPrompts):
-    """Rows as the hub has them, with the gold answer as one text."""
+    """The rows of a benchmark as the hub has them, with the gold answer as one text."""
 
     def __init__(self, benchmark: str, revision: str | None, limit: int | None) -> None:
         self.benchmark = BENCHMARKS[benchmark]
@@ -116,12 +116,14 @@ class _OnHub(HubPrompts):
 
     def records(self) -> Iterator[Record]:
         for record, where in super().records():
+            # A question without a gold answer can only be counted wrong, so it is left out.
             gold = gold_text(record.get(self.benchmark.answer))
             if gold is not None and gold.strip():
                 yield {**self._with_solution(record), self.benchmark.answer: gold}, where
 
     def _with_solution(self, record: Mapping[str, Any]) -> dict[str, Any]:
         answer = record.get(self.benchmark.answer)
+        # GSM8K's answer column holds whole solutions, which are kept beside the gold.
         whole = isinstance(answer, str) and "####" in answer
         return {**record, "solution": answer} if whole else dict(record)
 

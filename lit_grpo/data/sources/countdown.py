@@ -1,4 +1,4 @@
-"""Countdown problems, generated: given numbers and a target, find the expression. Every problem has a solution."""
+"""Countdown problems, generated so that each has a solution: an expression of given numbers that equals a target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPLATE = (
 )
 _SLOTS = ("{numbers}", "{target}")
 _MAX_DRAWS = 10_000
-"""Draws in a row without a new problem, after which it is taken that there are no more."""
+"""Draws in a row without a new problem after which it is assumed that there are no more."""
 
 
 class CountdownPrompts(PromptSource):
@@ -26,15 +26,16 @@ class CountdownPrompts(PromptSource):
     once. Row columns: ``nums`` (shuffled), ``target``, ``level`` (how many numbers), ``solution``.
 
     Args:
-        n: how many problems, all different.
-        numbers: how many numbers each has, or ``[fewest, most]``, all equally often: the level of difficulty. From 2
-            to 8.
+        n: number of problems, all different.
+        numbers: number of numbers in each problem, or ``[fewest, most]``, all equally often: the level of difficulty.
+            From 2 to 8.
         largest: numbers are from 1 to this.
         targets: ``[least, greatest]`` target; a target is never one of the numbers.
         template: the question, with ``{numbers}`` and ``{target}``.
-        seed: of the draw.
-        skip: leave out the first ones drawn: with equal ``seed``, ``n: 100`` and ``n: 100, skip: 100`` are disjoint.
-        name: of the source; the ids are ``name/number of the problem``.
+        seed: seed of the draw.
+        skip: number of problems to leave out, the first that are drawn: with equal ``seed``, ``n: 100`` and
+            ``n: 100, skip: 100`` are disjoint.
+        name: name of the source; the ids are ``name/number of the problem``.
 
     Raises:
         UserError: an argument out of range, or fewer such problems than are wanted.
@@ -45,7 +46,8 @@ class CountdownPrompts(PromptSource):
         n: int = 1000,
         numbers: int | list[int] = 3,
         largest: int = 99,
-        targets: list[int] = [10, 100],  # noqa: B006 - shown by --print_config, never changed
+        # A list and not a tuple, because --print_config shows the default as YAML; it is never changed.
+        targets: list[int] = [10, 100],  # noqa: B006
         template: str = TEMPLATE,
         seed: int = 0,
         skip: int = 0,
@@ -77,12 +79,15 @@ class CountdownPrompts(PromptSource):
         draw = random.Random(self.seed)
         seen: set[tuple[tuple[int, ...], int]] = set()
         rows: list[Row] = []
+        # The skipped problems are drawn too, so that those behind them are the same whatever is skipped.
         for number in range(self.skip + self.n):
             level = self._levels[number % len(self._levels)]
+            # Drawn until it fits: solving for a target would have to search all expressions.
             for _ in range(_MAX_DRAWS):
                 numbers = [draw.randint(1, self.largest) for _ in range(level)]
                 value, solution = _join(draw, numbers)
                 target = int(value)
+                # Sorted, since numbers in another order make the same problem.
                 problem = (tuple(sorted(numbers)), target)
                 if value == target and target in self._targets and target not in numbers and problem not in seen:
                     break
@@ -102,6 +107,7 @@ class CountdownPrompts(PromptSource):
 
 def _join(draw: random.Random, numbers: Sequence[int]) -> tuple[Fraction, str]:
     """Draw an expression that uses each number once; return its value and its text."""
+    # Fractions, so that 1 / 49 * 49 is exactly 1, which it is not in floating point.
     terms = [(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:
         (a, left), (b, right) = (terms.pop(draw.randrange(len(terms))) for _ in range(2))

@@ -13,7 +13,7 @@ from lit_grpo.errors import UserError
 
 
 class CsvPrompts(FileSource):
-    r"""A table with a header line, in UTF-8, gzip or not; a quoted field may span lines, as RFC 4180 has it.
+    r"""Questions in a CSV file with a header line, in UTF-8, gzip or not; a quoted field may span lines (RFC 4180).
 
     Every value is text: ``where: {level: 3}`` keeps the rows that say ``3``, and an empty field is a missing one.
 
@@ -35,9 +35,11 @@ class CsvPrompts(FileSource):
         start = 1
         try:
             for fields in table:
+                # A row may span lines, so its first line is the one behind the last line of the row before.
                 where = f"{self.path}:{start}"
                 start = table.line_num + 1
-                if not fields:  # an empty line
+                # The reader gives an empty line as a row without fields.
+                if not fields:
                     continue
                 if header is None:
                     header = self._header(fields, where)
@@ -69,4 +71,5 @@ class CsvPrompts(FileSource):
         return header
 
     def matches(self, value: Any, wanted: Any) -> bool:
+        # YAML reads 3 as a number, a CSV file has only text.
         return bool(value == str(wanted))

@@ -12,6 +12,7 @@ from typing import IO, cast
 
 from lit_grpo.errors import UserError
 
+# By content and not by name: a downloaded file may be packed whatever its name ends in.
 _GZIP_MAGIC = b"\x1f\x8b"
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -42,11 +43,10 @@ def unpacked(path: str, key: str) -> Iterator[IO[bytes]]:
 def text_lines(path: str, key: str) -> Iterator[tuple[int, bytes]]:
     """Yield number and bytes of each line, without a byte-order mark.
 
-    Only a line feed ends a line: text mode would also split at U+2028 inside a string.
-
     Raises:
         UserError: as :func:`unpacked`; or the file is UTF-16.
     """
+    # As bytes, so that only a line feed ends a line, and a line that is no UTF-8 can be named by its number.
     with unpacked(path, key) as content:
         for number, line in enumerate(content, start=1):
             if number == 1:
@@ -62,7 +62,7 @@ def text_lines(path: str, key: str) -> Iterator[tuple[int, bytes]]:
 
 
 def decoded(line: bytes, where: str) -> str:
-    """Decode a line.
+    """Decode a line of UTF-8.
 
     Raises:
         UserError: names the byte that is no UTF-8.
@@ -78,7 +78,7 @@ def decoded(line: bytes, where: str) -> str:
 
 
 def existing_file(path: str, key: str) -> Path:
-    """Return the path of an existing file.
+    """Check that a file exists, and return its path.
 
     Raises:
         UserError: the file is missing (names the most similar file beside it) or a folder.
@@ -89,6 +89,7 @@ def existing_file(path: str, key: str) -> Path:
     if file.is_dir():
         inside = ", ".join(_names(file)[:5]) or "none"
         raise UserError(f"{path} is a folder, not a file", where=key, remedy=f"name one of its files: {inside}")
+    # The nearest folder that is there: where a whole branch of the path is missing, that is the mistake to name.
     parent = next(p for p in [*file.absolute().parents] if p.is_dir())
     if parent != file.absolute().parent:
         raise UserError(

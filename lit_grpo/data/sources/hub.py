@@ -14,20 +14,20 @@ from urllib.parse import urlsplit
 from lit_grpo.data.sources.table import Record, TableSource, in_memory
 from lit_grpo.errors import UserError, nearest
 
+# Asked before the hub's own client, which would try for about twenty seconds to reach a hub that is not there.
 REACH_SECONDS = 3.0
 """Time after which a hub that does not accept a connection counts as unreachable."""
 
 
 class HubPrompts(TableSource):
-    """One row of one split is one question. Needs the extra ``hub`` (the package datasets).
+    """Questions in one split of a data set of the hub, one a row. Needs the extra ``hub`` (the package datasets).
 
-    Without network a copy in the cache is used. Where there is none, that is said at once: the hub's own client would
-    try for about twenty seconds first.
+    Without network a copy in the cache is used; where there is none, the run ends at once.
 
     Args:
         dataset: name on the hub, or path of a folder.
         config: name of the configuration, if the data set has several.
-        split: one split; slices such as ``train[:100]`` work too.
+        split: name of the split; slices such as ``train[:100]`` work too.
         revision: branch, tag or commit; give a commit for a run that can be repeated.
     """
 
@@ -72,6 +72,7 @@ class HubPrompts(TableSource):
             return "HF_HUB_OFFLINE is set"
         address = urlsplit(config.HF_ENDPOINT)
         port = address.port or (80 if address.scheme == "http" else 443)
+        # Behind a proxy the hub itself need not be reachable from here.
         if urllib.request.getproxies() or reachable(address.hostname or "", port):
             return None
         return f"{address.hostname} cannot be reached"
@@ -105,7 +106,7 @@ def reachable(host: str, port: int, seconds: float = REACH_SECONDS) -> bool:
             return
         opened.set()
 
-    # In a thread, because looking up a name has no time limit.
+    # In a thread, because looking up a name has no time limit; a daemon, so that it keeps no process alive.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -118,6 +119,7 @@ def _offline() -> Iterator[None]:
     import huggingface_hub.constants
     from datasets import config
 
+    # Both packages have read the environment variable when they were imported, so setting it now would do nothing.
     previous = config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
     config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:

@@ -12,7 +12,7 @@ from lit_grpo.errors import UserError
 
 
 class JsonlPrompts(FileSource):
-    """One JSON object a line, in UTF-8, gzip or not."""
+    """Questions in a JSON Lines file: one object a line, in UTF-8, gzip or not."""
 
     def records(self) -> Iterator[Record]:
         for number, line in text_lines(self.path, self.key):
@@ -36,7 +36,7 @@ def json_object(line: str, where: str) -> dict[str, Any]:
             remedy="each line must hold one whole object, {...}",
         ) from error
     except (RecursionError, ValueError) as error:
-        # Nested too deep, or a number of too many digits.
+        # JSON that is nested too deep, or holds a number of more digits than Python reads.
         raise UserError(f"the line cannot be read: {error}", where=where, remedy="mend or remove it") from error
     if not isinstance(value, dict):
         raise UserError(

@@ -9,7 +9,7 @@ from lit_grpo.data.sources.table import Record, TableSource, in_memory
 
 
 class InMemoryPrompts(TableSource):
-    """A list of mappings, checked like a file.
+    """Questions given as a list of mappings, which are checked like the rows of a file.
 
     Args:
         data: the rows, for instance ``[{prompt: "1+1=", answer: "2"}]``.

@@ -19,9 +19,9 @@ class MixedPrompts(PromptSource):
     with a large weight is seen more often. Ids begin with the name of their source.
 
     Args:
-        sources: of distinct names (each has the argument ``name``).
-        weights: one for each source; their ratios count: ``[3, 1]`` is three of the first to one of the second. None:
-            all rows are shuffled together, so every source has the share of its size.
+        sources: the sources to mix, of distinct names (each has the argument ``name``).
+        weights: one weight for each source, of which only the ratios count: ``[3, 1]`` is three of the first to one of
+            the second. None: all rows are shuffled together, so every source has the share of its size.
         name: name of the mixture.
     """
 
@@ -64,5 +64,6 @@ class MixedPrompts(PromptSource):
 
     @staticmethod
     def _named(row: Row, source: str) -> Row:
+        # Some sources begin their ids with their name already, and a benchmark's id must not become name/name/number.
         identity = row.id if row.id.startswith(f"{source}/") else f"{source}/{row.id}"
         return replace(row, id=identity, source=source)

@@ -12,7 +12,7 @@ from lit_grpo.errors import UserError
 
 
 class ParquetPrompts(FileSource):
-    """One row of the table is one question. A file packed with gzip as a whole is unpacked in memory."""
+    """Questions in a Parquet file, one a row; a file that is packed with gzip as a whole is unpacked in memory."""
 
     def records(self) -> Iterator[Record]:
         import pyarrow

@@ -1,4 +1,4 @@
-"""Generated problems of the package reasoning-gym: one source for all of its tasks."""
+"""Problems that the package reasoning-gym generates: one source for all of its tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.errors import UserError, nearest
 
 COLUMN = "reasoning_gym"
-"""Column of a row with the task and its whole entry, which :class:`lit_grpo.rewards.ReasoningGymReward` needs."""
+"""Column of a row that holds the task's name and its whole entry, for :class:`lit_grpo.rewards.ReasoningGymReward`."""
 
 
 class ReasoningGymPrompts(PromptSource):
@@ -19,10 +19,10 @@ class ReasoningGymPrompts(PromptSource):
 
     Args:
         task: name of the task, such as ``leg_counting``.
-        n: how many problems.
-        seed: of the problems; another seed gives other ones.
-        config: further settings of the task, for instance ``{min_animals: 3}``; they set its difficulty.
-        name: of the source; the task's name if left out. The ids are ``name/seed/number``.
+        n: number of problems.
+        seed: seed of the problems; another one gives other problems.
+        config: further settings of the task, for instance ``{min_animals: 3}``, which set its difficulty.
+        name: name of the source; the task's name if left out. The ids are ``name/seed/number``.
 
     Raises:
         UserError: the package is missing, or has no such task or setting.
@@ -61,6 +61,7 @@ class ReasoningGymPrompts(PromptSource):
             )
         try:
             return reasoning_gym.create_dataset(self.task, size=self.n, seed=self.seed, **self.config)
+        # The tasks check their settings with assert, and a dataclass refuses an unknown one with TypeError.
         except (TypeError, ValueError, AssertionError) as error:
             settings = [name for name in DATASETS[self.task][1].__dataclass_fields__ if name not in ("seed", "size")]
             raise UserError(

@@ -12,9 +12,10 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.errors import UserError, nearest
 
 Record = tuple[Mapping[str, Any], str]
-"""Columns of one row, and the file and line (or row) they stand in."""
+"""The columns of one row, and the file and line (or row) that they stand in."""
 
 _ANSWER, _ID = "answer", "id"
+# None cannot stand for a column that is not there, since a column may hold null.
 _MISSING = object()
 
 
@@ -31,8 +32,8 @@ class TableSource(PromptSource):
             column and the last match counts: ``'####\s*(.+)'`` for GSM8K as published. None: the column as it is.
         id_column: column of an id that is unique in the source. None: the column ``id`` if it is there, else
             ``name/number of the row``.
-        where: keep the rows whose columns equal these values, for instance ``{lang: en}``.
-        limit: keep the first so many rows, counted after ``where``.
+        where: values that the columns of a row must have for it to be kept, for instance ``{lang: en}``.
+        limit: number of rows to keep, the first ones, counted after ``where``.
         name: name of the source. None: that of the file or data set.
 
     Every other column goes into ``Row.extra``.
@@ -96,6 +97,7 @@ class TableSource(PromptSource):
         seen: dict[str, str] = {}
         number = 0
         for number, (record, where) in enumerate(self.records(), start=1):
+            # Of the first row only: in JSON a later row may leave out a column that has no value.
             if number == 1:
                 self._check_columns(record, where)
             if not all(self.matches(value_of(record, column), value) for column, value in self.where.items()):
@@ -109,6 +111,7 @@ class TableSource(PromptSource):
                 )
             seen[row.id] = where
             rows.append(row)
+            # Reading ends here, so a small limit makes a large file quick.
             if len(rows) == self.limit:
                 break
         if not rows:
@@ -118,6 +121,7 @@ class TableSource(PromptSource):
 
     def _check_columns(self, record: Mapping[str, Any], where: str) -> None:
         needed = [self.question_column, *self.where]
+        # The default may be missing from data without answers; a column that the user has named may not.
         if self.answer_column not in {None, _ANSWER}:
             needed.append(str(self.answer_column))
         if self.id_column is not None:
@@ -177,7 +181,7 @@ class TableSource(PromptSource):
 
 
 class FileSource(TableSource):
-    """Base class of tables in one file.
+    """Base class of sources whose rows stand in one file.
 
     Args:
         path: path of the file. A gzip file is known by its first bytes, whatever its name.
@@ -199,6 +203,7 @@ class FileSource(TableSource):
 
 def value_of(record: Mapping[str, Any], column: str, default: Any = None) -> Any:
     """Return the value of a column: of that very name, or else along the dots of its name."""
+    # A column whose own name has a dot comes before a path of that spelling.
     if column in record:
         return record[column]
     value: Any = record
@@ -213,13 +218,19 @@ def value_of(record: Mapping[str, Any], column: str, default: Any = None) -> Any
 
 
 def _is_missing(value: Any) -> bool:
+    # pandas writes a missing value as NaN.
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _text(value: Any, column: str, where: str, what: str) -> str:
-    """Return a column as text. Whole and decimal numbers are written out; anything else would be a guess."""
+    """Return a column as text, with numbers written out.
+
+    Raises:
+        UserError: the value is neither text nor a finite number.
+    """
     if isinstance(value, str):
         return _encodable(value, column, where)
+    # bool is a subclass of int; how true, a list or a mapping is to be written as an answer would be a guess.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     raise UserError(

@@ -8,15 +8,15 @@ from lit_grpo.data.sources.addition import AdditionPrompts
 from lit_grpo.data.sources.base import Row
 
 ALPHABET = "0123456789+=:c"
-"""Every character of questions and answers, for the character tokenizer."""
+"""All characters of questions and answers, for the character tokenizer."""
 ANSWER = r":(\d+)$"
-"""The answer in a completion of either form, for :class:`lit_grpo.rewards.ExactMatch`."""
+"""Pattern of the answer in a completion of either form, for :class:`lit_grpo.rewards.ExactMatch`."""
 MAX_NEW_TOKENS = 24
-"""Twice the long form: a policy whose completions grow has somewhere to grow to."""
+"""Length limit of a completion: about twice the long form, so that lengths have room to grow."""
 
 
 class TwoFormAddition(AdditionPrompts):
-    """Sums of two numbers from 10 to 99, such as ``27+15=``.
+    """Sums of two numbers from 10 to 99, such as ``27+15=``, with a short and a long form of answer.
 
     An answer ends in a colon and the sum. It may be given at once, ``:42``, or after the sum of the units and what they
     carry, ``7+5=12c1:42``. Row columns ``short`` and ``long`` hold both, for supervised training. With the end token
@@ -24,10 +24,11 @@ class TwoFormAddition(AdditionPrompts):
     short form is quick, the long form easier to get right.
 
     Args:
-        n: how many problems to draw, all different. Left out: all 8,100.
-        seed: order in which problems are drawn.
-        skip: leave out the first ones drawn: with equal ``seed``, ``n: 100`` and ``n: 100, skip: 100`` are disjoint.
-        name: of the source; the ids are ``name/27+15``.
+        n: number of problems to draw, all different. Left out: all 8,100.
+        seed: seed of the draw.
+        skip: number of problems to leave out, the first that are drawn: with equal ``seed``, ``n: 100`` and
+            ``n: 100, skip: 100`` are disjoint.
+        name: name of the source; the ids are ``name/27+15``.
 
     Raises:
         UserError: an argument out of range.

@@ -21,7 +21,7 @@ _MAX_PROGRAM_LENGTH = 200_000
 
 
 class CodeReward(Reward):
-    """1 if the program in the completion passes all its tests, else 0; with ``partial``, the share that it passes.
+    """Reward of 1 if the program in the completion passes all its tests, else 0; with ``partial``, the share passed.
 
     The program is the last closed Python code block (three backticks). Columns of the prompt's row hold the tests:
 
@@ -69,6 +69,7 @@ class CodeReward(Reward):
         for key, value in (("limit", limit), ("memory", memory), ("workers", 1 if workers is None else workers)):
             if not (value > 0 and math.isfinite(value)):
                 raise UserError(f"{key} is {value}", where=f"CodeReward.{key}", remedy="give a positive number")
+        # Tried now, so that a machine without the sandbox ends the run before any model is loaded.
         missing = sandbox.check()
         if missing and not unprotected:
             raise UserError(
@@ -81,11 +82,13 @@ class CodeReward(Reward):
             warnings.warn(f"CodeReward runs programs WITHOUT a whole sandbox: {missing}", stacklevel=2)
         self._limit, self._memory, self._partial, self._partly = limit, memory * 1024**2, partial, bool(missing)
         self._tests, self._cases = tests, cases
-        # The worker keeps its own time; the pool's limit is for a worker that is lost.
+        # The worker keeps its own time; the pool's limit is for a worker that is lost. Workers see next to none of the
+        # environment, which may hold keys.
         self._pool = WorkerPool(code_worker.run, limit=limit + 5.0, workers=workers, environment=False)
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         programs = [program_in(item.text) for item in batch]
+        # A job is made even without a program: a row with bad tests is found whatever the policy wrote.
         jobs = {i: self._job(item, programs[i] or "") for i, item in enumerate(batch)}
         futures = dict(
             zip(

@@ -27,6 +27,7 @@ def candidate(channel: Connection, script: bool) -> None:
     if script:
         try:
             exec(compile(source, "solution.py", "exec"), names)
+        # A program may end itself with exit(), which is a success unless it gives a code.
         except SystemExit as error:
             _leave(0 if error.code in (None, 0) else 1)
         except BaseException:
@@ -64,6 +65,7 @@ def candidate(channel: Connection, script: bool) -> None:
 
 
 def _leave(code: int) -> None:
+    # os._exit skips what the program has registered for its end, and with it the flush of what it has printed.
     try:
         sys.stdout.flush()
     finally:
@@ -71,16 +73,16 @@ def _leave(code: int) -> None:
 
 
 class Remote:
-    """Stand-in for an object of the candidate that is no plain data.
+    """Stand-in for an object of the candidate that is no plain data, whose method calls are sent to the candidate."""
 
-    Calls of its methods are sent to the candidate. It equals nothing but itself: the candidate's own ``__eq__`` may be
-    one that is always true.
-    """
+    # It has no __eq__ that asks the candidate, whose own may always be true: it equals nothing but itself.
 
     def __init__(self, ask: Callable[..., Any], handle: int) -> None:
         self.__ask, self.__handle = ask, handle
 
     def __getattr__(self, name: str) -> Any:
+        # Special methods that this class does not define are absent: Python looks for them by itself, on every copy or
+        # comparison, and the candidate must not be asked.
         if name.startswith("__"):
             raise AttributeError(name)
         ask, handle = self.__ask, self.__handle
@@ -157,7 +159,8 @@ def _no_handles(value: Any) -> int:
 
 
 def _update(mine: Any, theirs: Any) -> None:
-    """Repeat what a call did to a list, dict or set that it was given: tests may look at it afterwards."""
+    """Repeat what a call did to a list, dict or set that it was given."""
+    # The candidate changed its copy of it, and a test may look at its own afterwards.
     if isinstance(mine, list) and isinstance(theirs, list) and mine != theirs:
         mine[:] = theirs
     elif isinstance(mine, (dict, set)) and isinstance(theirs, type(mine)) and mine != theirs:
@@ -175,6 +178,7 @@ def _passes(test: str, entry: str | None, ask: Callable[..., Any]) -> bool:
         if entry and callable(names.get("check")):
             names["check"](names[entry])
         return _run_collected({key: value for key, value in names.items() if key not in injected})
+    # Whatever it raises, SystemExit too: a test that does not run to its end has not passed.
     except BaseException:
         return False
 

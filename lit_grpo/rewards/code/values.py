@@ -1,7 +1,7 @@
-"""Plain values as text, between a process that is not trusted and one that is.
+"""Messages of plain values between a process that is not trusted and one that is.
 
-Never pickle, and never an object of theirs: unpickling runs code that the sender chooses. What cannot be written as
-plain data becomes a handle, whose methods the other side can call. Standard library only.
+They are text and never pickles, because unpickling runs code that the sender chooses. What cannot be written as plain
+data becomes a handle, whose methods the other side can call. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_BYTES = 4_000_000
-"""Length of the longest message."""
+"""Length of the longest message, in bytes."""
 _MAX_ITEMS = 200_000
 _PLAIN_INT = 1 << 53
 
 
-class Unplain(Exception):  # noqa: N818 - it is an answer, not an error of ours
-    """The value cannot be sent."""
+# Not named an error: it is an answer about a value of the candidate's, no fault of this program.
+class Unplain(Exception):  # noqa: N818
+    """Answer to a value that cannot be sent as plain data."""
 
 
 def pack(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
@@ -30,10 +31,12 @@ def pack(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
     Raises:
         Unplain: it is no plain data and there is no ``keep``, or it is an iterator without end.
     """
+    # A subclass of str is brought back to str itself, past whatever __str__ it defines.
     if value is None or isinstance(value, (bool, str)):
         return value if type(value) in (bool, str, type(None)) else str.__str__(value)
     if isinstance(value, int):
         number = int(value)
+        # Long ones in hexadecimal, because Python refuses to read or write more than 4,300 decimal digits.
         return number if -_PLAIN_INT < number < _PLAIN_INT else {"i": hex(number)}
     if isinstance(value, float):
         return {"f": float(value).hex()}
@@ -50,6 +53,7 @@ def pack(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
             return {tag: [pack(item, keep) for item in value]}
     if keep is None:
         raise Unplain(f"{type(value).__name__} is not plain data")
+    # A generator is run to its end on this side; one without end is given up after _MAX_ITEMS.
     if hasattr(value, "__next__"):
         items = []
         for item in value:
@@ -93,7 +97,7 @@ def unpack(packed: Any, handle: Callable[[int], Any]) -> Any:
 
 
 def write(message: Any) -> bytes:
-    """Encode a message.
+    """Encode a message as JSON.
 
     Raises:
         Unplain: it is too long.
@@ -105,5 +109,5 @@ def write(message: Any) -> bytes:
 
 
 def read(text: bytes) -> Any:
-    """Decode a message."""
+    """Decode a message of :func:`write`."""
     return json.loads(text)

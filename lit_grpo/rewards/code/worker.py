@@ -23,11 +23,12 @@ from lit_grpo.rewards.code import roles, values
 from lit_grpo.rewards.isolation.sandbox import Limits, confine
 
 _MAX_OUTPUT_BYTES = 1_000_000
+# Between the end of its output and its exit a program needs a moment, or it would be killed and counted as failed.
 _EXIT_GRACE_SECONDS = 0.05
 
 
 class Job(TypedDict):
-    """One program and its tests."""
+    """A program with its tests, as a worker gets it."""
 
     source: str
     tests: list[str]
@@ -40,17 +41,17 @@ class Job(TypedDict):
     memory: int
     """Bytes of address space for each process."""
     partly: bool
-    """Run without the layers of the sandbox that this machine lacks."""
+    """True to run without the layers of the sandbox that this machine lacks."""
 
 
 class _ProcessFactory:
-    """The process that forks candidates, as the worker sees it: one message to spawn, one to kill."""
+    """Worker's handle of the process that forks candidates: one message to spawn, one to kill."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             descriptor = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
-            # The worker's connection to the pool is among them.
+            # Among the files that are closed is the worker's connection to the pool, on which a candidate could answer.
             os.closerange(4, 65_536)
             _serve_spawns(socket.socket(fileno=descriptor))
         theirs.close()
@@ -63,7 +64,7 @@ class _ProcessFactory:
             files: channel of the candidate and, for a script, standard input and output.
             limits: resources that the candidate may use.
             script: run the program as a script, not as a module whose functions are called.
-            partly: see :class:`Job`.
+            partly: True to run without the layers of the sandbox that this machine lacks.
         """
         message = b"f" + struct.pack("qqqbb", *limits, script, partly)
         socket.send_fds(self._control, [message], files)
@@ -116,6 +117,7 @@ def _serve_spawns(control: socket.socket) -> NoReturn:
 
 def _become_candidate(files: list[int], limits: Limits, script: bool, partly: bool) -> None:
     channel = _keep_only(files)
+    # The candidate inherits the handlers of the process that forks it, and is to have none of them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     confine(limits, partly=partly)
@@ -155,6 +157,7 @@ def run(job: Job) -> dict[str, Any]:
         ``passed`` and ``total`` tests, ``timed_out``, and ``error``: why the program could not be loaded, or "".
     """
     deadline = time.monotonic() + job["seconds"]
+    # A second more of CPU time than on the clock: the clock, which can name a timeout, is to end the program first.
     limits = Limits(job["memory"], int(job["seconds"]) + 1)
     if job["cases"]:
         return _run_cases(job, limits, deadline)
@@ -184,6 +187,7 @@ def _run_tests(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
                 if left <= 0 or not wait([results], left):
                     result["timed_out"] = True
                     break
+                # Only the test runner writes here, so the candidate cannot report a test as passed.
                 message = values.read(results.recv_bytes(10_000))
                 if "load" in message:
                     result["error"] = message["load"]
@@ -241,7 +245,8 @@ def _run_script(job: Job, stdin: str, limits: Limits, deadline: float) -> tuple[
 def _wait_for_exit(candidate: int, until: float) -> int:
     assert _process_factory is not None
     while time.monotonic() < until:
-        # The candidate is a child of the factory, which alone can wait for it. Its end shows in /proc, as state Z.
+        # The candidate is a child of the factory, which alone can wait for it. To everyone its end shows in /proc, as
+        # state Z.
         with contextlib.suppress(OSError), open(f"/proc/{candidate}/stat", "rb") as file:  # noqa: PTH123
             if file.read().rpartition(b")")[2].split()[:1] == [b"Z"]:
                 break
@@ -271,6 +276,7 @@ def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float) -> st
                     return None
                 for key, _ in selector.select(left):
                     if key.fd == in_write:
+                        # A program that ends without having read its input breaks the pipe, which is no failure.
                         try:
                             stdin = stdin[os.write(in_write, stdin[:65_536]) :] if stdin else stdin
                         except OSError:

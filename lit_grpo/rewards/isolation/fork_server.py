@@ -24,8 +24,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+# A result this short is written in one piece, so the pool never waits for the rest of a message.
 MAX_BYTES = 16_000
-"""Length of the longest result: it is written in one piece, so that the pool never waits for the rest of a message."""
+"""Length of the longest result, in bytes."""
 
 _POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +46,8 @@ def main(control_fd: int, parent: int) -> None:
         die_with_parent = _die_with_parent()
         children: set[int] = set()
         try:
+            # A closed socket tells of the pool's end at once; a new parent tells of it even where another process holds
+            # a copy of the socket.
             while os.getppid() == parent:
                 _reap(children)
                 if not messages.poll(_POLL_SECONDS):
@@ -96,6 +99,7 @@ def _serve(
     except (EOFError, OSError):
         pass
     finally:
+        # Not sys.exit: the copy must not run what its parent has registered to do at its own exit.
         os._exit(0)
 
 
@@ -118,6 +122,7 @@ def _limit(memory: int | None) -> None:
         import resource
     except ImportError:
         return
+    # A worker that crashes must not leave a file of its whole memory behind.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -33,19 +33,21 @@ _START_SECONDS = 120.0
 
 
 class PoolError(RuntimeError):
-    """The workers cannot be started at all."""
+    """Error for workers that cannot be started at all."""
 
 
 class Outcome(NamedTuple):
-    """Result of one item."""
+    """Outcome of one item: what the function returned, or why it returned nothing."""
 
     status: Literal["ok", "timeout", "error", "crash"]
-    """``error``: the function raised. ``crash``: the worker died of itself (segfault, ``os._exit``, out of memory)."""
+    """``ok``: the function returned. ``timeout``: its worker was killed at the limit. ``error``: the function raised.
+    ``crash``: the worker died of itself (segfault, ``os._exit``, out of memory)."""
     value: Any = None
     """Return value of the function; None where it returned nothing."""
     seconds: float = 0.0
     """Time from the moment a worker took the item."""
     error: str = ""
+    """What went wrong, for a person to read; empty for ``ok`` and ``timeout``."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Runs a pure function on picklable items in parallel, each within a hard time limit.
+    """Pool that runs a pure function on picklable items in parallel, each within a hard time limit.
 
     Safe to use from any thread, from several at once, from asyncio (``run_in_executor``), and in forked or spawned
     processes: a copy in another process starts workers of its own. Processes start with the first item and die with
@@ -165,6 +167,7 @@ class WorkerPool:
         self._thread = None
         self._closing = False
         self._start_requested = False
+        # A pipe, because the dispatcher waits for it and for all workers in one call.
         self._wakeup_reader, self._wakeup_writer = Pipe(duplex=False)
         os.set_blocking(self._wakeup_writer.fileno(), False)
         self._fork_server: subprocess.Popen[bytes] | None = None
@@ -194,7 +197,7 @@ class WorkerPool:
         except BaseException as raised:
             error = raised if isinstance(raised, PoolError) else PoolError(f"the worker pool stopped: {raised!r}")
         self._stop("the pool was closed", error)
-        # From here on a new item starts a new thread.
+        # Under one lock, so that an item either is among those answered below or starts a new thread.
         with self._lock:
             left = list(self._tasks)
             self._tasks.clear()
@@ -253,6 +256,7 @@ class WorkerPool:
         except (EOFError, OSError, ValueError, TypeError, AttributeError):
             outcome = Outcome("crash", seconds=seconds, error="the worker process died")
         _finish(worker, outcome)
+        # A worker that ran into its memory limit may still be near it, and would fail items that are not at fault.
         if (
             outcome.status == "crash"
             or outcome.error.startswith("MemoryError")
@@ -373,7 +377,7 @@ def _finish(worker: _Worker, outcome: Outcome, error: PoolError | None = None) -
 
 
 def _answer(task: _Task, outcome: Outcome, error: PoolError | None = None) -> None:
-    # The caller may have cancelled the future.
+    # A future that its caller has cancelled takes no result.
     with contextlib.suppress(InvalidStateError):
         if error is None:
             task.future.set_result(outcome)
@@ -381,6 +385,7 @@ def _answer(task: _Task, outcome: Outcome, error: PoolError | None = None) -> No
             task.future.set_exception(error)
 
 
+# Weak references, so that the list of all pools keeps none of them alive.
 _POOLS: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
@@ -389,5 +394,7 @@ def _forget_all() -> None:
         pool._forget()
 
 
+# A forked child inherits the sockets but not the dispatcher's thread: nothing would answer it, and what it read would
+# be missing in its parent.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)

@@ -1,4 +1,6 @@
-"""The sandbox: confines this process for good before it runs code that nobody has read. Linux, standard library alone.
+"""The sandbox, which confines a process for good before it runs code that nobody has read.
+
+It needs Linux and the standard library alone.
 
 Four layers, none of which needs privileges, and all of which work in a container with Docker's default profile:
 
@@ -27,12 +29,12 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Resources that a confined process may use."""
+    """Limits of the resources that a confined process may use."""
 
     memory: int
-    """Bytes of address space."""
+    """Bytes of address space that the process may map."""
     cpu: int
-    """Seconds of CPU time."""
+    """Seconds of CPU time after which the kernel ends the process."""
     open_files: int = 64
 
 
@@ -63,9 +65,10 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
 _PRLIMIT, _IOCTL, _FCNTL, _CAPSET = (302, 261), (16, 29), (72, 25), (126, 91)
 _IOCTLS = (0x5401, 0x541B, 0x5451, 0x5421)
-"""TCGETS, FIONREAD, FIOCLEX, FIONBIO."""
+"""Requests that ``ioctl`` may make: TCGETS, FIONREAD, FIOCLEX, FIONBIO."""
+# Not F_SETOWN and F_SETSIG, which make the kernel send signals to other processes.
 _FCNTLS = (0, 1, 2, 3, 4, 1030)
-"""Duplicate, flags. Not F_SETOWN and F_SETSIG: they make the kernel send signals to other processes."""
+"""Commands that ``fcntl`` may give: to duplicate a descriptor, and to read and set flags."""
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020080
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -89,6 +92,7 @@ def confine(limits: Limits, *, partly: bool = False) -> list[str]:
     """
     missing: list[str] = []
     libc = ctypes.CDLL(None, use_errno=True)
+    # The filter comes last, because it refuses the very calls that put on the other layers.
     for layer in (_limit, _drop_privileges, _close_file_system, _filter_calls):
         try:
             layer(libc, limits)
@@ -125,6 +129,7 @@ def _limit(libc: ctypes.CDLL, limits: Limits) -> None:
         (resource.RLIMIT_AS, limits.memory),
     ):
         hard = resource.getrlimit(what)[1]
+        # Without privileges a hard limit can only be lowered; raising one that is lower already would fail.
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(what, (value, value))
 
@@ -141,6 +146,7 @@ def _drop_privileges(libc: ctypes.CDLL, limits: Limits) -> None:
 
 
 def _close_file_system(libc: ctypes.CDLL, limits: Limits) -> None:
+    # Each version of the kernel's interface handles more rights, and an older one refuses bits it does not know.
     version = _check(libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = (1 << 13) - 1
     for since, bit in ((2, 13), (3, 14), (5, 15)):
@@ -173,7 +179,7 @@ def _filter_calls(libc: ctypes.CDLL, limits: Limits) -> None:
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
     buffer = ctypes.create_string_buffer(header, len(header))
-    # PR_SET_SECCOMP, SECCOMP_MODE_FILTER; allowed without privileges once no_new_privs is set
+    # PR_SET_SECCOMP and SECCOMP_MODE_FILTER, which need no privileges once no_new_privs is set.
     _check(libc.prctl(22, 2, buffer, 0, 0), "seccomp")
 
 
@@ -185,6 +191,7 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 def filter_program(pid: int) -> bytes:
     """Assemble the BPF program of the filter, for a process of this id."""
     index, architecture = _architecture()
+    # The numbers of the calls hold for one architecture alone, so a call by another one's ends the process.
     program: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, architecture),
@@ -206,16 +213,18 @@ def filter_program(pid: int) -> bytes:
         when(numbers[index], [allow])
     # A filter cannot see the flags of clone3, which lie in memory; without it the C library falls back to clone.
     when(_CLONE3[index], [(_RETURN, 0, 0, _NO_CALL)])
+    # Threads may be started, processes not.
     when(
-        _CLONE[index],  # threads, no processes
+        _CLONE[index],
         [(_LOAD, 0, 0, _ARGUMENTS), (_BITS, 1, 0, _CLONE_NEW), (_BITS, 1, 0, _CLONE_THREAD), refuse, allow],
     )
     when(_KILL[index], only(0, (pid,)))
     when(_TGKILL[index], only(0, (pid,)))
     when(_IOCTL[index], only(1, _IOCTLS))
     when(_FCNTL[index], only(1, _FCNTLS))
+    # Limits may be read, not changed: both halves of the pointer to new ones must be null.
     when(
-        _PRLIMIT[index],  # look, do not change: the pointer to new limits is null, both halves
+        _PRLIMIT[index],
         [
             (_LOAD, 0, 0, _ARGUMENTS + 16), (_EQUAL, 0, 3, 0),
             (_LOAD, 0, 0, _ARGUMENTS + 20), (_EQUAL, 0, 1, 0), allow, refuse,
@@ -231,6 +240,7 @@ def check() -> str:
 
     if sys.platform != "linux":
         return "the sandbox needs Linux"
+    # In a process of its own, since confinement has no way back; -I and -S leave the user's modules out of it.
     command = [sys.executable, "-I", "-S", __file__]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 0 and done.stdout.strip() == "confined":
@@ -261,7 +271,8 @@ def _try_to_get_out() -> None:
 
 
 if __name__ == "__main__":
-    import socket  # noqa: F401 - no longer to be read afterwards
+    # Imported before it is needed, because a confined process can no longer read the module.
+    import socket  # noqa: F401
 
     confine(Limits(memory=1 << 30, cpu=10))
     _try_to_get_out()

@@ -50,6 +50,7 @@ _FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "sec", "csc",
 _OPTION = re.compile(r"(?:option|choice|choose|answer|is|select|pick)\s*:?\s*(?:\\text\{)?[*(]*([A-J])[)}*]*\s*$")
 _LONE_OPTION = re.compile(r"^[\s*(]*([A-J])[\s).*]*$")
 
+# These bounds keep the search linear in a completion of any length and content.
 _LONGEST_CLAUSE = 2_000
 _WINDOW = 50_000
 """Number of characters from the end in which "answer is" is looked for; a box counts wherever it stands."""
@@ -69,6 +70,7 @@ def final_answer(text: str, kind: Kind = "other", truncated: bool = False) -> st
     """
     text = _before_next_question(text)
     boxed, found = _last_box(text)
+    # A box that is not closed is no answer, and an earlier one no longer the final one.
     if found:
         return boxed
     anchored = _after_last_anchor(text, kind)
@@ -86,6 +88,7 @@ def gold_answer(gold: str) -> str:
 
 
 def _before_next_question(text: str) -> str:
+    # Cut only behind an answer: before one, a line that begins with "Question:" still belongs to this solution.
     for cut in itertools.islice(_NEXT_QUESTION.finditer(text), _MAX_NEXT_QUESTIONS):
         if _BOX.search(text, 0, cut.start()) or _ANCHOR.search(text, max(0, cut.start() - _WINDOW), cut.start()):
             return text[: cut.start()]
@@ -143,7 +146,8 @@ def _after_last_anchor(text: str, kind: Kind) -> str | None:
     for anchor in reversed(anchors[-5:]):
         rest = text[anchor.end() : anchor.end() + _LONGEST_CLAUSE].lstrip(" \t\n*:：")
         answer = _first_clause(rest, kind)
-        if answer and not (anchor[0] == "####" and _is_prose(rest.partition("\n")[0])):  # a heading, not an answer
+        # Prose behind #### is a heading of level four, not an answer.
+        if answer and not (anchor[0] == "####" and _is_prose(rest.partition("\n")[0])):
             return answer
     return None
 
@@ -173,7 +177,8 @@ def _first_clause(text: str, kind: Kind) -> str | None:
         numbers = list(_NUMBER.finditer(tail))
         if numbers:
             return _joined(tail, numbers) or _with_unit(tail, numbers[0])
-    bare = _LEADING_WORDS.sub("", clause, count=1)  # the interval [1, 2]
+    # "the interval [1, 2]" is [1, 2].
+    bare = _LEADING_WORDS.sub("", clause, count=1)
     return clause if _is_prose(bare) else bare
 
 
@@ -200,7 +205,7 @@ def _end_of_last_sentence(text: str, kind: Kind) -> str | None:
         numbers = list(_NUMBER.finditer(sentence))
         finished = bool(_FINISHED.search(tail))
         if not numbers or not (finished or len(sentence[numbers[-1].end() :].split()) <= 2):
-            # The sentence breaks off behind its last number.
+            # The sentence breaks off behind its last number, so that number may be one on the way.
             return None
         return _joined(sentence, numbers) or _with_unit(sentence, numbers[-1])
     said = re.split(r"\b(?:is|are|equals)\b|:", sentence)[-1].strip()
@@ -212,7 +217,8 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _joined(clause: str, numbers: list[re.Match[str]]) -> str | None:
-    """Join numbers that are offered with "or" into a list: a guess among many is no answer."""
+    """Join numbers that are offered with "or" into a list; None if there are none."""
+    # As a list it is wrong against a single gold: a guess among many is no answer.
     for before, after in itertools.pairwise(numbers):
         if re.fullmatch(r"[\s,$]*(?:or|或)[\s,$]*", clause[before.end() : after.start()]):
             return ", ".join(n[0] for n in numbers)

@@ -31,17 +31,19 @@ from lit_grpo.rewards.math.text import (
 
 Symbolic = Callable[[str, str], bool]
 
+# Lists are compared item by item, in any order and within each other: without bounds a hostile answer could go on.
 _MAX_ITEMS = 60
 _MAX_DEPTH = 8
 
 
 class _UndecidedError(Exception):
-    """Raised where the written form does not decide."""
+    """Signal that the written form does not decide."""
 
 
 def grade_quickly(gold: str, answer: str) -> bool | None:
     """Return the verdict on two raw answers, or None where SymPy has to decide."""
 
+    # An exception and not a value, because the question may come up deep inside a list of intervals.
     def give_up(gold: str, answer: str) -> bool:
         raise _UndecidedError
 
@@ -52,7 +54,7 @@ def grade_quickly(gold: str, answer: str) -> bool | None:
 
 
 def grade(pair: tuple[str, str]) -> bool:
-    """Return the verdict on (gold, answer). May not return at all, see the head of the module."""
+    """Return the verdict on a pair of gold and answer; on hostile input it may never return."""
     from lit_grpo.rewards.math.symbolic import symbolically_equal
 
     return _grade(*pair, symbolically_equal)
@@ -100,6 +102,7 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     if _squeeze(gold) == _squeeze(answer):
         return True
     option = as_option(gold)
+    # A lone letter as gold is an option, and would be a variable to SymPy.
     if option:
         return as_option_with_value(answer) == option
     by_words = _agree_in_words(gold, answer)
@@ -122,7 +125,8 @@ def _agree(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool:
     if "tuple" in (g.kind, a.kind):
         return _agree_as_tuples(g, a, gold, answer, symbolic, depth)
     if "one" in (g.kind, a.kind) and _ORDER.search(gold if g.kind == "one" else answer) and r"\cup" in gold + answer:
-        return symbolic(gold, answer)  # |x| > 2 against a union
+        # |x| > 2 against a union of two intervals is one set, which only SymPy sees.
+        return symbolic(gold, answer)
     return _agree_unordered(g.items, a.items, symbolic, depth)
 
 
@@ -132,7 +136,7 @@ def _squeeze(text: str) -> str:
 
 
 _LEAD = re.compile(r"(?:[A-Za-z]+ ){1,6}(?:is|are|equals)\s*:? (?=\S)")
-"""Words in a box before the answer, as in "The answer is 17"."""
+"""Pattern of words in a box before the answer, as in "The answer is 17"."""
 
 
 def _agree_in_words(gold: str, answer: str) -> bool | None:
@@ -164,7 +168,7 @@ class _Parts(NamedTuple):
     """``one``, ``many`` (list, set or union, in any order) or ``tuple`` (interval, point or vector, in order)."""
     items: list[str]
     brackets: str = ""
-    """Opening and closing bracket of a tuple."""
+    """Opening and closing bracket of a tuple; empty for everything else."""
 
 
 _CONJUNCTION = re.compile(r"\s*[,;]?(?:\s+(?:and|or)\s+|\s*[和或]\s*|\s*\\l?or(?![a-zA-Z])\s*)|\s*\\cup(?![a-zA-Z])\s*")
@@ -227,7 +231,7 @@ def _agree_unordered(gold: list[str], answer: list[str], symbolic: Symbolic, dep
         return False
     names = [_name_of(item) for item in gold]
     if len(gold) > 1 and len({*names} - {None}) == len(gold) and not any(map(_name_of, answer)):
-        # x = 1, y = 2 against 1, 2: without names the order has to tell them apart
+        # x = 1, y = 2 against 1, 2: without names the order has to tell the values apart.
         return all(_agree(x, y, symbolic, depth + 1) for x, y in zip(gold, answer, strict=True))
     left = list(answer)
     for item in gold:
@@ -310,7 +314,8 @@ def _agree_in_base(gold: str, answer: str) -> bool | None:
     if g is None:
         return None if a is None else False
     if a is None:
-        return _squeeze(answer) == g[1]  # the base may be left out, not changed
+        # The base may be left out, not changed.
+        return _squeeze(answer) == g[1]
     base_of = lambda m: _BASES.get(m[2] or m[3], m[2] or m[3])  # noqa: E731
     return g[1].lstrip("0") == a[1].lstrip("0") and base_of(g) == base_of(a)
 
@@ -338,7 +343,8 @@ def _agree_as_ratios(gold: str, answer: str) -> bool | None:
 
 
 def _is_time(gold: str) -> bool:
-    """Say whether 9:15 is a time: a ratio would be written in lowest terms, as 3:5."""
+    """Say whether a gold such as ``9:15`` is a time rather than a ratio."""
+    # A ratio would be written in lowest terms, as 3:5.
     hours, minutes = map(int, gold.split(":"))
     return math.gcd(hours, minutes) > 1
 
@@ -389,7 +395,7 @@ _MEMBERSHIP = re.compile(rf"{_NAME.pattern}\s*\\in(?![a-zA-Z])")
 
 
 def _without_membership(text: str) -> str:
-    r"""``x \in [1,2]`` and ``\{x | x < 3\}`` name the set behind them."""
+    r"""Return the set behind its name: ``[1,2]`` of ``x \in [1,2]``, ``x < 3`` of ``\{x | x < 3\}``."""
     match = _MEMBERSHIP.match(text)
     if match and text[match.end() :].strip():
         return text[match.end() :].strip()

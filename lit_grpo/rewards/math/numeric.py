@@ -13,14 +13,16 @@ from lit_grpo.types import RewardInput, Score
 
 
 class NumericReward(Reward):
-    """1 if the final number is within ``tolerance * |gold|`` of the gold number, else 0. A gold of 0 needs a 0.
+    """Reward of 1 if the final number is within ``tolerance * |gold|`` of the gold number, else 0.
+
+    A gold of 0 needs a 0.
 
     The final answer is found as :class:`lit_grpo.rewards.MathReward` finds it (box, "answer is", end of the text).
     Integers, decimals, fractions, mixed and scientific numbers are read exactly, also with thousands commas; a unit
     behind the number is ignored, 5 % is 0.05.
 
     Args:
-        tolerance: relative to the gold answer.
+        tolerance: largest difference that is right, as a share of the gold number.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
@@ -39,6 +41,7 @@ class NumericReward(Reward):
             raise UserError(
                 f"tolerance is {tolerance}", where="NumericReward.tolerance", remedy="give a number such as 0.0001"
             )
+        # A fraction, as the numbers are: a float would round an answer at the very edge to one side or the other.
         self._tolerance = Fraction(tolerance)
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""Comparison of answers by math-verify and SymPy. Imported in worker processes only, because it may hang."""
+"""Comparison of answers by math-verify and SymPy, which may hang and are imported in worker processes only."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from sympy.core.relational import Relational
 
 from lit_grpo.rewards.math.text import Number, parse_number, same_number
 
+# math-verify warns that its time limits are off, which they are on purpose.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _CONFIG = [LatexExtractionConfig(boxed_match_priority=0)]
 _DIGITS = 40
 _EXACT = Fraction(1, 10**25)
 _ROUNDED = Fraction(1, 10**6)
-"""Relative tolerance for expressions that hold a decimal such as 0.333333 x."""
+"""Relative tolerance for expressions that hold a decimal, such as 0.333333 x, which may be rounded."""
 _POINTS = (
     (Fraction(37, 100), Fraction(271, 97), Fraction(1201, 700), Fraction(53, 89)),
     (Fraction(193, 71), Fraction(19, 41), Fraction(83, 29), Fraction(307, 113)),
     (Fraction(-61, 43), Fraction(-17, 59), Fraction(-149, 67), Fraction(-71, 31)),
     (Fraction(-7, 23), Fraction(101, 47), Fraction(-211, 83), Fraction(13, 37)),
 )
-"""Values of the variables at which expressions are compared. Below zero only real values count, since roots are written
-as if their arguments were positive."""
+"""Values of the variables at which expressions are compared."""
 
 
 class _UnknownError(Exception):
-    """Raised where the value of an expression cannot be computed."""
+    """Signal that the value of an expression cannot be computed."""
 
 
 def symbolically_equal(gold: str, answer: str) -> bool:
@@ -75,9 +75,11 @@ def _same_value(gold: str, answer: str, g: sympy.Expr, a: sympy.Expr) -> bool:
         return _same_decimal(gold, answer, g, a)
     tolerance = _ROUNDED if g.has(sympy.Float) or a.has(sympy.Float) else _EXACT
     compared = 0
+    # Without variables every point gives the same two values.
     for values in _POINTS[: 1 if not symbols else None]:
         point = {symbol: sympy.Rational(values[i % 4] + i // 4) for i, symbol in enumerate(symbols)}
         x, y = _value(g, point), _value(a, point)
+        # Below zero only real values count, since roots are written as if their arguments were positive.
         if values[0] < 0 and not (x.is_real and y.is_real):
             continue
         if abs(x - y) > sympy.Rational(tolerance) * max(abs(x), abs(y)):

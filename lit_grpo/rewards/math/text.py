@@ -37,6 +37,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for pattern, new in (
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|bf|rm|it)(?![a-zA-Z])\.?", ""),
         (r"\\!|\\label\{[^{}]*\}", ""),
+        # Before spaces are made alike: between digits a thin space or {,} groups thousands, see _join_thousands.
         (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))", "\ue000"),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|[\u00a0\u2009\u202f]|\\hspace\{[^{}]*\}", " "),
         (r"\{,\}", ","),
@@ -84,6 +85,7 @@ def clean(text: str) -> str:
     if not text.isascii():
         text = _to_ascii(text)
     text = _strip_outer(text.strip("*`"))
+    # Wrappers may be nested, and each round takes away the innermost ones. Bounded, so that a hostile text ends.
     for _ in range(4):
         text, count = _WRAPPER.subn(r" \1 ", text)
         if not count:
@@ -115,7 +117,8 @@ def _sign(char: str) -> str:
     if unicodedata.category(char) == "No" and "\u2044" in (plain := unicodedata.normalize("NFKC", char)):
         top, bottom = plain.split("\u2044")
         return rf"\frac{{{top}}}{{{bottom}}}"
-    if "\uff01" <= char <= "\uff5e":  # full-width forms of ASCII
+    # The full-width forms of ASCII, in the same order.
+    if "\uff01" <= char <= "\uff5e":
         return chr(ord(char) - 0xFEE0)
     return char
 
@@ -147,9 +150,11 @@ def _strip_brackets(text: str) -> str:
     r"""Take away brackets that change nothing: ``{{{1}}}`` and ``((1))`` are 1; ``(1,2)`` and ``\{1\}`` stay."""
     if text[:1] not in {"{", "("}:
         return text
+    # All partners in one pass, so that a thousand nested brackets take no longer than any other text.
     match: dict[int, int] = {}
     stack: list[int] = []
-    commas: set[int] = set()  # opening brackets with a comma directly inside
+    # Opening brackets with a comma directly inside, which make a tuple of what they hold.
+    commas: set[int] = set()
     for i, char in enumerate(text):
         if char in "{([":
             stack.append(i)
@@ -212,6 +217,7 @@ _FRACTION = re.compile(
 )
 _MIXED = re.compile(r"(-?)\s*(\d+)\s*(?:\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<=\s)(\d+)\s*/\s*(\d+))")
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+# Below the 4,300 digits that int() takes; and 10^999999999 would fill the memory.
 _MAX_NUMBER_LENGTH = 4_000
 _MAX_EXPONENT = 4_000
 
@@ -344,6 +350,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     """Split ``5 cm^2`` into ``5`` and square centimetre, where something that ends like a number stands before it."""
     if text.endswith(r"^\circ"):
         return text.removesuffix(r"^\circ").rstrip(), Unit("angle")
+    # Only of short texts, since the pattern tries every place at which a unit could begin.
     match = _QUANTITY.fullmatch(text) if len(text) < 200 else None
     if match is None:
         return text, None

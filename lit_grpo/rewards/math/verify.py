@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 class MathReward(Reward):
-    r"""1 for a right final answer, else 0: by its written form where that is enough, by math-verify otherwise.
+    r"""Reward of 1 for a right final answer, else 0: by its written form where that decides, else by math-verify.
 
     math-verify and SymPy run in processes that are killed at the time limit, so no answer can hold up or end a run. A
     timeout is a wrong answer with ``Score.timed_out``, a worker that died of it one with ``Score.failed``.
@@ -105,6 +105,7 @@ class MathReward(Reward):
             truncated: True for each text that the length limit cut; None: none was cut.
         """
         was_cut = truncated or [False] * len(texts)
+        # The samples of one prompt share their gold, so each gold is read once.
         cleaned = {gold: (gold_answer(gold), kind_of(gold_answer(gold))) for gold in {*golds}}
         # The samples of one prompt often agree, so each pair of gold and answer is compared once.
         quick: dict[tuple[str, str | None], bool | None] = {}
@@ -120,6 +121,7 @@ class MathReward(Reward):
                     (hard[pair],) = self._pool.submit([pair])
             read.append((pair, time.perf_counter() - began))
         verdicts = []
+        # Waited for only when all is read and submitted: the workers run beside each other.
         for pair, reading in read:
             if pair not in hard:
                 verdicts.append(Verdict(bool(quick[pair]), answer=pair[1], reading=reading))
