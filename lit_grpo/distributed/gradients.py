@@ -42,6 +42,7 @@ class GradientExchange:
         bucket: list[torch.Tensor] = []
         elements = 0
         for count, weight in enumerate(weights, 1):
+            # A rank that had nothing to learn from joins in with zeros: the others would wait for it.
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             bucket.append(weight.grad)
