@@ -79,7 +79,7 @@ class History:
         return median(values) if values else None
 
     def then_and_now(self, key: str, size: int, ago: int) -> tuple[float, float] | None:
-        """Return the medians of the first and the last ``size`` of the newest ``ago`` values; None if there are fewer."""
+        """Return the medians of the first and the last ``size`` of the newest ``ago`` values; else None."""
         values = self.window(key, ago)
         return (median(values[:size]), median(values[-size:])) if len(values) == ago else None
 
