@@ -87,7 +87,7 @@ def loss(
 def _policy_term(
     objective: Objective, lp: Tensor, old: Tensor, plan: StepPlan, live: Tensor, router_logscores: Tensor | None
 ) -> tuple[Tensor, SurrogateOutput, SamplerWeights | None]:
-    """-sum w f c lambda F, with the surrogate and the sampler weights for the metrics."""
+    """Compute -sum w f c lambda F, and return it with the surrogate and the sampler weights for the metrics."""
     tokens = plan.tokens
     region = objective.trust_region
     advantages = masked(plan.advantages.to(lp.dtype), live)

@@ -326,7 +326,7 @@ def _first_fit(
             else:
                 pieces.append((prompt + cost, [i]))
         items += pieces
-    # Longest first, so that short groups fill the room that long ones leave; ties by place, so that a cut is repeatable.
+    # Longest first, so that short groups fill the room that long ones leave; ties by place, so that cuts repeat.
     items.sort(key=lambda item: (-item[0], min(item[1])))
     bins: list[tuple[int, list[int]]] = []
     for cost, members in items:
