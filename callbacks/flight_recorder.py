@@ -71,11 +71,11 @@ class FlightRecorder(pl.Callback):
         self.step = 0
         """Rollouts trained on at the last record."""
         self.seconds = 0.0
-        """Time spent on recording since the process began."""
+        """Time in seconds spent on recording since the process began."""
         self._stride = 1
         """Distance of the landmarks, in rollouts."""
         self._kept: list[str] = []
-        """Names of the folders with what was dumped."""
+        """Names of the folders that were kept after an alarm, a stop or an exception."""
         self._folder: Path | None = None
         self._batch: Any = None
         self._batch_step = 0

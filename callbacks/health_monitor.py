@@ -176,6 +176,7 @@ class HealthMonitor(pl.Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is not None:
             self._journal.close(trainer)
+        # A run that was stopped may be resumed, and its ring goes on with these checkpoints.
         if not trainer.should_stop:
             self.ring.clear(trainer)
 
@@ -200,6 +201,7 @@ class HealthMonitor(pl.Callback):
 
     def _plan(self, trainer: Trainer, diagnosis: Diagnosis) -> tuple[_Rollback | None, str]:
         """Decide which rollback to make, or say why there is none."""
+        # A rollback that was asked for by the name of the diagnosis is made even where going back does not mend it.
         kind = diagnosis_kinds().get(diagnosis.name)
         if kind is not None and kind.outlives_rollback and diagnosis.name not in self.actions:
             return None, "going back would not mend it"
@@ -237,6 +239,7 @@ class HealthMonitor(pl.Callback):
     def _go_back(self, trainer: Trainer, pl_module: LightningModule, decided: _Rollback) -> None:
         left_at = trained_rollouts(trainer)
         checkpoint = restore(trainer, pl_module, self.ring.path(decided.target), self._after_all)
+        # This callback survives the rollback and its monitors do not: their histories go back with the run.
         self._restore_monitors(checkpoint["callbacks"][self.state_key])
         self.ring.drop_after(trainer, decided.target)
         self.targets.append(decided.target)
@@ -248,6 +251,7 @@ class HealthMonitor(pl.Callback):
             "left": self.rollbacks - len(self.targets),
         }
         self._apply(trainer, pl_module, decided.remedy, event)
+        # After the remedy, so that the checkpoint that is saved in their place holds it.
         give_up_later_checkpoints(trainer)
         logger = run_logger(trainer)
         if logger is not None:

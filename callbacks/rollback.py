@@ -138,6 +138,7 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
     """
     module: Any = pl_module
     checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only=True)
+    # Lightning's own steps of resuming a run, which read the checkpoint from the connector.
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -147,6 +148,7 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
         connector.restore_optimizers_and_schedulers()
     finally:
         connector._loaded_checkpoint = {}
+    # What is accumulated belongs to weights that are gone.
     for optimizer in trainer.optimizers:
         optimizer.zero_grad()
     _restore_callbacks(trainer, pl_module, checkpoint)
@@ -178,6 +180,7 @@ def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll)
     assert loader is not None
     batches = epoch_loop.batch_progress
     batches.load_state_dict(saved["epoch_loop.batch_progress"])
+    # True of a checkpoint that was saved in a hook of its last batch, which Lightning had not counted as completed yet.
     current: Any = batches.current
     inside = current.completed < current.processed
     counts: Any

@@ -49,7 +49,7 @@ class RolloutCheckpoint(Checkpoint):
     """
 
     best_model_path = ""
-    """What ``ckpt_path="best"`` asks for. It is empty, because this callback compares no checkpoints."""
+    """Path that ``ckpt_path="best"`` asks for; empty, because this callback compares no checkpoints."""
 
     def __init__(self, every_n_rollouts: int = 50, keep_last: int | None = 2, dirpath: str | None = None) -> None:
         for name, value in (("every_n_rollouts", every_n_rollouts), ("keep_last", keep_last)):

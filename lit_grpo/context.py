@@ -45,7 +45,7 @@ class RunContext:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerRequirements:
-    """What a learner needs of its rollouts, as it tells the data module."""
+    """A learner's requirements of its rollouts, as it tells them to the data module."""
 
     completions_from: Literal["engine", "dataset"] = "engine"
     """Where completions come from: an ``engine`` samples them, or they are the solutions of the ``dataset`` (supervised

@@ -206,6 +206,7 @@ class RolloutDataModule(pl.LightningDataModule):
         elif stage == "test":
             self._need(self._resolve("test", self.test, self.test_prompts), "test", stage)
         else:
+            # Without any test set predict answers the questions of data.prompts.
             single = self.test_prompts if self.test or self.test_prompts else self.prompts
             self._need(self._resolve("test", self.test, single), "test", stage)
         for key, sets in self.evaluations.items():
@@ -272,11 +273,11 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.train_set.prompts
 
     def prepare_train_prompts(self, source: PromptSource) -> None:
-        """Read, check, clean and tokenise the training prompts; done once, so that a second call changes nothing."""
+        """Prepare the training prompts once: read, check, clean and tokenise them; a second call changes nothing."""
         self._encode("train", source, "data.prompts", self.format)
 
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
-        """Read, check, clean and tokenise a source once, and keep its prompts under ``key``."""
+        """Prepare the prompts of a source once (read, check, clean, tokenise), and keep them under ``key``."""
         if key in self._sets:
             return
         training = key == "train"
@@ -297,6 +298,7 @@ class RolloutDataModule(pl.LightningDataModule):
             self._solutions = encode_demonstrations(
                 self.demonstrations, found.prompts, tokenizer, ends, limit, found.locations
             )
+            # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
         for line in found.summary_lines():
@@ -340,6 +342,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if limit is None or not prompts:
             return
         longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        # The largest limit of all ways of sampling, since they share one engine.
         new = self._max_new_tokens
         if len(longest.token_ids) + new > limit:
             raise UserError(

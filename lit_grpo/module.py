@@ -396,7 +396,7 @@ class LitGRPO(pl.LightningModule):
         return results.added_to(experience).to("cpu")
 
     def _optimizer_bundles(self) -> list[OptimizerBundle]:
-        """The policy's optimizer with its schedule and clipping, then the critic's if there is one."""
+        """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""
         optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
         if self.critic_config is None:
             return [OptimizerBundle("", optimizers, schedulers, self.max_grad_norm)]

@@ -122,7 +122,7 @@ class Rollout:
     """One Lightning batch: whole groups, in order (completion ``i`` belongs to group ``i // group_size``)."""
 
     index: int
-    """Number of the rollout in the run, from 0."""
+    """Number of the rollout in the run, from 0; 0 in an evaluation."""
     prompts: list[Prompt]
     """The prompt of each group."""
     completions: list[Completion]

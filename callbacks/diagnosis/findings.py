@@ -11,7 +11,7 @@ Severity = Literal["info", "warning", "critical"]
 """``info``: worth knowing. ``warning``: the run loses something. ``critical``: what comes after is not worth having."""
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""From mild to grave."""
+"""All severities, from mild to grave."""
 
 
 class Evidence(NamedTuple):

@@ -27,7 +27,7 @@ class History:
         self.steps: dict[str, list[int]] = {key: [] for key in keys}
         self.values: dict[str, list[float]] = {key: [] for key in keys}
         self.early: dict[str, list[float]] = {}
-        """The first values of the keys for which they are kept."""
+        """The first values of a run, by key, for the keys that were watched with ``early``."""
         self._early_length: dict[str, int] = {}
 
     def watch(self, key: str, early: int = 0) -> None:

@@ -26,7 +26,7 @@ REARM = 10
 
 
 class Monitor(pl.Callback):
-    """Watches some logged metrics and raises findings.
+    """Base of the callbacks that watch some logged metrics and raise findings.
 
     A subclass names the metrics it reads in ``keys`` and what it can find in ``findings``, and says in :meth:`check`
     which alarms hold now. Everything else is here: an alarm that goes on is one finding, which is raised again only

@@ -20,8 +20,9 @@ class GradientExchange:
     """Exchange of gradients under DDP. Other strategies need none: FSDP2 sums shards in its backward pass."""
 
     ddp: DDPStrategy | None = None
-    """None: gradients are not exchanged here."""
+    """The strategy whose exchange in backward passes is replaced; None: gradients are not exchanged here."""
     world_size: int = 1
+    """Number of ranks."""
 
     @classmethod
     def of(cls, strategy: Strategy, world_size: int) -> GradientExchange:

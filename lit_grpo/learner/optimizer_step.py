@@ -95,7 +95,7 @@ def make_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStepper:
-    """Takes the optimizer steps of rollouts. Needs neither a LightningModule nor a Trainer."""
+    """Taker of the optimizer steps of rollouts, which needs neither a LightningModule nor a Trainer."""
 
     forward: ForwardRunner
     bundles: Sequence[OptimizerBundle]

@@ -32,7 +32,7 @@ class AdvantageInputs:
     """Rewards after shaping, [N]."""
     groups: Groups
     token_rewards: Tensor | None = None
-    """[N, T] KL penalty of each token, 0 outside the mask; None if there is none. Only for ``per_token`` estimators:
+    """KL penalty of each token, [N, T], 0 outside the mask; None if there is none. Only for ``per_token`` estimators:
     the others find its sum over the sequence in ``rewards``."""
     state: ObjectiveState = field(default_factory=ObjectiveState)
     """The objective's state before this rollout."""

@@ -53,7 +53,8 @@ class Counts:
 
 def _inverse(value: Tensor) -> Tensor:
     """Return 1 / ``value``, and 0 where it is 0."""
-    # A set without members weighs nothing; infinity times its weight of 0 would be NaN.
+    # A set without members weighs nothing; infinity times its weight of 0 would be NaN. The clamp keeps infinity out of
+    # the branch that is not taken, too.
     return torch.where(value > 0, 1 / value.clamp_min(1e-30), torch.zeros_like(value))
 
 
@@ -62,7 +63,8 @@ class Aggregation(Part):
 
     kind: ClassVar[str]
     sums_trajectory: ClassVar[bool] = False
-    """True if the weight belongs to a sum over the completion, which a ratio of whole sequences has only one of."""
+    """True if the weight is that of a sum over the tokens of a completion; under a ratio of whole sequences there is
+    one term for all of them."""
 
     def __call__(self, counts: Counts) -> Tensor:
         """Return the weight that each token of a completion has in the loss, [N]."""

@@ -58,7 +58,7 @@ def mean_of(value: Tensor, mask: Tensor) -> Sum:
 
 
 def clip_fractions(surrogate: SurrogateOutput, mask: Tensor) -> dict[str, Sum]:
-    """``clip/low``, ``clip/high``, ``clip/dual`` over the tokens of ``mask`` [n, T]."""
+    """Return ``clip/low``, ``clip/high`` and ``clip/dual`` as shares of the tokens of ``mask``, [n, T]."""
     sides = {"low": surrogate.low, "high": surrogate.high, "dual": surrogate.dual}
     return {f"clip/{k}": mean_of((v & mask).double(), mask) for k, v in sides.items()}
 

@@ -66,9 +66,9 @@ class Objective:
     entropy_signal: EntropySignal = field(default_factory=EntropySignal)
     regularizers: Regularizers = field(default_factory=Regularizers)
     on_policy_only: bool = False
-    """One update per rollout; a second one is refused."""
+    """Whether a second update per rollout is refused."""
     demonstrations: bool = False
-    """Completions are the solutions of the data; nothing is sampled and there are no rewards."""
+    """Whether completions are the solutions of the data, so that nothing is sampled and there are no rewards."""
 
     def __post_init__(self) -> None:
         checks.check_parts(self)
@@ -327,6 +327,7 @@ class Objective:
             _required(exp, "token_ids")
         # The share of conflict tokens is logged for every method; only GTPO weighs by it.
         if exp.token_ids is not None and not self.advantage.per_token:
+            # Every column of a completion holds its one advantage; where there is no column the sum is 0.
             sign = advantages[:, 0] if exp.width else advantages.sum(1)
             masks = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
             conflicts = masks.either

@@ -89,6 +89,7 @@ class StepPlan:
             if width < self.width:
                 changed[f.name] = value[:, :width]
             else:
+                # Columns past T hold no token of any completion, so what stands there is never read.
                 tail = value.new_zeros(value.shape[0], width - self.width, *value.shape[2:])
                 changed[f.name] = torch.cat([value, tail], dim=1)
         return replace(self, **changed)

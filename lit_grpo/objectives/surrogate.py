@@ -46,6 +46,7 @@ def loss(
         if not lp.requires_grad:
             lp = lp.detach().requires_grad_()
         current = masked(logprobs.detach().to(dtype), tokens)
+        # With a single update pi_old is the policy of this very pass, without gradient.
         old = current if plan.old_logprobs is None else masked(plan.old_logprobs.to(dtype), tokens)
         policy, surrogate, sampler = _policy_term(objective, lp, old, plan, live, router_logscores)
         terms = {"policy": policy}

@@ -48,6 +48,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     carry = torch.zeros_like(delta[:, 0]) if delta.shape[1] else delta.sum(1)
     columns: list[Tensor] = []
     for t in range(delta.shape[1] - 1, -1, -1):
+        # Masked, so that nothing flows from the padding into the last token.
         carry = masked(delta[:, t] + gamma * lam * carry, mask[:, t])
         columns.append(carry)
     return torch.stack(columns[::-1], dim=1) if columns else delta

@@ -143,6 +143,7 @@ class Cispo(TrustRegion):
     """Absolute floor of the detached ratio."""
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
+        # Detached: the ratio only weighs the gradient, which comes from log pi.
         ratio = inputs.ratio.detach()
         value = ratio.clamp(self.cispo_floor, self.cispo_cap) * inputs.advantages * inputs.logprobs
         return SurrogateOutput(

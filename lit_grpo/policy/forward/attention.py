@@ -48,11 +48,11 @@ class _Product:
     """Segments of like length, side by side: one padded attention product."""
 
     queries: Tensor
-    """[b, Q]: positions in the row; padding repeats one of them."""
+    """Positions of queries in the row, [b, Q]; padding repeats one of them."""
     keys: Tensor
-    """[b, K]: positions in the row, of the shared prompt first."""
+    """Positions of keys in the row, those of the shared prompt first, [b, K]; padding repeats one of them."""
     visible: Tensor | None
-    """[b, 1, Q, K]: True where a query sees a key; None: causal."""
+    """True where a query sees a key, [b, 1, Q, K] bool; None: causal."""
 
 
 @dataclass
