@@ -61,8 +61,8 @@ def add_audit_metrics(
         mixed += ordered is not None
         inverted += ordered is False
     groups = len(batch.prompts)
-    # Counts of the whole rollout: summed over ranks, with a weight of 1 from each, and divided by the number of ranks.
     metrics.add("groups/distinct", distinct, groups * size)
+    # Counts of the whole rollout: a sum over ranks is divided by their number, each having a weight of 1.
     metrics.add("groups/count", groups * ranks)
     metrics.add("groups/equal_pairs", equal * ranks)
     metrics.add("reward/contradiction", contradict, equal)
