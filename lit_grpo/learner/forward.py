@@ -270,7 +270,7 @@ class ForwardRunner:
     def dummy_forward(self, step: OptimizerStep) -> Tensor:
         """Run the passes of :meth:`loss` on one token, and return 0 with a gradient of 0 for every weight that learns.
 
-        A rank with fewer micro-batches than others takes part in their collectives so.
+        By this a rank with fewer micro-batches than others takes part in the collectives of their passes.
         """
         # Forward and backward of sharded models gather weights and sum gradients over ranks, and whoever is missing is
         # waited for. Times 0 and not detached: the backward pass must go through every weight.

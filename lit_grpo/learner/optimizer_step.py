@@ -95,7 +95,7 @@ def make_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStepper:
-    """Taker of the optimizer steps of rollouts, which needs neither a LightningModule nor a Trainer."""
+    """The part of the learner that takes optimizer steps; it needs neither a LightningModule nor a Trainer."""
 
     forward: ForwardRunner
     bundles: Sequence[OptimizerBundle]
