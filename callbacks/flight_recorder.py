@@ -52,10 +52,10 @@ class FlightRecorder(pl.Callback):
     lacks them; of a module without them it records the rollout alone.
 
     Args:
-        steps: rollouts in the ring (K).
-        landmarks: earlier rollouts that are kept.
+        steps: number of newest rollouts that are kept.
+        landmarks: most earlier rollouts that are kept besides.
         groups: how many of the first groups of each rollout are recorded; None records all.
-        dumps: how many alarms are kept.
+        dumps: most records that are kept after an alarm, a stop or an exception.
         upload: whether what is kept is also sent to MLflow.
     """
 
@@ -71,21 +71,23 @@ class FlightRecorder(pl.Callback):
         self.step = 0
         """Rollouts trained on at the last record."""
         self.seconds = 0.0
-        """Time spent on recording since the process began."""
+        """Time in seconds spent on recording since the process began."""
         self._stride = 1
         """Distance of the landmarks, in rollouts."""
         self._kept: list[str] = []
-        """Names of the folders with what was dumped."""
+        """Names of the folders that were kept after an alarm, a stop or an exception."""
         self._folder: Path | None = None
         self._batch: Any = None
         self._batch_step = 0
         """Rollouts trained on with the batch under way."""
         self._seen: weakref.ref[Any] | None = None
+        """The experience that was recorded last; where it is still the newest, the learner has made no other since."""
         self._journal_offset = 0
-        """Bytes of the journal that were read."""
+        """Bytes of the journal that were read so far."""
         self._written_tokens: set[int] = set()
-        """Token ids whose texts are written."""
+        """Token ids whose texts are in the record already."""
         self._failed = False
+        """Whether recording has failed once, after which nothing is recorded any more."""
 
     # Hooks.
 
@@ -146,7 +148,7 @@ class FlightRecorder(pl.Callback):
             flight.write_step(flight.step_file(self._folder, step), tensors, rollout)
             self.step = step
             self._thin_out()
-        # A run is not lost for want of a record.
+        # Whatever it is: a run must not end because its record cannot be written.
         except Exception as error:
             self._failed = True
             log.warning("The flight recorder gives up at step %d: %s: %s", step, type(error).__name__, error)
@@ -183,7 +185,7 @@ class FlightRecorder(pl.Callback):
         return {name: value.clone() for name, value in tensors.items()}, rollout
 
     def _of_learner(self, pl_module: LightningModule, lengths: Tensor) -> dict[str, Tensor]:
-        """What the learner made of the rollout; nothing if it has not got so far."""
+        """Return the learner's tensors of the rollout, each flat over generated tokens; {} if it has made none yet."""
         result = getattr(pl_module, "step_result", None)
         if result is None:
             return {}
@@ -191,7 +193,8 @@ class FlightRecorder(pl.Callback):
         experience = snapshot.experience
         if experience is None or (self._seen is not None and self._seen() is experience):
             return {}
-        self._seen = weakref.ref(experience)  # no more: holding it would hold its memory
+        # A weak reference: holding the experience would hold its memory.
+        self._seen = weakref.ref(experience)
         width, count = experience.width, len(lengths)
         drawn = torch.arange(width)[None, :] < lengths[:, None]  # [n, T]
         found: dict[str, Any] = {_PER_TOKEN[name]: getattr(experience, name, None) for name in _PER_TOKEN}
@@ -222,9 +225,10 @@ class FlightRecorder(pl.Callback):
             self._written_tokens |= fresh
 
     def _thin_out(self) -> None:
-        """Delete the records that have left the ring and are no landmarks."""
+        """Delete the records that are neither among the newest nor landmarks."""
         assert self._folder is not None
         files = flight.recorded_steps(self._folder)
+        # The distance doubles whenever there are too many: landmarks stay evenly spread, however long the run gets.
         past = [step for step in files if step <= self.step - self.steps]
         while len(landmarks := [step for step in past if (step - 1) % self._stride == 0]) > self.landmarks > 0:
             self._stride *= 2
@@ -239,10 +243,10 @@ class FlightRecorder(pl.Callback):
         """Keep all that is recorded now in ``flight/<reason>-<step>``.
 
         Args:
-            trainer: of the run.
-            reason: a short name.
-            explanation: written to ``reason.json``.
-            step: step in the name; that of the last record if left out.
+            trainer: trainer of the run.
+            reason: short name of why it is kept.
+            explanation: sentence that is written to ``reason.json``.
+            step: rollout in the name of the folder; that of the last record if left out.
 
         Returns:
             The folder, or None if nothing is recorded or ``dumps`` folders are kept already.

@@ -47,16 +47,18 @@ class HealthMonitor(pl.Callback):
     are not finite are left out before the optimizer steps, whatever is chosen (``GradientNormMonitor.skip_spikes``).
 
     Args:
-        monitors: to watch with; None takes one of each that comes with lit-grpo, with defaults.
-        actions: by severity or by the name of a diagnosis, which wins: ``log``, ``skip_step``, ``adjust``, ``stop`` or
-            ``rollback``. Left out: ``log`` for ``info`` and ``warning``, ``stop`` for ``critical``.
-        remedies: by the name of a diagnosis, over those that its :class:`lit_grpo.callbacks.DiagnosisKind` declares.
-        rollbacks: how many are allowed in a run.
-        adjustments: how many are allowed in a run.
+        monitors: monitors that watch the run; None takes one of each that comes with lit-grpo, with defaults.
+        actions: action by severity or by the name of a diagnosis, which wins: ``log``, ``skip_step``, ``adjust``,
+            ``stop`` or ``rollback``. Left out: ``log`` for ``info`` and ``warning``, ``stop`` for ``critical``.
+        remedies: remedy by the name of a diagnosis, in the place of the one that its
+            :class:`lit_grpo.callbacks.DiagnosisKind` declares.
+        rollbacks: most rollbacks in a run.
+        adjustments: most adjustments in a run.
         checkpoint_every: rollouts between two checkpoints to go back to; saved only if some action is ``rollback``.
-        checkpoints: how many of them are kept besides the first.
+        checkpoints: number of them that are kept besides the first.
     """
 
+    # Counts of rollbacks must not be set back by a rollback, which would then never come to an end.
     survives_rollback = True
 
     def __init__(
@@ -86,13 +88,14 @@ class HealthMonitor(pl.Callback):
         self.rollbacks, self.adjustments = rollbacks, adjustments
         self.ring = CheckpointRing(checkpoint_every, checkpoints)
         self.diagnosis: Diagnosis | None = None
-        """The last diagnosis, or None."""
+        """The last diagnosis; None as long as there is none."""
         self.targets: list[int] = []
         """Rollouts trained on in the checkpoint of each rollback so far."""
         self.adjusted: list[str] = []
-        """Diagnoses that were answered by an adjustment."""
+        """Names of the diagnoses that were answered by an adjustment."""
         self._changed: list[dict[str, Any]] = []
         """Changes of the objective so far, in order, which a run that is resumed needs again."""
+        # Monitors raise alarms in the middle of a batch's callbacks; the others must have seen the batch first.
         self._after_all = AfterAll(self._end_of_batch)
         self._decided: _Rollback | None = None
         self._journal: Journal | None = None
@@ -126,11 +129,13 @@ class HealthMonitor(pl.Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ring.open(trainer)
+        # Objectives alone: optimizers and schedules have kept their changed rates in the checkpoint.
         for changes in self._changed:
             # A module may have change_objective; Lightning declares only what every module has.
             pl_module.change_objective(dict(changes))  # type: ignore[operator]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The untouched run is a place to return to as well: trouble may begin before the first checkpoint is due.
         if self._can_roll_back and not trained_rollouts(trainer) and not getattr(trainer, "fast_dev_run", False):
             self.ring.save(trainer, 0)
 
@@ -171,6 +176,7 @@ class HealthMonitor(pl.Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is not None:
             self._journal.close(trainer)
+        # A run that was stopped may be resumed, and its ring goes on with these checkpoints.
         if not trainer.should_stop:
             self.ring.clear(trainer)
 
@@ -195,6 +201,7 @@ class HealthMonitor(pl.Callback):
 
     def _plan(self, trainer: Trainer, diagnosis: Diagnosis) -> tuple[_Rollback | None, str]:
         """Decide which rollback to make, or say why there is none."""
+        # A rollback that was asked for by the name of the diagnosis is made even where going back does not mend it.
         kind = diagnosis_kinds().get(diagnosis.name)
         if kind is not None and kind.outlives_rollback and diagnosis.name not in self.actions:
             return None, "going back would not mend it"
@@ -222,6 +229,7 @@ class HealthMonitor(pl.Callback):
                 self._go_back(trainer, pl_module, decided)
             return
         step = trained_rollouts(trainer)
+        # Not while something is critical: that state is none to return to.
         if self._can_roll_back and step % self.ring.every == 0 and not trainer.should_stop and not self._is_critical():
             self.ring.save(trainer, step)
 
@@ -231,6 +239,7 @@ class HealthMonitor(pl.Callback):
     def _go_back(self, trainer: Trainer, pl_module: LightningModule, decided: _Rollback) -> None:
         left_at = trained_rollouts(trainer)
         checkpoint = restore(trainer, pl_module, self.ring.path(decided.target), self._after_all)
+        # This callback survives the rollback and its monitors do not: their histories go back with the run.
         self._restore_monitors(checkpoint["callbacks"][self.state_key])
         self.ring.drop_after(trainer, decided.target)
         self.targets.append(decided.target)
@@ -242,6 +251,7 @@ class HealthMonitor(pl.Callback):
             "left": self.rollbacks - len(self.targets),
         }
         self._apply(trainer, pl_module, decided.remedy, event)
+        # After the remedy, so that the checkpoint that is saved in their place holds it.
         give_up_later_checkpoints(trainer)
         logger = run_logger(trainer)
         if logger is not None:

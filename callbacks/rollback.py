@@ -45,7 +45,10 @@ class CheckpointRing:
         return self.folder / f"rollout-{step:06d}.ckpt"
 
     def save(self, trainer: Trainer, step: int) -> None:
-        """Save now. All ranks must call it."""
+        """Save the run as it is after ``step`` rollouts, and remove what the ring has no room for.
+
+        All ranks must call it.
+        """
         self.saved = [*(s for s in self.saved if s != step), step]
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,10 +78,7 @@ class CheckpointRing:
 
 
 class AfterAll(Callback):
-    """Callback that runs a function after every other callback of a batch, checkpoints included.
-
-    So all of them see the same rollout, and none sees half of a rollback.
-    """
+    """Callback that runs a function after every other callback of a batch, checkpoints included."""
 
     def __init__(self, function: Callable[[Trainer, LightningModule], None]) -> None:
         self.function = function
@@ -86,6 +86,8 @@ class AfterAll(Callback):
 
     def attach(self, trainer: Trainer) -> None:
         """Become the trainer's last callback."""
+        # Lightning moves checkpoints behind the callbacks it is given, so only one that is added later is really last.
+        # It must be: then all others see the same rollout, and none sees half of a rollback.
         # Every Trainer has callbacks, but Lightning does not declare them.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if self not in callbacks:
@@ -103,7 +105,12 @@ class AfterAll(Callback):
         self.function(trainer, pl_module)
 
     def at_next_batch(self, logged_steps: int) -> None:
-        """Set the step under which metrics are logged back, once the batch that is ending has been logged."""
+        """Set the step under which metrics are logged, as soon as the next batch begins.
+
+        Args:
+            logged_steps: step to log under from then on.
+        """
+        # Not at once: Lightning has yet to log the batch that is ending.
         self._true_step = logged_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -113,23 +120,25 @@ class AfterAll(Callback):
 
 
 def can_return(trainer: Trainer) -> bool:
-    """Whether the train loader can be set back: it must have ``state_dict`` and ``load_state_dict``."""
+    """Tell whether the train loader can be set back, for which it needs ``state_dict`` and ``load_state_dict``."""
     loader = trainer.fit_loop._combined_loader
     return loader is not None and bool(loader._state_dicts())
 
 
 def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all: AfterAll) -> dict[str, Any]:
-    """Make the running fit what it was when the checkpoint was saved: as a run resumed from it would be.
+    """Make the running fit what it was when the checkpoint was saved, as a run resumed from it would be.
 
-    Weights, optimizers, schedules, the module's and the data module's own state, loop progress, position of the train
-    loader (what it sampled ahead is dropped), state of all callbacks but checkpoints and those with the attribute
-    ``survives_rollback``, and the random state. To be called at the end of a batch, on all ranks.
+    Restored are weights, optimizers, schedules, the module's and the data module's own state, loop progress, position
+    of the train loader (what it sampled ahead is dropped), the random state, and the state of all callbacks but
+    checkpoints and those with the attribute ``survives_rollback``. It is to be called at the end of a batch, on all
+    ranks.
 
     Returns:
         The checkpoint.
     """
     module: Any = pl_module
     checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only=True)
+    # Lightning's own steps of resuming a run, which read the checkpoint from the connector.
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -139,6 +148,7 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
         connector.restore_optimizers_and_schedulers()
     finally:
         connector._loaded_checkpoint = {}
+    # What is accumulated belongs to weights that are gone.
     for optimizer in trainer.optimizers:
         optimizer.zero_grad()
     _restore_callbacks(trainer, pl_module, checkpoint)
@@ -162,13 +172,15 @@ def _restore_callbacks(trainer: Trainer, pl_module: LightningModule, checkpoint:
 
 
 def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll) -> None:
-    """Progress as at the end of a batch: the batch under way is then counted as completed by Lightning itself."""
+    """Set the progress of Lightning's loops and loader to that of a checkpoint."""
+    # As it is at the end of a batch: Lightning itself counts the batch under way as completed when the hook returns.
     epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     loader = trainer.fit_loop._combined_loader
     assert fetcher is not None
     assert loader is not None
     batches = epoch_loop.batch_progress
     batches.load_state_dict(saved["epoch_loop.batch_progress"])
+    # True of a checkpoint that was saved in a hook of its last batch, which Lightning had not counted as completed yet.
     current: Any = batches.current
     inside = current.completed < current.processed
     counts: Any
@@ -185,7 +197,8 @@ def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll)
     epoch_loop.val_loop.batch_progress.load_state_dict(saved["epoch_loop.val_loop.batch_progress"])
     after_all.at_next_batch(saved["epoch_loop.state_dict"]["_batches_that_stepped"] + inside)
     loader._load_state_dicts(saved["state_dict"]["combined_loader"])
-    iter(fetcher)  # as for a run that is resumed: a new iterator starts from the restored position
+    # As for a run that is resumed: a new iterator starts from the restored position.
+    iter(fetcher)
     fetcher.fetched += batches.current.ready
     if fetcher.length is not None:
         fetcher.done = fetcher.fetched >= fetcher.length

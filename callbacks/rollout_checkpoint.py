@@ -36,8 +36,8 @@ class RolloutCheckpoint(Checkpoint):
     ``rsync -a``) but means nothing alone. Where links cannot be made it is a hard link, which a copy turns into a
     second file.
 
-    A finished or stopped run goes on from its last checkpoint if the data module's ``rollouts`` is larger than what it
-    was trained on.
+    A finished or stopped run goes on from its last checkpoint if the data module's ``rollouts`` is larger than the
+    number of rollouts that it was trained on.
 
     It saves before the module's own ``on_train_batch_end``: whatever a module counts there would be missing. Counters
     belong into ``training_step``.
@@ -49,7 +49,7 @@ class RolloutCheckpoint(Checkpoint):
     """
 
     best_model_path = ""
-    """What ``ckpt_path="best"`` asks for. It is empty, because this callback compares no checkpoints."""
+    """Path that ``ckpt_path="best"`` asks for; empty, because this callback compares no checkpoints."""
 
     def __init__(self, every_n_rollouts: int = 50, keep_last: int | None = 2, dirpath: str | None = None) -> None:
         for name, value in (("every_n_rollouts", every_n_rollouts), ("keep_last", keep_last)):
@@ -110,12 +110,13 @@ class RolloutCheckpoint(Checkpoint):
     # Saving.
 
     def save(self, trainer: Trainer) -> None:
-        """Save now, unless this rollout is saved already. All processes must call it."""
+        """Save the run, unless this rollout is saved already. All processes must call it."""
         rollout = trained_rollouts(trainer)
         if rollout == self._saved_rollout or getattr(trainer, "fast_dev_run", False) or trainer.sanity_checking:
             return
         assert self.dirpath is not None
         path = self.dirpath / f"rollout-{rollout:06d}.ckpt"
+        # Noted before saving, since the checkpoint holds this callback's state too; taken back if saving fails.
         before = self._saved, self._saved_rollout
         self._saved = [name for name in self._saved if name != path.name] + [path.name]
         self._saved_rollout = rollout
@@ -126,7 +127,8 @@ class RolloutCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 self.dirpath.mkdir(parents=True, exist_ok=True)
                 remove(temporary)
-            trainer.save_checkpoint(temporary, weights_only=False)  # the whole state, said outright
+            # The whole state, said outright.
+            trainer.save_checkpoint(temporary, weights_only=False)
         except BaseException:
             self._saved, self._saved_rollout = before
             raise
@@ -144,6 +146,7 @@ class RolloutCheckpoint(Checkpoint):
         """
         given_up = [name for name in self._saved if int(name.removeprefix("rollout-").removesuffix(".ckpt")) > rollout]
         self._saved = [name for name in self._saved if name not in given_up]
+        # No rollout is -1, so that this one is saved again: it is the one gone back to, changed by the remedy.
         self._saved_rollout = -1
         self._loader_state = _loader_state(trainer)
         self.save(trainer)
@@ -152,9 +155,10 @@ class RolloutCheckpoint(Checkpoint):
                 remove(self.dirpath / name)
 
     def save_what_is_whole(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save on the way out, if the state is that after a whole rollout. Never raises."""
+        """Save the run because of an exception, if its state is that after a whole rollout. Never raises."""
         if trainer.state.fn != TrainerFn.FITTING or self.dirpath is None:
             return
+        # Any other exception may be this process's own, and saving needs all of them.
         if trainer.world_size > 1 and not isinstance(exception, StopRun | SIGTERMException):
             return
         try:

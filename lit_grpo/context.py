@@ -29,13 +29,13 @@ class RunContext:
     """The shape of a run, as the data module tells it to the learner."""
 
     rollouts: int
-    """Length of the whole run."""
+    """Number of rollouts in the whole run."""
     group_size: int
-    """Completions of each prompt."""
+    """Number of completions of each prompt."""
     prompts_per_rollout: int
-    """Prompts of each rollout, over all ranks."""
+    """Number of prompts in each rollout, over all ranks."""
     max_new_tokens: int
-    """Limit of a training completion."""
+    """Most tokens that a training completion may have."""
     reward_range: RewardRange = UNKNOWN_RANGE
     """Least and greatest total reward, before any shaping by the objective."""
     initial_completions: Callable[[int], Rollout] | None = None
@@ -45,18 +45,19 @@ class RunContext:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerRequirements:
-    """What a learner needs of its rollouts, as it tells the data module."""
+    """A learner's requirements of its rollouts, as it tells them to the data module."""
 
     completions_from: Literal["engine", "dataset"] = "engine"
-    """``dataset``: completions are the solutions of the data (supervised fine-tuning), and nothing is sampled."""
+    """Where completions come from: an ``engine`` samples them, or they are the solutions of the ``dataset`` (supervised
+    fine-tuning)."""
     dynamic_sampling: bool = False
-    """Groups of equal rewards are replaced by sampling more prompts."""
+    """Whether groups of equal rewards are replaced by sampling more prompts."""
     max_staleness: int = 0
-    """Rollouts that may be sampled before their turn."""
+    """Number of rollouts that may be sampled before their turn, with weights that are older by as many."""
     sampled_experts: bool = False
-    """Completions say which experts their tokens went through (``routing_replay: sampler``)."""
+    """Whether completions must say which experts their tokens went through (``routing_replay: sampler``)."""
     extracted_answers: bool = False
-    """Some reward tells which completions hold no answer at all."""
+    """Whether some reward must tell which completions hold no answer at all."""
 
 
 class RolloutLearner(Protocol):
@@ -75,7 +76,7 @@ class RolloutLearner(Protocol):
     def tokenizer(self) -> Any: ...
 
     def requirements(self) -> LearnerRequirements:
-        """Say what rollouts must hold. Cheap, and possible before the model is made."""
+        """Return what rollouts must hold. It is asked often and before the model is made, so it must be cheap."""
         ...
 
     def connect(self, context: RunContext) -> None:
@@ -96,6 +97,7 @@ _CONSEQUENCES = {
     "requirements": "so it is not known what rollouts it needs",
     "connect": "so it cannot be told the shape of the run",
 }
+"""Method of :class:`RolloutLearner` -> what cannot be done with a module that lacks it, for the error."""
 
 
 def as_learner(module: object) -> RolloutLearner:

@@ -35,8 +35,9 @@ from lit_grpo.utils import random as rng
 
 
 class RolloutDataModule(pl.LightningDataModule):
-    """Streams rollouts to :class:`lit_grpo.LitGRPO`: each is sampled with the weights that the previous step left.
+    """Data module that makes the rollouts of :class:`lit_grpo.LitGRPO` from prompts, an engine and rewards.
 
+    Each rollout is sampled with the weights that the previous step left, unless the module allows ``max_staleness``.
     Data, rewards and limits are checked in ``setup``, before any model is loaded.
 
     Args:
@@ -49,21 +50,23 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
-        curriculum: training questions that are solved or out of reach come up less often; None: all equally often.
+        difficulty: how training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
-        test: the same for ``test`` and ``predict``.
-        val_prompts: one more set, named after its source: ``{class_path: lit_grpo.data.JsonlPrompts, ...}``.
-        test_prompts: one more set for ``test`` and ``predict``, likewise.
-        eval_sampling: how evaluation completions are drawn; None: one a prompt greedily, several as in training.
-        eval_group_size: completions of each evaluation prompt, for sets that do not say.
+        test: sets of held-out questions by name, for ``test`` and ``predict``.
+        val_prompts: source of one more set beside ``val``, named after its source:
+            ``{class_path: lit_grpo.data.JsonlPrompts, ...}``.
+        test_prompts: source of one more set beside ``test``, named after its source.
+        eval_sampling: how evaluation completions are drawn; None: greedily where a prompt gets one, as in training
+            where it gets several.
+        eval_group_size: completions of each evaluation prompt, in sets that name no number of samples.
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
             prompts of a rollout; what is no longer needed is cancelled).
-        on_incomplete_rollout: what happens then: uniform groups, which have no gradient, fill the rollout up, with a
-            warning
-            and ``sampling/short`` (``fill``), or the run ends (``error``). It ends too without any mixed group.
+        on_incomplete_rollout: what happens where so many rounds are not enough: uniform groups, which have no gradient,
+            fill the rollout up, with a warning and ``sampling/short`` (``fill``), or the run ends (``error``). Without
+            a single mixed group it ends in any case.
     """
 
     def __init__(
@@ -98,12 +101,13 @@ class RolloutDataModule(pl.LightningDataModule):
         self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
         self.demonstrations = demonstrations
         self._solutions: dict[str, tuple[int, ...]] = {}
+        """Token ids of the solution that is taught, by prompt id; empty unless the objective learns demonstrations."""
         self.on_reward_error = on_reward_error
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutGenerator | None = None
         self.evaluations: dict[str, list[ResolvedSet]] = {}
-        """Sets of ``val`` and ``test``, once they are set up."""
+        """The evaluation sets under ``val`` and ``test``, once they are set up."""
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -137,7 +141,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """The module that learns from the rollouts.
 
         Raises:
-            UserError: it cannot.
+            UserError: the trainer's module lacks a method that learning from rollouts needs.
         """
         if self.trainer is None:
             raise RuntimeError("RolloutDataModule works inside a Trainer: trainer.fit(module, datamodule=data)")
@@ -158,9 +162,10 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         trainer, learner = self._current_trainer, self.learner
+        # Supervised fine-tuning samples and scores nothing: without an evaluation it needs no engine and no rewards.
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
             check_engine(self.engine_config, self._needs_experts)
-            # Their workers load libraries while the model and the engine load.
+            # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
                 reward.start()
         if stage == "fit":
@@ -201,6 +206,7 @@ class RolloutDataModule(pl.LightningDataModule):
         elif stage == "test":
             self._need(self._resolve("test", self.test, self.test_prompts), "test", stage)
         else:
+            # Without any test set predict answers the questions of data.prompts.
             single = self.test_prompts if self.test or self.test_prompts else self.prompts
             self._need(self._resolve("test", self.test, single), "test", stage)
         for key, sets in self.evaluations.items():
@@ -210,7 +216,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def _supervised(self) -> bool:
-        """Whether completions are the solutions of the data, so that no engine is started for them."""
+        """Whether completions are the solutions of the data, for which no engine is started."""
         return self._requirements.completions_from == "dataset"
 
     def _check_rewards_fit_the_objective(self) -> None:
@@ -224,7 +230,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def _num_prefetch(self) -> int:
-        """Rollouts that are sampled before their turn: as many as the learner lets be stale."""
+        """Number of rollouts that are sampled before their turn: the staleness that the learner allows."""
         return self._requirements.max_staleness if self._fitting else 0
 
     def _resolve(self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None) -> list[ResolvedSet]:
@@ -267,11 +273,11 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.train_set.prompts
 
     def prepare_train_prompts(self, source: PromptSource) -> None:
-        """Read, check, clean and tokenise the training prompts, unless that is done."""
+        """Prepare the training prompts once: read, check, clean and tokenise them; a second call changes nothing."""
         self._encode("train", source, "data.prompts", self.format)
 
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
-        """Read, check, clean and tokenise a source, unless that is done."""
+        """Prepare the prompts of a source once (read, check, clean, tokenise), and keep them under ``key``."""
         if key in self._sets:
             return
         training = key == "train"
@@ -292,6 +298,7 @@ class RolloutDataModule(pl.LightningDataModule):
             self._solutions = encode_demonstrations(
                 self.demonstrations, found.prompts, tokenizer, ends, limit, found.locations
             )
+            # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
         for line in found.summary_lines():
@@ -299,6 +306,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _held_out(self) -> list[PromptSource]:
         """Return the sources of all evaluation sets, also of those that this stage does not use."""
+        # _resolve keeps what it resolves, and what is kept is evaluated: this stage's own sets are put back.
         before = dict(self.evaluations)
         sets = [*self._resolve("val", self.val, self.val_prompts), *self._resolve("test", self.test, self.test_prompts)]
         self.evaluations = before
@@ -334,6 +342,7 @@ class RolloutDataModule(pl.LightningDataModule):
         if limit is None or not prompts:
             return
         longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        # The largest limit of all ways of sampling, since they share one engine.
         new = self._max_new_tokens
         if len(longest.token_ids) + new > limit:
             raise UserError(
@@ -350,7 +359,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     @property
     def producer(self) -> RolloutGenerator:
-        """Engine and rewards, made when the first rollout is asked for."""
+        """The generator of rollouts from engine and rewards, made when the first rollout is asked for."""
+        # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer = self.learner, self.learner.tokenizer
             longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
@@ -461,7 +471,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
 
 class _Gather:
-    """Exchange of Python values over ranks."""
+    """Exchange of Python values over ranks, by gloo: every rank calls it and gets the values of all."""
 
     def __init__(self) -> None:
         # A process group of its own: a thread may use it beside the learner's collectives.

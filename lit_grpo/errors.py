@@ -31,11 +31,11 @@ def _rebuild(cls: type[UserError], what: str, where: str | None, remedy: str | N
 
 
 class StopRun(Exception):  # noqa: N818 - it is a decision, not an error
-    """A monitor or guard ends the run: exit code 3, with a checkpoint.
+    """The decision of a monitor or guard to end the run: exit code 3, with a checkpoint.
 
     Args:
-        reason: one sentence.
-        diagnosis: its name, if it has one, see :mod:`lit_grpo.callbacks.diagnosis.diagnosis`.
+        reason: why the run ends, in one sentence.
+        diagnosis: name of the diagnosis behind it, see :mod:`lit_grpo.callbacks.diagnosis.diagnosis`; None without one.
     """
 
     def __init__(self, reason: str, diagnosis: str | None = None) -> None:
@@ -44,11 +44,11 @@ class StopRun(Exception):  # noqa: N818 - it is a decision, not an error
 
 
 class EngineError(RuntimeError):
-    """The rollout engine failed: exit code 1, with a checkpoint.
+    """Failure of the rollout engine: exit code 1, with a checkpoint.
 
     Args:
         message: what failed.
-        transient: trying again with fewer samples at once may succeed (memory ran out).
+        transient: whether trying again with fewer samples at once may succeed (memory ran out).
     """
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
@@ -57,7 +57,7 @@ class EngineError(RuntimeError):
 
 
 def nearest(word: str, known: object) -> str | None:
-    """The known name most like ``word``, or None."""
+    """Return the known name that is most like ``word``, or None if none is like it."""
     import difflib
 
     names = [str(name) for name in known]  # type: ignore[attr-defined]

@@ -65,7 +65,9 @@ SHOWN_IN_PROGRESS_BAR = ("reward", "policy/entropy", "completions/length")
 
 
 class LitGRPO(pl.LightningModule):
-    """Trains a language-model policy on rollouts. One Lightning batch is one rollout, whole groups, all its updates.
+    """LightningModule that trains a language-model policy on rollouts.
+
+    One Lightning batch is one rollout of whole groups, and ``training_step`` takes all of its optimizer steps.
 
     Gradient clipping and accumulation are arguments here, not of the Trainer; a run is bounded by its rollouts
     (``RolloutDataModule(rollouts=...)``), not by ``max_steps``.
@@ -79,20 +81,19 @@ class LitGRPO(pl.LightningModule):
         micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
             model; None: no bound. Bounds memory, changes no gradient.
         micro_batch_size: completions in one forward and backward pass; None: no bound but that of tokens.
-        zero_advantage_samples: completions without gradient (of equal rewards, filtered, ...) do not go through the
-            model,
-            but for this many of each optimizer step, chosen by chance, so that metrics over all completions stay
-            without bias; None: all of them do.
-        routing_replay: ``old``: in every update tokens go through the experts that the policy before the first update
-            chose for them (mixture-of-experts models, several updates per rollout); ``sampler``: in the passes of the
-            policy through those that the engine chose while sampling.
+        zero_advantage_samples: completions without gradient (of equal rewards, filtered, ...) that go through the model
+            in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
+            over all completions stay unbiased; None: all of them go through.
+        routing_replay: which experts of a mixture-of-experts model every token goes through in an update. ``none``:
+            those that its routers choose now; ``old``: those that the policy chose before the first update of the
+            rollout; ``sampler``: in every pass of the policy those that the engine chose while sampling.
         updates_per_rollout: optimizer steps on each rollout.
         minibatch_prompts: prompts in each optimizer step (whole groups), over all ranks; None: all of the rollout's.
         max_grad_norm: the global gradient norm is clipped to this; None: no clipping.
         max_staleness: a batch sampled with weights more rollouts old than this is refused. 0: strictly on-policy; above
             0 the objective's ``sampler_correction`` is ``tis_token`` unless it is set.
         max_skipped_steps: the run stops after this many skipped optimizer steps (non-finite or vetoed) in a row.
-        guards: what stops a run whose engine and learner disagree.
+        guards: bounds beyond which a run is stopped because its engine and learner disagree.
         sharding: how the models are split over ranks under ``trainer.strategy: fsdp``.
     """
 
@@ -116,6 +117,7 @@ class LitGRPO(pl.LightningModule):
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
+        # A batch takes several optimizer steps, each of which may be skipped; Lightning's own loop takes just one.
         self.automatic_optimization = False
         self.policy_config = as_dataclass(PolicyConfig, policy)
         self.objective_config = as_dataclass(ObjectiveConfig, objective)
@@ -191,13 +193,14 @@ class LitGRPO(pl.LightningModule):
         """The rollout under way or, between rollouts, the last one; for callbacks."""
         self._step_metrics: dict[str, float] = {}
         self._logged_keys: set[str] = set()
+        """Keys that any rollout has logged; one that lacks a key logs NaN under it."""
         self._context: RunContext | None = None
         self._tokenizer: Any = None
         self._restored_random_state: dict[str, Any] | None = None
         self._forward_runner: ForwardRunner | None = None
         self._optimizer_stepper: OptimizerStepper | None = None
         self._make_model: Callable[[Callable[[], Any]], Any] = lambda make: make()
-        """Makes a model, or the shards of one."""
+        """Calls a function that makes a model; where the run is sharded, it keeps this rank's shards of that model."""
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -209,7 +212,7 @@ class LitGRPO(pl.LightningModule):
         return self._tokenizer
 
     def requirements(self) -> LearnerRequirements:
-        """See :class:`lit_grpo.context.RolloutLearner`."""
+        """Return what rollouts must hold, as the data module asks by :class:`lit_grpo.context.RolloutLearner`."""
         return LearnerRequirements(
             completions_from="dataset" if self.objective.demonstrations else "engine",
             dynamic_sampling=self.objective.dynamic_sampling,
@@ -270,6 +273,7 @@ class LitGRPO(pl.LightningModule):
         self._forward_runner = self._optimizer_stepper = None
 
     def configure_model(self) -> None:
+        # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
         if self.policy is not None:
             return
         if self.routing_replay != "none":
@@ -314,6 +318,7 @@ class LitGRPO(pl.LightningModule):
         # resumed run would then begin with its first prompts again.
         steps_per_rollout = self.updates_per_rollout * self.objective.passes
         rollouts = 0 if self._context is None else self._context.rollouts
+        # While the critic warms up the policy takes no steps, so its schedule is shorter than the critic's.
         policy_steps = max(0, rollouts - self._warmup_rollouts) * steps_per_rollout
         pairs = [make_optimizer(self._policy.model, self.optimizer_config, policy_steps)]
         if self.critic_config is not None:
@@ -331,6 +336,7 @@ class LitGRPO(pl.LightningModule):
             self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
         if self.sharded:
             self.reshard()
+            # A checkpoint in shards needs optimizer states, also one that is saved before the first step.
             for optimizer in self.trainer.strategy.optimizers:
                 initialize_optimizer_state(optimizer)
         if self.objective.trust_region.needs_router_scores and not self._policy.routes:
@@ -343,7 +349,7 @@ class LitGRPO(pl.LightningModule):
         return shards.is_sharded(self._policy)
 
     def reshard(self) -> None:
-        """See :func:`lit_grpo.distributed.sharding.reshard`."""
+        """Put gathered weights of all models back into shards, see :func:`lit_grpo.distributed.sharding.reshard`."""
         shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
 
     @property
@@ -366,7 +372,7 @@ class LitGRPO(pl.LightningModule):
 
     @property
     def forward_runner(self) -> ForwardRunner:
-        """The models, and how a rollout goes through them; made once the models are."""
+        """The models and the way a rollout goes through them, put together at first use, once the models are made."""
         if self._forward_runner is None:
             # A single update has nothing to replay: its experts are those of the old policy.
             single = self.updates_per_rollout * self.objective.passes == 1
@@ -390,7 +396,7 @@ class LitGRPO(pl.LightningModule):
         return results.added_to(experience).to("cpu")
 
     def _optimizer_bundles(self) -> list[OptimizerBundle]:
-        """The policy's optimizer with its schedule and clipping, then the critic's if there is one."""
+        """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""
         optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
         if self.critic_config is None:
             return [OptimizerBundle("optim/", optimizers, schedulers, self.max_grad_norm)]
@@ -444,6 +450,7 @@ class LitGRPO(pl.LightningModule):
         if not advantages_need_forward:
             steps = self._stepper.old_forward(batch, steps, needed)
         self._optimize(batch, steps, metrics)
+        # The engine may sample from this very model, whose routers must then choose for themselves.
         self._policy.stop_replay()
         self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
@@ -452,10 +459,10 @@ class LitGRPO(pl.LightningModule):
         self._log(batch, metrics, staleness, time.perf_counter() - started)
 
     def _compute_advantages(self, objective: Objective, experience: Experience) -> Tensor:
-        """Compute the advantages of a rollout, [N, T], and go on to the objective's next state."""
+        """Compute the advantages of a rollout, [N, T], and keep the state that the objective goes on with."""
         advantages, self.objective_state = objective.advantages(experience, self.objective_state, self.reduce_or_none)
-        # Ranks see different prompts; all keep the history of all. Asked of the objective and not of the state: every
-        # rank must take part in the gather, or none.
+        # Ranks see different prompts, and each keeps the history of all of them. Whether there is a history is asked of
+        # the objective and not of the state: every rank must take part in the gather, or none.
         if self.trainer.world_size > 1 and self.objective.advantage.state_fields:
             states: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(states, self.objective_state)
@@ -463,7 +470,7 @@ class LitGRPO(pl.LightningModule):
         return advantages
 
     def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> None:
-        """Take the optimizer steps of a rollout; leaves in ``step_result`` what the learner said before the first."""
+        """Take the optimizer steps of a rollout, and keep in ``step_result`` its log-probabilities from before them."""
         experience, advantages = steps[0].experience, steps[0].advantages
         first_update = FirstUpdate(batch, experience, steps[0].rows, self.policy_version)
         try:
@@ -507,6 +514,7 @@ class LitGRPO(pl.LightningModule):
     def _refresh_reference(self) -> None:
         every = self.reference_config.refresh_every
         if self.reference is not None and every is not None and self.policy_version % every == 0:
+            # Shards are copied into shards: a weight that a forward pass left gathered has another shape.
             self.reshard()
             for old, new in zip(self.reference.model.parameters(), self._policy.model.parameters(), strict=True):
                 old.copy_(new)
@@ -523,7 +531,9 @@ class LitGRPO(pl.LightningModule):
 
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""
+        # Derived from the rollout and not drawn: every rank, and a run that was resumed, must cut it alike.
         seed = rng.derive_seed("minibatches", rng.run_seed(), batch.index)
+        # Not self.trainer: the property raises where there is none.
         trainer = self._trainer
         ranks = {} if trainer is None else {"rank": trainer.global_rank, "world_size": trainer.world_size}
         return batches.minibatches(batch, self.minibatch_prompts, self.updates_per_rollout, seed, **ranks)
@@ -557,7 +567,7 @@ class LitGRPO(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.evaluation = self._evaluator.compute()
-        # They are alike on all ranks already.
+        # The numbers are alike on all ranks already, so that their mean over ranks changes none of them.
         self.log_dict(self.evaluation.metrics(), sync_dist=True)
 
     on_test_epoch_end = on_validation_epoch_end
@@ -611,18 +621,19 @@ class LitGRPO(pl.LightningModule):
 
     @property
     def reduce_or_none(self) -> Reduce | None:
-        """Sum over ranks; None for one process."""
+        """Function that sums a tensor over ranks; None where there is one process."""
         return self.reduce_sum if self.trainer.world_size > 1 else None
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks."""
+        """Return the sum of a tensor over ranks, on the device of the tensor."""
         return self._reduce(tensor, "sum")
 
     def reduce_max(self, tensor: Tensor) -> Tensor:
-        """Return the maximum over ranks."""
+        """Return the elementwise maximum of a tensor over ranks, on the device of the tensor."""
         return self._reduce(tensor, "max")
 
     def _reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        # The sums of metrics are CPU tensors, and NCCL reduces tensors on the GPU alone.
         reduced = self.trainer.strategy.reduce(tensor.to(self.device), reduce_op=operation)
         return cast(Tensor, reduced).to(tensor.device)
 
@@ -677,7 +688,7 @@ class LitGRPO(pl.LightningModule):
         self._restored_random_state = state.random
 
     def restore_random_state(self) -> None:
-        """Set this rank's random state to that of the checkpoint that was loaded last, if one was; only once."""
+        """Set this rank's random state to that of the checkpoint loaded last; a second call for it does nothing."""
         if self._restored_random_state is not None:
             rng.set_state(self._restored_random_state)
             self._restored_random_state = None
@@ -704,6 +715,7 @@ class LitGRPO(pl.LightningModule):
                 remedy="set initial_entropy to the measured mean, in nats",
             )
         entropy = self.forward_runner.sequence_entropy(self._context.initial_completions(count)).double()
+        # Sum and number travel in one collective, and the mean is taken after it: ranks may hold different numbers.
         sums = torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])
         total, number = self.reduce_sum(sums).tolist()
         self.objective_state = self.objective_state.with_initial_entropy(total / number)

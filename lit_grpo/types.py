@@ -26,11 +26,11 @@ class Prompt:
     """One question, already turned into the ids that every engine and the learner use."""
 
     id: str
-    """Stable and unique in its source; the prompt's history is kept under it."""
+    """Identity of the prompt, stable over runs and unique in its source; its history is kept under it."""
     question: str
     """The text as the source writes it, without chat template."""
     token_ids: tuple[int, ...]
-    """What is fed to the model: template applied once, never encoded again."""
+    """Ids that are fed to the model: the template is applied once, and nothing encodes them again."""
     answer: str | None = None
     """Gold answer, or None where a reward needs none."""
     source: str = ""
@@ -50,16 +50,17 @@ class Request:
     """One non-negative seed below 2**63 per sample. Equal seeds, weights and engine give equal tokens."""
 
 
-@dataclass(frozen=True)  # no slots: jsonargparse reads the defaults from __dict__
+# No slots: jsonargparse reads the defaults from __dict__.
+@dataclass(frozen=True)
 class Sampling:
     """How completions are drawn. Training needs the full support: ``top_p = 1`` and ``top_k = 0``."""
 
     temperature: float = 1.0
-    """0 means greedy."""
+    """Divides the logits before a token is drawn; 0 means greedy."""
     max_new_tokens: int = 256
     top_p: float = 1.0
     top_k: int = 0
-    """0 means all tokens."""
+    """Number of likeliest tokens to draw from; 0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion. The id itself is part of the completion."""
 
@@ -69,7 +70,9 @@ class Completion:
     """One sampled answer, as the engine sampled it."""
 
     request: int
+    """``index`` of the :class:`Request` that it answers."""
     sample: int
+    """Number of the sample among those of its request, from 0."""
     token_ids: tuple[int, ...]
     """Sampled ids, the end-of-sequence id included if it was drawn. May be empty."""
     logprobs: tuple[float, ...]
@@ -77,6 +80,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     """Number of rollouts the sampling weights had been trained on."""
+    # Left out of ==, which tensors answer for each element and not once.
     experts: Tensor | None = field(default=None, compare=False, repr=False)
     """Experts that each token went through, prompt first, [prompt + generated - 1, layers, K] int16. The last token was
     never fed to the model, so it has none. None unless ``routing_replay: sampler`` asks for them."""
@@ -92,6 +96,7 @@ class Score(NamedTuple):
 
     value: float
     timed_out: bool = False
+    """The reward ran out of its time on this completion."""
     failed: bool = False
     """The reward raised, crashed or gave no finite number, and ``value`` is 0 because the run was told to go on."""
     no_answer: bool = False
@@ -117,13 +122,15 @@ class Rollout:
     """One Lightning batch: whole groups, in order (completion ``i`` belongs to group ``i // group_size``)."""
 
     index: int
+    """Number of the rollout in the run, from 0; 0 in an evaluation."""
     prompts: list[Prompt]
+    """The prompt of each group."""
     completions: list[Completion]
     texts: list[str]
     rewards: dict[str, Tensor]
     """Each reward by name, before its weight, [N]."""
     reward: Tensor
-    """Weighted sum, [N] float32."""
+    """Weighted sum of the rewards, [N] float32."""
     group_size: int
     temperature: float = 1.0
     """Temperature of the sampler. The learner computes its log-probabilities at the same one."""
@@ -132,7 +139,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
     evaluation: Any = None
-    """What an evaluation knows besides, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
+    """Grades of an evaluation, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
     sources: tuple[str, ...] = ()
     """Names of all data sets that the run mixes; empty if there is one."""
 
@@ -145,7 +152,7 @@ class Rollout:
 
     @property
     def policy_version(self) -> int:
-        """Version of the oldest completion."""
+        """Version of the weights that sampled the oldest completion."""
         return min(c.policy_version for c in self.completions)
 
     def to(self, device: Any, **_: Any) -> Rollout:
@@ -165,21 +172,22 @@ class Experience:
     lengths: Tensor
     """Generated tokens in the loss, end-of-sequence included, [N] int64."""
     group_ids: Tensor
-    """[N] int64; equal for the samples of one prompt."""
+    """Number of each completion's group, equal for the samples of one prompt, [N] int64."""
     rewards: Tensor
-    """[N] float."""
+    """Total reward of each completion before any shaping, [N] float."""
     truncated: Tensor
-    """[N] bool."""
+    """Completions that the length limit cut, [N] bool."""
     width: int = 0
-    """T; the width of the first [N, T] tensor if left 0."""
+    """T, the number of columns; if left 0, that of the first [N, T] tensor, or else the longest completion."""
     token_ids: Tensor | None = None
-    """[N, T] int64."""
+    """Generated ids, [N, T] int64."""
     old_logprobs: Tensor | None = None
     """Log-probabilities by the learner before the first update of this rollout. None: there is one update, and the
     ratio is pi / stop_gradient(pi)."""
     sampler_logprobs: Tensor | None = None
     """Log-probabilities by the engine at the moment of drawing; not finite where they are not known."""
     ref_logprobs: Tensor | None = None
+    """Log-probabilities by the reference policy."""
     entropy: Tensor | None = None
     """Entropy of the full next-token distribution before the first update."""
     values: Tensor | None = None
@@ -193,7 +201,7 @@ class Experience:
     router_experts_old: Tensor | None = None
     """The experts that were active, [N, T, layers, K] int64."""
     invalid: Tensor | None = None
-    """[N] bool: completions without a parsable answer (RENT)."""
+    """Completions without a parsable answer, [N] bool (RENT)."""
     prompt_ids: Sequence[str] | None = None
     """Prompt identity of each completion, N strings, for methods that keep a history per prompt."""
 
@@ -205,6 +213,7 @@ class Experience:
         values = (getattr(self, item.name) for item in fields(self))
         widths = [value.shape[1] for value in values if isinstance(value, Tensor) and value.ndim == 2]
         longest = int(self.lengths.max()) if len(self.lengths) else 0
+        # A frozen dataclass refuses plain assignment even here.
         object.__setattr__(self, "width", next((width for width in widths if width), longest))
 
     @property
@@ -268,17 +277,17 @@ class RolloutSnapshot:
     rollout: Rollout
     experience: Experience
     advantages: Tensor
-    """[N, T]."""
+    """Advantage of each token, [N, T]."""
     logprobs: Tensor | None = None
     """Log-probabilities by the learner before the first update, [N, T]. NaN for a completion that did not go through
     the model (no gradient, and not among the probes). None where no pass covered the whole rollout before an update."""
     entropy: Tensor | None = None
-    """Entropies of the same pass, likewise."""
+    """Entropies of that pass in nats, [N, T]; NaN and None mean what they mean for ``logprobs``."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a training step leaves for callbacks."""
+    """The outcome of a training step, which callbacks read."""
 
     snapshot: RolloutSnapshot
     metrics: Mapping[str, float] | None = None

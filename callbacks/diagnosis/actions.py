@@ -39,9 +39,9 @@ def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -
     """Put the given actions over the defaults, so that every severity has one.
 
     Args:
-        given: action by severity or name of a diagnosis.
-        where: class name, for errors.
-        alone: whether it is a single monitor, which can only log and stop.
+        given: action by severity or by name of a diagnosis.
+        where: class name of the callback that takes them, for errors.
+        alone: whether the callback is a single monitor, which can only log and stop.
 
     Raises:
         UserError: a severity, diagnosis or action does not exist.
@@ -90,7 +90,7 @@ class Journal:
         return cls(folder / FINDINGS_FILE if trainer.is_global_zero and not _is_fast_dev_run(trainer) else None)
 
     def write(self, event: str, entries: Mapping[str, Any]) -> None:
-        """Append a line. A disk that refuses never stops a run."""
+        """Append one line with an event and its entries; a disk that refuses is logged and never stops a run."""
         if self.path is None:
             return
         try:
@@ -101,7 +101,7 @@ class Journal:
             log.warning("%s cannot be written (%s).", self.path, error)
 
     def close(self, trainer: Trainer) -> None:
-        """Send the file to MLflow, where there are both."""
+        """Send the file to the run's MLflow logger, if there are a file and a logger."""
         logger = run_logger(trainer)
         if logger is not None and self.path is not None and self.path.exists():
             logger.log_artifact(self.path)
@@ -119,11 +119,11 @@ def act(
     """Write down and log what was found, and stop the run if that is the action. All ranks must call it alike.
 
     Args:
-        trainer: the run's.
-        journal: where it is written down.
+        trainer: trainer of the run.
+        journal: file in which findings and diagnosis are written down.
         new: findings that are not written down yet.
-        diagnosis: made of all findings that hold.
-        action: what is done about it. Only ``log`` and ``stop`` are done here.
+        diagnosis: diagnosis made of all findings that hold.
+        action: action that was chosen; of them all only ``log`` and ``stop`` are done here.
         monitor: name of the callback that decided.
         reason: why the action is not the one that was asked for, or "".
     """

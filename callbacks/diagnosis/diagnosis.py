@@ -13,15 +13,15 @@ from lit_grpo.callbacks.diagnosis.kinds import finding_kind
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the findings that hold at one time amount to.
+    """The one explanation of all findings that hold at one time.
 
     Attributes:
-        name: that of a :class:`lit_grpo.callbacks.DiagnosisKind`.
+        name: name of its :class:`lit_grpo.callbacks.DiagnosisKind`.
         step: rollouts trained on when it was made.
-        onset: rollouts trained on when the first of its own evidence began.
-        severity: of the gravest finding.
-        findings: all that were merged; those that gave the name come first.
-        explanation: what it is, since when, by which numbers, and the likely cause.
+        onset: rollouts trained on when the earliest of the findings that gave it its name began.
+        severity: severity of the gravest finding.
+        findings: all findings that were merged; those that gave the name come first.
+        explanation: what is wrong, since when, by which numbers, and the likely cause.
         remedies: what to do, best first.
     """
 
@@ -34,7 +34,7 @@ class Diagnosis:
     remedies: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain types, for JSON."""
+        """Return the diagnosis as plain types, for JSON."""
         return {
             "diagnosis": self.name,
             "step": self.step,
@@ -47,7 +47,7 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Diagnosis:
-        """Read what :meth:`to_dict` gave."""
+        """Make a diagnosis from what :meth:`to_dict` returned."""
         return cls(
             name=value["diagnosis"],
             step=int(value["step"]),
@@ -59,18 +59,19 @@ class Diagnosis:
         )
 
     def to_json(self) -> str:
-        """As one line of JSON."""
+        """Return the diagnosis as one line of JSON."""
         return json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
 
 
 def merge(findings: Sequence[Finding]) -> Diagnosis | None:
-    """Make one diagnosis of all findings that hold at one time; None of none.
+    """Make one diagnosis of all findings that hold at one time; without findings return None.
 
     Among the gravest findings the one that comes first in the order of decision
     (:attr:`lit_grpo.callbacks.FindingKind.rank`) gives the name. The others are evidence.
     """
     if not findings:
         return None
+    # By rank and not by onset: broken plumbing makes every other signal unreliable, even one that was seen earlier.
     severity = worst([finding.severity for finding in findings])
     ranked = sorted(findings, key=lambda f: finding_kind(f.kind).rank)
     kind = next(finding_kind(f.kind).diagnosis for f in ranked if f.severity == severity)

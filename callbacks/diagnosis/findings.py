@@ -11,7 +11,7 @@ Severity = Literal["info", "warning", "critical"]
 """``info``: worth knowing. ``warning``: the run loses something. ``critical``: what comes after is not worth having."""
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""From mild to grave."""
+"""All severities, from mild to grave."""
 
 
 class Evidence(NamedTuple):
@@ -22,24 +22,25 @@ class Evidence(NamedTuple):
     window: int
     """Number of rollouts that the value is made from."""
     value: float
-    """In the metric's unit, or a multiple where the threshold is one."""
+    """The number, in the metric's unit, or as a multiple of something where the threshold is one."""
     threshold: float
+    """The bound that it was compared with, in the unit of ``value``."""
     before: float | None = None
     """Earlier value that the bound was made from; None where the bound is a number of its own."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a monitor noticed.
+    """A fault that a monitor noticed, with the numbers that show it.
 
     Attributes:
         monitor: name of the class that raised it.
         kind: name of its :class:`lit_grpo.callbacks.FindingKind`.
         step: rollouts trained on when it was raised.
-        onset: rollouts trained on when what is seen began; never after ``step``.
+        onset: rollouts trained on when the fault began; never after ``step``.
         severity: how grave it is.
         evidence: the numbers behind it.
-        explanation: one sentence.
+        explanation: what was seen, in one sentence.
         remedies: what to do, best first.
     """
 
@@ -59,7 +60,7 @@ class Finding:
             raise ValueError(f"onset {self.onset} lies after the step {self.step} at which it was seen")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain types; numbers that JSON cannot hold (NaN, infinities) as strings."""
+        """Return the finding as plain types, with numbers that JSON cannot hold (NaN, infinities) as strings."""
         return {
             "monitor": self.monitor,
             "kind": self.kind,
@@ -73,7 +74,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Finding:
-        """Read what :meth:`to_dict` gave."""
+        """Make a finding from what :meth:`to_dict` returned."""
         evidence = tuple(
             Evidence(
                 e["metric"],
@@ -96,17 +97,17 @@ class Finding:
         )
 
     def to_json(self) -> str:
-        """As one line of JSON."""
+        """Return the finding as one line of JSON."""
         return json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Finding:
-        """Read what :meth:`to_json` gave."""
+        """Make a finding from what :meth:`to_json` returned."""
         return cls.from_dict(json.loads(text))
 
 
 def worst(severities: list[Severity]) -> Severity:
-    """The gravest of some; ``info`` of none."""
+    """Return the gravest of some severities; ``info`` if there are none."""
     return max(severities, key=SEVERITIES.index, default="info")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 
 LAST = 1000
-"""Rank of a finding that says of itself nothing about the order of decision."""
+"""Rank of a kind of finding that declares none: after all others in the order of decision."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class DiagnosisKind:
     """A name that a diagnosis can have, and what follows from it.
 
     Attributes:
-        name: stands in ``findings.jsonl``, in tags and as a key of ``actions`` and ``remedies``.
-        title: what it is, in a few words; "" takes the explanation of the finding.
-        likely_cause: "" where there is no likely one.
+        name: its name in ``findings.jsonl`` and in tags, and as a key of ``actions`` and ``remedies``.
+        title: what is wrong, in a few words; "" takes the explanation of the finding.
+        likely_cause: the likely cause, in a few words; "" where there is none.
         remedy: how the run is changed before it goes on, with the action ``adjust`` or ``rollback``.
         outlives_rollback: whether the fault would still be there after a rollback. Then a rollback that was chosen by
             severity, not by this name, is a stop.
@@ -37,7 +37,7 @@ class FindingKind:
 
     Attributes:
         name: :attr:`lit_grpo.callbacks.Finding.kind` of such findings.
-        diagnosis: what it speaks for; left out, a diagnosis of the same name that is described by the finding itself.
+        diagnosis: the diagnosis that it speaks for; left out, one of the same name, described by the finding itself.
         rank: its place in the order of decision. Among the gravest findings the one of the lowest rank gives the
             diagnosis its name; all that cannot be told apart otherwise keeps the order of the monitors.
         remedies: what to do, best first, where the finding does not say it itself.
@@ -81,20 +81,20 @@ def declare(kinds: Iterable[FindingKind]) -> None:
 
 
 def is_declared(name: str) -> bool:
-    """Whether some monitor has declared a kind of this name."""
+    """Tell whether some monitor has declared a kind of this name."""
     return name in _declared
 
 
 def finding_kind(name: str) -> FindingKind:
-    """The declared kind of this name, or one that knows nothing but its name."""
+    """Return the declared kind of this name, or else a kind that has nothing but the name."""
     return _declared.get(name) or FindingKind(name)
 
 
 def finding_kinds() -> list[FindingKind]:
-    """All that are declared, in the order of decision."""
+    """Return all kinds that are declared, in the order of decision."""
     return sorted(_declared.values(), key=lambda kind: kind.rank)
 
 
 def diagnosis_kinds() -> dict[str, DiagnosisKind]:
-    """All diagnoses that a declared finding speaks for, by name, in the order of decision."""
+    """Return all diagnoses that a declared finding speaks for, by name, in the order of decision."""
     return {kind.diagnosis.name: kind.diagnosis for kind in finding_kinds()}

@@ -34,19 +34,16 @@ class Remedy:
             )
 
     def plain(self) -> dict[str, Any]:
-        """As plain types, for checkpoints and the journal."""
+        """Return the remedy as plain types, for checkpoints and the journal."""
         return asdict(self)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the run. To be called between two rollouts, on all ranks."""
+        """Change learning rates and objective. It is to be called between two rollouts, on all ranks."""
         scale_learning_rate(trainer, self.lr_scale)
         self.change_objective(pl_module)
 
     def change_objective(self, pl_module: LightningModule) -> None:
-        """Change the objective alone.
-
-        A run that is resumed needs this part again: optimizers and schedules keep their rate in a checkpoint.
-        """
+        """Change the objective alone, if the remedy names a change of it."""
         if self.objective:
             # A module may have change_objective; Lightning declares only what every module has.
             pl_module.change_objective(dict(self.objective))  # type: ignore[operator]

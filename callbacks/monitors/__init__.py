@@ -33,5 +33,5 @@ __all__ = [
 
 
 def all_monitors() -> list[Monitor]:
-    """Make one of each, with its defaults."""
+    """Make one monitor of each class that comes with lit-grpo, with its defaults."""
     return [globals()[name]() for name in __all__]

@@ -56,7 +56,7 @@ COLLAPSES = (
 
 
 class CollapseDetector(Monitor):
-    """Two kinds of collapse, told apart by their signatures, and the causes of a reward that falls beyond doubt.
+    """Monitor of two kinds of collapse, told apart by their signatures, and of a reward that falls beyond doubt.
 
     In C_PL, of minimal entropy, entropy, length and diversity fall together. In C_NL, of maximal entropy, entropy and
     length explode, the gradient norm spikes, and in the end a few tokens are repeated. The names are those of the study
@@ -83,18 +83,20 @@ class CollapseDetector(Monitor):
     Args:
         window: rollouts over which values are compared.
         smooth: rollouts that each median is taken over.
-        fall: share of entropy and length.
-        rise: share of entropy.
-        growth: share of length.
-        truncation: share of completions.
-        spike: multiple of the median gradient norm.
-        repetition: share of repeated 4-grams.
-        lost: share of the best reward.
-        sure: standard errors of the fall (:meth:`lit_grpo.callbacks.monitors.history.History.fall`).
-        sure_one_sided: standard errors where advantages are signs.
-        sure_steep: standard errors, over six rollouts, where advantages are signs and the gradient norm has risen.
-        steeper: multiple of the median gradient norm.
-        unrelated: share of groups whose better completions get the smaller advantage.
+        fall: share of entropy and of length whose loss counts as a fall.
+        rise: growth of the entropy that counts as a rise, as a share of what it was.
+        growth: growth of the length that counts, as a share of what it was.
+        truncation: share of truncated completions that counts as growth of the length.
+        spike: multiple of its median at which the gradient norm counts as a spike.
+        repetition: share of repeated 4-grams above which completions are degenerate.
+        lost: share of the best reward whose loss is looked at.
+        sure: standard errors beyond which the fall of the reward is no chance, see
+            :meth:`lit_grpo.callbacks.monitors.history.History.fall`.
+        sure_one_sided: the same bound where advantages are signs.
+        sure_steep: the same bound, over six rollouts, where advantages are signs and the gradient norm has risen.
+        steeper: multiple of its median from which on the gradient norm has risen.
+        unrelated: share of groups whose better completions get the smaller advantage, above which advantages do not
+            follow the rewards.
         token_normalised: whether the loss divides by a constant; None: where the module's recipe begins with ``tn``.
         actions: see :class:`Monitor`.
     """
@@ -161,7 +163,7 @@ class CollapseDetector(Monitor):
         yield from self._longer(step)
 
     def _then_and_now(self, key: str, *, high: bool) -> tuple[float, float] | None:
-        """Largest (or smallest) smoothed value of the window, and the present one."""
+        """Return the largest (or smallest) smoothed value of the window, and the present one."""
         values = self.history.window(key, self.window + self.smooth)
         if len(values) < 2 * self.smooth:
             return None
@@ -237,7 +239,7 @@ class CollapseDetector(Monitor):
         )
 
     def _falling(self, step: int) -> Iterable[Finding]:
-        """Look for a reward that falls beyond doubt. What the objective learns from says which collapse it is."""
+        """Look for a reward that falls beyond doubt, and name the collapse by what the objective learns from."""
         share, errors = self.history.fall("reward")
         signs = self._has_sign_advantages()
         bound = self.sure_one_sided if signs else self.sure
@@ -285,10 +287,7 @@ class CollapseDetector(Monitor):
         )
 
     def _longer(self, step: int) -> Iterable[Finding]:
-        """Look for entropy and length that rise together where the loss only pushes down.
-
-        It is C_NL before the reward falls.
-        """
+        """Look for C_NL before the reward falls: entropy and length rise together where the loss only pushes down."""
         upward, cut = (
             self.history.mean("policy/upward_frac", 10),
             self.history.median("completions/truncated_frac", self.smooth),
@@ -320,18 +319,19 @@ class CollapseDetector(Monitor):
             )
 
     def _has_sign_advantages(self) -> bool:
-        """Whether advantages are signs, without a baseline: solved and hopeless prompts push as hard as others."""
+        """Tell whether advantages are signs, without a baseline, so that solved prompts push as hard as others."""
+        # Seen in the numbers and not asked of the module: a monitor works in any project.
         mean, largest = self.history.last("policy/advantage_abs"), self.history.last("policy/advantage_abs_max")
         return mean is not None and largest is not None and 0.99 < mean <= largest < 1.01
 
     def _peak(self) -> int:
-        """Step at which the best mean of 8 rewards ends, where the fall began."""
+        """Find the step at which the best mean of 8 rewards ends, where the fall began."""
         values, steps = self.history.values["reward"], self.history.steps["reward"]
         ends = range(8, len(values) - 2)
         return steps[max(ends, key=lambda end: fmean(values[end - 8 : end])) - 1]
 
     def _turn(self, key: str, *, high: bool) -> int:
-        """Step of the window's largest (or smallest) value, where the way down or up began."""
+        """Find the step of the window's largest (or smallest) value, where the way down or up began."""
         values, steps = self.history.window(key, self.window), self.history.steps[key][-self.window :]
         return (max if high else min)(zip(values, steps, strict=True))[1]
 

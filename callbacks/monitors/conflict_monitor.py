@@ -15,7 +15,7 @@ CONFLICT = DiagnosisKind(
 
 
 class ConflictMonitor(Monitor):
-    """GTPO's conflict tokens, and the penalty on beginnings that completions share (2508.03772 Eq. 6).
+    """Monitor of GTPO's conflict tokens, and of the penalty on beginnings that completions share (2508.03772 Eq. 6).
 
     Findings: ``prefix_pushed_down`` (more than ``share`` of the groups push their shared beginning down while the
     reward ``format_key`` has fallen by ``fall`` of its best), ``conflicts`` (the rate of conflict tokens has grown to
@@ -23,10 +23,11 @@ class ConflictMonitor(Monitor):
 
     Args:
         format_key: logged reward that pays for the form of an answer. Where it is not logged, the total reward.
-        share: of the groups whose completions share a beginning.
-        fall: share of the best reward. Half of this gave a false alarm on a healthy run of the benchmark.
-        growth: multiple of the rate ``trend`` rollouts ago.
-        trend: rollouts.
+        share: share of the groups with a shared beginning in which it is pushed down.
+        fall: share of the best reward that must be lost. Half of this gave a false alarm on a healthy run of the
+            benchmark.
+        growth: multiple of the rate of conflict tokens ``trend`` rollouts ago.
+        trend: rollouts over which that rate is compared.
         smooth: rollouts that medians and means are taken over.
         actions: see :class:`Monitor`.
     """

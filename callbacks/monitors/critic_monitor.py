@@ -27,7 +27,7 @@ CRITIC_FAILURE = DiagnosisKind(
 
 
 class CriticMonitor(ThresholdMonitor):
-    """Values of correct and of incorrect completions, their range, and the variance of the returns they explain.
+    """Monitor of the critic's values on correct and incorrect completions, their range, and what they explain.
 
     Rewards of 0 and 1 allow values between 0 and 1 only; values below 0 on incorrect completions come before PPO's
     collapse. A critic that is not trained yet breaks all of this, so nothing is said before ``warmup`` rollouts, and a
@@ -43,12 +43,13 @@ class CriticMonitor(ThresholdMonitor):
     Args:
         lowest: smallest reward.
         highest: largest reward.
-        margin: in units of the reward.
-        outside: share of tokens.
-        unexplained: rollouts in a row.
-        hopeless: explained variance. A critic that is not trained yet is near 0, not far below.
-        contradiction: share of the pairs of equal completions.
-        patience: rollouts in a row.
+        margin: distance below ``lowest`` that a mean value may have, in units of the reward.
+        outside: share of tokens whose value may be outside the range of the rewards.
+        unexplained: rollouts in a row after which an explained variance below 0 is a finding.
+        hopeless: explained variance below which a critic is beyond hope. One that is not trained yet is near 0, not
+            far below.
+        contradiction: share of the pairs of equal completions that may get different advantages.
+        patience: rollouts in a row for which any other bound must be left.
         warmup: rollouts before which only a critic beyond hope is spoken of.
         actions: see :class:`Monitor`.
     """

@@ -35,7 +35,7 @@ ENTROPY_COLLAPSE = DiagnosisKind(
 
 
 class EntropyMonitor(Monitor):
-    """Mean next-token entropy H of the policy against that of the untouched model, H_ini.
+    """Monitor of the policy's mean next-token entropy H against that of the untouched model, H_ini.
 
     H_ini is ``policy/entropy_initial`` where the module measures it (GTPO's rule does), else the mean of
     ``policy/entropy_sequence``
@@ -49,13 +49,14 @@ class EntropyMonitor(Monitor):
     fallen beyond doubt (:meth:`lit_grpo.callbacks.monitors.history.History.fallen`).
 
     Args:
-        threshold: nats; ln 2, below which one token has the majority (2508.03772 Eq. 10).
-        high: multiple of H_ini.
-        low: multiple of H_ini.
-        floor: nats.
-        patience: rollouts in a row.
+        threshold: entropy in nats that H must not cross from below: ln 2, below which one token has the majority
+            (2508.03772 Eq. 10).
+        high: multiple of H_ini above which H is too high.
+        low: multiple of H_ini below which H is too low.
+        floor: entropy in nats below which H is too low, whatever H_ini is.
+        patience: rollouts in a row for which it must be too low.
         horizon: rollouts over which the slope is extrapolated.
-        unsolved: share of groups without a right answer.
+        unsolved: share of groups without a right answer above which prompts are left unsolved.
         smooth: rollouts that the median is taken over.
         trend: rollouts that the slope is fitted to.
         initial_prompts: prompts that H_ini is measured on (2508.03772: 100).

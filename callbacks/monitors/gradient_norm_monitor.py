@@ -19,7 +19,7 @@ REMEDIES_SPIKES = (
 
 
 class GradientNormMonitor(ThresholdMonitor):
-    """Global gradient norm before clipping against its running median m, and the step against the weights it moves.
+    """Monitor of the gradient norm before clipping against its running median m, and of steps against the weights.
 
     Findings: ``non_finite`` (loss, gradient or entropy is NaN or infinite: such steps are always skipped; critical when
     it lasts, or when what the policy says is no number, for then the weights are lost), ``gradient_spikes`` (more than
@@ -34,14 +34,14 @@ class GradientNormMonitor(ThresholdMonitor):
     Args:
         window: rollouts that the median is taken over.
         warmup: norms that must be known before one is called a spike.
-        spikes: multiple of m.
-        patience: rollouts in a row.
+        spikes: multiple of m above which a norm is a spike.
+        patience: spikes in a row that make a finding.
         skip: multiple of m above which a step is left out.
         skip_spikes: whether such steps are really left out.
-        vanished: multiple of m.
-        vanished_patience: rollouts in a row.
-        update: share of the weights' norm. Healthy fine-tuning moves them by 1e-5 to 1e-3 a step, and small models that
-            are trained from nothing by up to 0.03.
+        vanished: multiple of m below which the gradient has vanished.
+        vanished_patience: rollouts in a row for which it must have vanished.
+        update: share of the weights' norm that a step may move them by. Healthy fine-tuning moves them by 1e-5 to 1e-3
+            a step, and small models that are trained from nothing by up to 0.03.
         lasts: non-finite rollouts in a row that are critical.
         actions: see :class:`Monitor`.
     """
@@ -175,6 +175,7 @@ class GradientNormMonitor(ThresholdMonitor):
             norm, known = metrics.get(key), self._norms.setdefault(key, [])
             if norm is None or not math.isfinite(norm):
                 continue
+            # The median of the norms before this one; a spike joins them all the same, so a lasting rise becomes usual.
             usual = sorted(known)[len(known) // 2] if len(known) >= self.warmup else None
             known.append(norm)
             del known[: -self.window]

@@ -27,7 +27,7 @@ class History:
         self.steps: dict[str, list[int]] = {key: [] for key in keys}
         self.values: dict[str, list[float]] = {key: [] for key in keys}
         self.early: dict[str, list[float]] = {}
-        """The first values of the keys for which they are kept."""
+        """The first values of a run, by key, for the keys that were watched with ``early``."""
         self._early_length: dict[str, int] = {}
 
     def watch(self, key: str, early: int = 0) -> None:
@@ -50,7 +50,7 @@ class History:
                     self.early[key].append(float(value))
 
     def count(self, key: str) -> int:
-        """Count the values that are known."""
+        """Return the number of values of this key that are remembered."""
         return len(self.values[key])
 
     def last(self, key: str) -> float | None:
@@ -69,27 +69,27 @@ class History:
         return values[max(0, end - size) : max(0, end)]
 
     def mean(self, key: str, size: int, back: int = 0) -> float | None:
-        """Mean of a :meth:`window`; None if it is empty."""
+        """Return the mean of a :meth:`window`; None if it is empty."""
         values = self.window(key, size, back)
         return fmean(values) if values else None
 
     def median(self, key: str, size: int, back: int = 0) -> float | None:
-        """Median of a :meth:`window`; None if it is empty."""
+        """Return the median of a :meth:`window`; None if it is empty."""
         values = self.window(key, size, back)
         return median(values) if values else None
 
     def then_and_now(self, key: str, size: int, ago: int) -> tuple[float, float] | None:
-        """Medians of the first and the last ``size`` of the newest ``ago`` values; None with fewer than ``ago``."""
+        """Return the medians of the first and the last ``size`` of the newest ``ago`` values; else None."""
         values = self.window(key, ago)
         return (median(values[:size]), median(values[-size:])) if len(values) == ago else None
 
     def holds(self, key: str, size: int, test: Callable[[float], bool]) -> bool:
-        """Whether the last ``size`` values are there and the test is true of each."""
+        """Tell whether the last ``size`` values are there and the test is true of each."""
         values = self.window(key, size)
         return len(values) == size and all(map(test, values))
 
     def began(self, key: str, test: Callable[[float], bool], default: int) -> int:
-        """Find the step since which the test has been true of every value; ``default`` if it is not now."""
+        """Find the step since which the test has been true of every value; ``default`` if the newest value fails it."""
         onset = default
         for step, value in zip(reversed(self.steps[key]), reversed(self.values[key]), strict=True):
             if not test(value):
@@ -98,7 +98,7 @@ class History:
         return onset
 
     def best(self, key: str, size: int) -> float | None:
-        """Find the largest mean of ``size`` values in a row; None with fewer."""
+        """Return the largest mean of ``size`` values in a row; None with fewer values."""
         values = self.values[key]
         if len(values) < size:
             return None
@@ -127,9 +127,9 @@ class History:
         return 1 - now / best, (best - now) / error if error > 0 else math.inf
 
     def rises(self, key: str, recent: int = 5, before: int = 15, errors: float = 3.0) -> bool:
-        """Whether the mean of the last ``recent`` values lies above that of the ``before`` values ahead beyond doubt.
+        """Tell whether the mean of the last ``recent`` values lies above that of the ``before`` values ahead of them.
 
-        Beyond doubt is by more than ``errors`` standard errors. False with too few values.
+        It must do so beyond doubt, by more than ``errors`` standard errors. False with too few values.
         """
         values = self.values[key]
         end = len(values) - recent
@@ -140,12 +140,12 @@ class History:
         return fmean(values[end:]) - fmean(earlier) > errors * error
 
     def fallen(self, key: str, share: float = 0.15, errors: float = 4.0) -> bool:
-        """Whether over ``share`` of its best is lost, by over ``errors`` standard errors; see :meth:`fall`."""
+        """Tell whether over ``share`` of the best is lost, by over ``errors`` standard errors; see :meth:`fall`."""
         lost, in_errors = self.fall(key)
         return lost > share and in_errors > errors
 
     def slope(self, key: str, size: int) -> float | None:
-        """Least-squares slope per step over the last ``size`` values; None with fewer."""
+        """Return the least-squares slope per step over the last ``size`` values; None with fewer values."""
         values, steps = self.window(key, size), self.steps[key][-size:]
         if len(values) < size or size < 2:
             return None
@@ -154,7 +154,7 @@ class History:
         return sum((s - x) * (v - y) for s, v in zip(steps, values, strict=True)) / spread if spread else None
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain types."""
+        """Return the history as plain types."""
         state = {
             "steps": {key: list(value) for key, value in self.steps.items()},
             "values": {key: list(value) for key, value in self.values.items()},
@@ -162,7 +162,7 @@ class History:
         return state | ({"early": {key: list(value) for key, value in self.early.items()}} if self.early else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave. A key that is watched only since then starts with nothing."""
+        """Restore what :meth:`state_dict` returned; a key that was not watched then starts with nothing."""
         for key in state["values"]:
             self.watch(key)
         for key in self.values:
@@ -173,7 +173,7 @@ class History:
 
 
 def _scatter(values: list[float]) -> float:
-    """Standard deviation of single values, from the last 40."""
+    """Estimate the standard deviation of single values around their trend, from the last 40."""
     # From the differences of neighbours, so that a trend does not count as scatter, and by a median, so that a jump
     # does not either.
     return MAD_TO_STD * median(abs(b - a) for a, b in pairwise(values[-40:])) / math.sqrt(2)

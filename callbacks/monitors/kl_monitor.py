@@ -11,17 +11,17 @@ from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 
 class KLMonitor(Monitor):
-    """KL divergence from the reference, by the k3 estimator; never an alarm of its own.
+    """Monitor of the KL divergence from the reference, by the k3 estimator, which confirms and never raises an alarm.
 
     In the runs of 2508.03772 it stayed flat until rollout 1200 while the format was being lost from rollout 580 on. So
     the only finding is ``kl_late``, and only for information: KL has grown to ``growth`` times what it was ``window``
     rollouts ago, after entropy has moved by ``entropy`` and the reward has lost ``lost`` of its best.
 
     Args:
-        growth: multiple of the KL ``window`` rollouts ago.
-        window: rollouts.
-        entropy: share of the entropy ``window`` rollouts ago.
-        lost: share of the best reward.
+        growth: multiple of the KL ``window`` rollouts ago above which it has grown.
+        window: rollouts over which KL and entropy are compared.
+        entropy: share of the entropy ``window`` rollouts ago by which it must have moved.
+        lost: share of the best reward that must be lost.
         smooth: rollouts that each median is taken over.
         actions: see :class:`Monitor`.
     """

@@ -22,7 +22,7 @@ LENGTH_EXPLOSION = DiagnosisKind(
 
 
 class LengthMonitor(Monitor):
-    """Mean length, its gap between incorrect and correct completions, and the share of them that hits the limit.
+    """Monitor of the mean length, its gap between incorrect and correct completions, and the share that is truncated.
 
     Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not better;
     critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut; and growth into
@@ -33,19 +33,19 @@ class LengthMonitor(Monitor):
     above ``truncation_once``).
 
     Args:
-        growth: multiple of the smallest length within ``trend``.
-        fall: multiple of the largest length within ``trend``.
-        floor: tokens; set it where an answer cannot be shorter.
-        trend: rollouts.
-        gap: multiple of the mean correct length.
-        truncation: share of completions.
-        truncation_once: share of completions.
+        growth: multiple of the smallest length within ``trend`` above which completions have grown.
+        fall: multiple of the largest length within ``trend`` below which completions have shrunk.
+        floor: length in tokens that is always too short; set it where an answer cannot be shorter.
+        trend: rollouts over which lengths are compared.
+        gap: multiple of the mean correct length by which incorrect completions may be longer.
+        truncation: share of truncated completions that is a finding after ``patience`` rollouts.
+        truncation_once: share of truncated completions that is a finding at once.
         sudden: multiple of the smallest length of the last ``sudden_within`` rollouts that is critical together with
             ``truncation_sudden`` cut completions and ``sudden_entropy`` times the smallest entropy.
-        sudden_within: rollouts.
+        sudden_within: rollouts over which sudden growth is looked for.
         sudden_entropy: multiple of the smallest entropy within ``sudden_within``.
-        truncation_sudden: share of completions.
-        patience: rollouts in a row.
+        truncation_sudden: share of truncated completions that makes sudden growth critical.
+        patience: rollouts in a row for which ``truncation`` must be exceeded.
         flat: rise of the reward that still counts as none.
         actions: see :class:`Monitor`.
     """
@@ -112,7 +112,7 @@ class LengthMonitor(Monitor):
         yield from self._truncated(step)
 
     def _reward_gain(self, size: int) -> float:
-        """Rise of the reward over the last ``size`` rollouts."""
+        """Return the rise of the mean reward over the last ``size`` rollouts; 0 where it is not known."""
         half = max(1, size // 2)
         now, then = self.history.mean("reward", min(5, half)), self.history.mean("reward", min(5, half), back=size - 5)
         return 0.0 if now is None or then is None else now - then
@@ -152,7 +152,8 @@ class LengthMonitor(Monitor):
             )
 
     def _sudden(self, step: int) -> Iterable[Finding]:
-        """Look for growth into the limit with rising entropy, whatever the reward says: it may pay for length."""
+        """Look for growth into the limit with rising entropy."""
+        # Whatever the reward says: it may be one that pays for length.
         history, size = self.history, min(self.sudden_within, self.history.count("completions/length") - 3)
         if size < 5 or history.count("policy/entropy") < size + 3:
             return

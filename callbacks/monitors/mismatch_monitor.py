@@ -27,7 +27,7 @@ SAMPLER_MISMATCH = DiagnosisKind(
 
 
 class MismatchMonitor(Monitor):
-    """Sampler against learner on the sampled tokens, before any update, and the way of these tokens into the loss.
+    """Monitor of sampler against learner on the sampled tokens before any update, and of their way into the loss.
 
     Findings: ``sampler_mismatch`` (a bound below is left; critical on-policy, where both sides should hold the same
     weights, or where the effective sample size falls below ``ess_stop``), ``impossible_tokens`` (the engine was sure of
@@ -38,19 +38,20 @@ class MismatchMonitor(Monitor):
     compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone.
 
     Args:
-        weight: bounds of the mean weight c = pi_old / pi_sampler. This and the next four are the healthy ranges of
-            verl's guide to rollout correction.
-        ess: effective sample size as a share.
-        weight_std: standard deviation of c.
-        kl: nats, by k1 and k3.
-        chi2: mean c^2 - 1.
-        prob_max: largest |pi_old - pi_sampler|, for ``patience`` rollouts in a row.
-        perplexity: bounds of the learner's perplexity over the sampler's.
+        weight: lower and upper bound of the mean weight c = pi_old / pi_sampler. This and the next four are the healthy
+            ranges of verl's guide to rollout correction.
+        ess: smallest effective sample size, as a share of the tokens.
+        weight_std: largest standard deviation of c.
+        kl: largest size of the KL divergence in nats, by k1 and by k3.
+        chi2: largest mean c^2 - 1.
+        prob_max: bound of the largest |pi_old - pi_sampler|, which must be left for ``patience`` rollouts in a row.
+        perplexity: lower and upper bound of the learner's perplexity over the sampler's.
         impossible: share of impossible tokens that is critical; any at all is a warning.
-        growth: multiple of the first rollout's mean gap, for ``patience`` rollouts in a row, on-policy.
-        least: nats; a mean gap below it is never called grown.
-        ess_stop: effective sample size, as a share, that is critical under any staleness.
-        patience: rollouts in a row.
+        growth: multiple of the first rollout's mean gap that must be exceeded for ``patience`` rollouts in a row,
+            on-policy.
+        least: mean gap in nats below which none is called grown.
+        ess_stop: effective sample size, as a share, below which a mismatch is critical under any staleness.
+        patience: rollouts in a row for which ``prob_max`` and ``growth`` must be exceeded.
         actions: see :class:`Monitor`.
     """
 

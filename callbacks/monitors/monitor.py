@@ -26,7 +26,7 @@ REARM = 10
 
 
 class Monitor(pl.Callback):
-    """Watches some logged metrics and raises findings.
+    """Base of the callbacks that watch some logged metrics and raise findings.
 
     A subclass names the metrics it reads in ``keys`` and what it can find in ``findings``, and says in :meth:`check`
     which alarms hold now. Everything else is here: an alarm that goes on is one finding, which is raised again only
@@ -42,7 +42,7 @@ class Monitor(pl.Callback):
     them find, and can roll back.
 
     Args:
-        actions: what to do, ``log`` or ``stop``, by severity or name of a diagnosis. Left out: ``log`` for ``info`` and
+        actions: action, ``log`` or ``stop``, by severity or by name of a diagnosis. Left out: ``log`` for ``info`` and
             ``warning``, ``stop`` for ``critical``.
     """
 
@@ -51,7 +51,7 @@ class Monitor(pl.Callback):
     findings: ClassVar[tuple[FindingKind, ...]] = ()
     """Kinds of findings that the monitor raises. One that is left out becomes a diagnosis of its own name."""
     memory: ClassVar[int] = 120
-    """Values of each key that are remembered."""
+    """Number of values of each key that are remembered."""
     also_saved: ClassVar[tuple[str, ...]] = ()
     """Names of further attributes, of plain types, that are part of the state."""
 
@@ -93,9 +93,9 @@ class Monitor(pl.Callback):
         Args:
             kind: name of a :class:`lit_grpo.callbacks.FindingKind`.
             severity: ``info``, ``warning`` or ``critical``.
-            explanation: one sentence.
+            explanation: what was seen, in one sentence.
             evidence: (metric, window, value, threshold[, before]) of each number behind it.
-            onset: step at which it began; this one if left out.
+            onset: step at which what is seen began; the present one if left out.
             remedies: what to do, best first; those of the declared kind if left out.
         """
         remedies = finding_kind(kind).remedies if remedies is None else remedies
@@ -190,7 +190,7 @@ def positive(where: str, **values: float) -> None:
     """Refuse thresholds and windows that are not above 0.
 
     Raises:
-        UserError: names the first of them.
+        UserError: one of them is not; names the first.
     """
     for name, value in values.items():
         if not value > 0:

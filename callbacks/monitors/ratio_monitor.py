@@ -25,7 +25,7 @@ PLUMBING_RATIO = DiagnosisKind(
 
 
 class RatioMonitor(ThresholdMonitor):
-    """Importance ratio, KL divergence between the policy before and after, and clip fractions by side.
+    """Monitor of the importance ratio, the KL divergence of the policy from its old self, and clip fractions by side.
 
     Findings: ``first_update_ratio`` and ``first_update_clip`` (with one optimizer step a rollout ratio and clip
     fractions are known beforehand: 1 and 0; anything else is a fault in the code that computes them),
@@ -35,12 +35,12 @@ class RatioMonitor(ThresholdMonitor):
 
     Args:
         first_gap: bound on mean |ratio - 1| of a single update: rounding, 1e-6 in float32 and 1e-2 in bfloat16.
-        gap: the clip range, usually 0.2.
-        kl: nats.
-        double_within: rollouts.
+        gap: largest mean |ratio - 1|: the clip range, usually 0.2.
+        kl: largest KL(old || new) in nats.
+        double_within: rollouts within which mean |pi - pi_old| must not double.
         delta: mean |pi - pi_old| below which doubling says nothing.
-        clip: share of tokens; raise it to 0.2 for GSPO, whose sequence clip stops 10 to 15 %.
-        one_sided: multiple of the other side's clip fraction.
+        clip: largest share of clipped tokens; raise it to 0.2 for GSPO, whose sequence clip stops 10 to 15 %.
+        one_sided: multiple of the other side's clip fraction above which clipping is one-sided.
         patience: rollouts in a row in which ``gap``, ``kl`` or ``clip`` must be exceeded.
         actions: see :class:`Monitor`.
     """
@@ -112,7 +112,7 @@ class RatioMonitor(ThresholdMonitor):
         yield from self._clipping()
 
     def _had_one_update(self, step: int) -> bool:
-        """Whether this rollout had at most one optimizer step. False where that is not logged."""
+        """Tell whether this rollout had at most one optimizer step; False where that is not logged."""
         taken = 0.0
         for key in ("optim/steps", "optim/skipped_steps"):
             values = self.history.window(key, 2)

@@ -11,16 +11,16 @@ from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 
 class RepetitionMonitor(Monitor):
-    """Repeated 4-grams, runs of one token, and one token that fills most of an answer.
+    """Monitor of repeated 4-grams, runs of one token, and one token that fills most of an answer.
 
     Findings: ``repetition``, critical when a bound is exceeded for ``patience`` rollouts. Long runs of token 0
     (``!!!!`` for many tokenizers) are what weights that are lost look like from outside.
 
     Args:
-        repeated: share of 4-grams that were seen before in the same completion.
-        run: share of a completion that is one run of a token.
-        top_token: share of a completion that is one token.
-        patience: rollouts in a row.
+        repeated: largest share of 4-grams that were seen before in the same completion.
+        run: largest share of a completion that may be one run of a token.
+        top_token: largest share of a completion that may be one token.
+        patience: rollouts in a row in which a bound must be exceeded to be critical.
         actions: see :class:`Monitor`.
     """
 

@@ -11,7 +11,7 @@ from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 NO_TERMS = ("reward/std", "sanity/reward_contradiction_frac")
-"""Metrics that are named like a term of the reward and are none."""
+"""Metrics whose names begin like those of reward terms, and which are no terms."""
 REMEDIES = (
     "read 20 completions with a high reward: what do they have in common?",
     "lower the weight of the term that rises, or pay it only where the other is earned",
@@ -25,7 +25,7 @@ REWARD_HACKING = DiagnosisKind(
 
 
 class RewardHackingMonitor(Monitor):
-    """Reward terms against each other, training against held-out reward, and the format against its bound.
+    """Monitor of reward terms against each other, of training against held-out reward, and of the format reward.
 
     Findings: ``reward_terms_diverge`` (over ``window`` rollouts one logged ``reward/<name>`` rises by more than
     ``rise`` while another falls by more than ``fall`` of what it was; critical), ``held_out_falls`` (the training
@@ -34,16 +34,16 @@ class RewardHackingMonitor(Monitor):
     2508.03772 marks the onset of a collapse at 9 of 10).
 
     Args:
-        window: rollouts.
-        rise: in units of the reward term.
-        fall: share of what the term was.
+        window: rollouts over which reward terms are compared.
+        rise: rise of one term that counts, in its own units.
+        fall: fall of another term that counts, as a share of what it was.
         smooth: rollouts that each mean is taken over.
-        train_window: rollouts.
-        train_rise: in units of the reward.
-        errors: standard errors.
-        held_out: number of held-out completions, for the standard error of a share.
+        train_window: rollouts over which the training reward is compared.
+        train_rise: rise of the training reward that counts, in units of the reward.
+        errors: standard errors by which the held-out reward must fall from its best.
+        held_out: number of held-out completions, from which that standard error is computed.
         format_key: logged reward that pays for the form of an answer.
-        format_share: share of its best.
+        format_share: share of its best below which the format is being lost.
         actions: see :class:`Monitor`.
     """
 
@@ -94,7 +94,7 @@ class RewardHackingMonitor(Monitor):
         yield from self._format(step)
 
     def _means(self, key: str) -> list[float]:
-        """Means of ``smooth`` rollouts in a row, oldest first, over the window."""
+        """Return the means of every ``smooth`` rollouts in a row within the window, oldest first."""
         values = self.history.window(key, self.window)
         return [math.fsum(values[i : i + self.smooth]) / self.smooth for i in range(len(values) - self.smooth + 1)]
 
@@ -126,6 +126,7 @@ class RewardHackingMonitor(Monitor):
         now = self.history.mean("reward", self.smooth) or 0.0
         then = self.history.mean("reward", self.smooth, back=size - self.smooth) or 0.0
         best = max(held)
+        # The error of a share, since most held-out rewards are 0 or 1; never below that of 0.01 / n.
         share = min(max(best, 0.0), 1.0)
         error = math.sqrt(max(share * (1 - share), 0.01) / self.held_out)
         if now - then > self.train_rise and held[-1] < best - self.errors * error:

@@ -26,7 +26,7 @@ VERIFIER_FAILURE = DiagnosisKind(
 
 
 class SignalMonitor(ThresholdMonitor):
-    """Groups without a gradient, the batch that is left, and rewards that contradict themselves.
+    """Monitor of groups without a gradient, of the batch that is left, and of rewards that contradict themselves.
 
     Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
     is lost; only ``info`` where most of them are solved), ``all_wrong`` (the share without any reward is above
@@ -39,16 +39,17 @@ class SignalMonitor(ThresholdMonitor):
     reward that is drawn (a model as judge) set ``actions: {reward_noise: log}``.
 
     Args:
-        zero_gradient: share of groups.
-        all_wrong: share of groups.
-        hopeless: share of groups.
-        patience: rollouts in a row.
-        batch: groups with a gradient.
+        zero_gradient: largest share of groups with equal rewards.
+        all_wrong: largest share of groups without any reward.
+        hopeless: share of groups without any reward that is critical if it lasts.
+        patience: rollouts in a row that ``hopeless`` must last.
+        batch: fewest groups with a gradient in a rollout.
         smooth: rollouts that medians are taken over.
         noise: share of contradicting pairs that is critical.
         pairs: contradicting pairs within ``smooth`` rollouts from which on there is a finding.
-        inverted: share of groups, for ``smooth`` rollouts in a row. Chance alone gives 0.5.
-        failures: share of completions; critical above one half.
+        inverted: share of groups whose better completions get the smaller advantage that is a finding after ``smooth``
+            rollouts in a row. Chance alone gives 0.5.
+        failures: largest share of completions whose reward times out or fails; above one half it is critical.
         actions: see :class:`Monitor`.
     """
 

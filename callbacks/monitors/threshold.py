@@ -22,6 +22,7 @@ class Crossing(NamedTuple):
     value: float
     """The rule's statistic of the values beyond the bound."""
     bound: float
+    """The bound itself, in the unit of the metric."""
     reference: float | None
     """What the bound is a multiple of; None for a bound that is a number of its own."""
     onset: int
@@ -30,7 +31,7 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Alarm if a metric is above, or below, a bound for some rollouts in a row.
+    """An alarm on a metric that is above, or below, a bound for some rollouts in a row.
 
     Attributes:
         key: logged metric (docs/metrics.md).
@@ -52,7 +53,7 @@ class Rule:
         statistic: which number of the last ``for_rollouts`` values is shown: ``last``, ``mean`` or ``median``.
 
     Raises:
-        UserError: the rule is no complete one.
+        UserError: the rule has no bound or two, or a value that cannot be.
     """
 
     key: str
@@ -100,7 +101,7 @@ class Rule:
             history.watch(self.of)
 
     def crossing(self, history: History) -> Crossing | None:
-        """Look whether the bound has been left for long enough; None if not."""
+        """Return the crossing if the bound has been left for long enough, else None."""
         if history.count(self.key) < max(self.for_rollouts, self.after):
             return None
         reference = self._reference(history)
@@ -138,7 +139,7 @@ class Rule:
 
 
 class ThresholdMonitor(Monitor):
-    """Raises a finding for each rule whose bound has been left: an alarm on any metric that is logged.
+    """Monitor that raises a finding for each rule whose bound has been left: an alarm on any metric that is logged.
 
     In YAML, alone or in the ``monitors`` of a :class:`lit_grpo.callbacks.HealthMonitor`::
 
@@ -185,11 +186,11 @@ class ThresholdMonitor(Monitor):
             yield from self.apply(rule)
 
     def apply(self, rule: Rule, severity: Severity | None = None) -> list[Finding]:
-        """Findings of one rule: one or none.
+        """Return the findings of one rule, which are one or none.
 
         Args:
-            rule: to look at.
-            severity: instead of the rule's.
+            rule: rule whose bound is looked at.
+            severity: severity of the finding in place of the rule's own; None: the rule's.
         """
         crossing = rule.crossing(self.history)
         if crossing is None:

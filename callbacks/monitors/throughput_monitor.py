@@ -21,17 +21,17 @@ SLOW_DOWN = DiagnosisKind(
 
 
 class ThroughputMonitor(ThresholdMonitor):
-    """Tokens a second, time by phase, and memory.
+    """Monitor of tokens a second, time by phase, and memory.
 
     Findings: ``slow`` (tokens a second below ``slow`` of their median for ``patience`` rollouts; it names the phase
     that grew most), ``memory`` (peak memory grew by more than ``growth`` in each half of the last ``trend`` rollouts).
 
     Args:
-        slow: share of the median.
-        patience: rollouts in a row.
+        slow: share of their median below which tokens a second are too few.
+        patience: rollouts in a row for which they must be.
         window: rollouts that the median is taken over.
-        growth: share of the memory half of ``trend`` before.
-        trend: rollouts.
+        growth: growth of the peak memory in each half of ``trend`` that counts, as a share of what it was.
+        trend: rollouts over which memory is compared.
         actions: see :class:`Monitor`.
     """
 

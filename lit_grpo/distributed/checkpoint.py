@@ -23,7 +23,7 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
 
     Args:
         path: the folder.
-        optimizers: read their states too, which are twice as large as the weights.
+        optimizers: whether to read the states of optimizers too, which are twice as large as the weights.
     """
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint import FileSystemReader
@@ -38,7 +38,7 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
             if isinstance(item, TensorStorageMetadata):
                 wanted[key] = torch.empty(item.size, dtype=item.properties.dtype)
     with warnings.catch_warnings():
-        # One process is what is meant.
+        # Torch warns of reading without a process group, which is what is meant here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.load(wanted, storage_reader=reader, no_dist=True)
     content: dict[str, Any] = torch.load(path / META, weights_only=True, map_location="cpu")
@@ -48,6 +48,7 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
         _put(nested, paths[key], value)
     content["state_dict"] = nested.pop("state_dict", {})
     if optimizers:
+        # By number, the order in which the module makes its optimizers.
         names = sorted((name for name in nested if name.startswith("optimizer_")), key=lambda n: int(n.split("_")[1]))
         content["optimizer_states"] = [_numbered(_lists(nested[name])) for name in names]
     return content

@@ -20,8 +20,9 @@ class GradientExchange:
     """Exchange of gradients under DDP. Other strategies need none: FSDP2 sums shards in its backward pass."""
 
     ddp: DDPStrategy | None = None
-    """None: gradients are not exchanged here."""
+    """The strategy whose exchange in backward passes is replaced; None: gradients are not exchanged here."""
     world_size: int = 1
+    """Number of ranks."""
 
     @classmethod
     def of(cls, strategy: Strategy, world_size: int) -> GradientExchange:
@@ -42,6 +43,7 @@ class GradientExchange:
         bucket: list[torch.Tensor] = []
         elements = 0
         for count, weight in enumerate(weights, 1):
+            # A rank that had nothing to learn from joins in with zeros: the others would wait for it.
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             bucket.append(weight.grad)

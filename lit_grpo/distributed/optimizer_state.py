@@ -28,7 +28,7 @@ def to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_quantized(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo :func:`to_plain`."""
+    """Turn plain types and tensors, as :func:`to_plain` makes them, back into an optimizer's ``state_dict``."""
     values = {n: {key: _quantized_value(v) for key, v in moments.items()} for n, moments in state["state"].items()}
     return {**state, "state": values}
 
@@ -44,6 +44,7 @@ def _plain_value(value: Any) -> Any:
 def _quantized_value(value: Any) -> Any:
     if not (isinstance(value, dict) and _CLASS in value):
         return value
+    # The name comes from a file, and what it names is imported: torchao's own classes alone.
     if not value[_CLASS].startswith(f"{PACKAGE}.optim."):
         raise ValueError(f"{value[_CLASS]} is no optimizer state")
     kind: Any = import_by_path(value[_CLASS])

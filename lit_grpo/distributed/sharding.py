@@ -201,6 +201,7 @@ def _on_first_rank(make: Callable[[], Model]) -> tuple[Model | None, _Plan]:
         except Exception as error:
             failure = error
             message = [error if isinstance(error, UserError) else f"{type(error).__name__} on rank 0: {error}"]
+    # An error is sent as well: without a message the other ranks would wait for the model for ever.
     torch.distributed.broadcast_object_list(message, src=0)
     if failure is not None:
         raise failure
@@ -268,7 +269,7 @@ def _my_shard(tensor: Tensor, like: Any) -> Tensor:
 
 
 def _forget(model: nn.Module) -> None:
-    """Free every tensor of a model that is not needed any more."""
+    """Let go of every tensor of a model, so that each is freed with its last use elsewhere."""
     for part in model.modules():
         part._parameters = dict.fromkeys(part._parameters)
         part._buffers = dict.fromkeys(part._buffers)

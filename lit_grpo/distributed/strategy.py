@@ -117,6 +117,7 @@ def _like(value: Any, parameter: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not hasattr(parameter, "placements") or value.shape != parameter.shape:
         return value
     mesh = parameter.device_mesh
+    # No source rank: every rank has read the whole tensor and cuts its own shard, so nothing is sent.
     piece = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
     return piece.to(parameter.to_local().device)
 
@@ -127,10 +128,10 @@ def compute_dtype_and_device(
     """Return the number format of forward passes, None where it is that of the weights, and the type of their device.
 
     Args:
-        trainer: None: no run, which is a run on the CPU.
-        mesh: over which models are sharded; None: they are not.
+        trainer: the run's trainer; None: there is no run, and models are on the CPU.
+        mesh: devices over which models are sharded; None: they are not.
         config: settings of the shards.
-        full_precision: the weights are float32 and of a model large enough to make that slow.
+        full_precision: whether the weights are float32, and those of a model large enough to make that slow.
     """
     device = "cpu" if trainer is None else trainer.strategy.root_device.type
     plain = trainer is not None and trainer.precision == "32-true"
@@ -148,10 +149,10 @@ def data_mesh(
     """Return the mesh over which models are sharded; None: they are not.
 
     Args:
-        trainer: None: no run, so nothing is sharded.
+        trainer: the run's trainer; None: there is no run, and nothing is sharded.
         config: settings of the shards.
-        quantized: the weights are held in 4 bits.
-        needs_score_norms: the objective needs the gradient norm of single completions.
+        quantized: whether the weights are held in 4 bits.
+        needs_score_norms: whether the objective needs the gradient norm of single completions.
 
     Raises:
         UserError: FSDP1, tensor parallelism, or a setting that does not go with shards.

@@ -17,6 +17,7 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
     lengths = [len(c.token_ids) for c in batch.completions]
     count, width = len(lengths), max(lengths, default=0)
     ids = torch.tensor([[*c.token_ids, *([0] * (width - len(c.token_ids)))] for c in batch.completions])
+    # NaN where the engine gave no log-probability: a number would be taken for one.
     unknown = [float("nan")] * width
     sampled = torch.tensor([[*c.logprobs, *unknown[len(c.logprobs) :]] for c in batch.completions])
     return Experience(
@@ -106,6 +107,8 @@ def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[T
     rows = rows[torch.randperm(len(rows), generator=generator)]
     lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()], dtype=torch.float64)
     ends = lengths.cumsum(0)
+    # Points at equal distances from one random start: long completions may be hit more than once, and a weight counts
+    # the hits. Rounding may put the last point on the very end, hence the clamp.
     points = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(count)) * ends[-1] / count
     drawn = torch.searchsorted(ends, points, right=True).clamp(max=len(rows) - 1).bincount(minlength=len(rows))
     chosen = drawn.nonzero()[:, 0]
@@ -133,6 +136,6 @@ def gather_rows(micro_batches: list[tuple[Tensor, Tensor]], count: int, missing:
 
 
 def positions(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Return the index in ``rows`` of each of ``chosen``."""
+    """Return the index in ``rows`` of each of ``chosen``, all of which must be there: [m], [n] -> [n]."""
     order = rows.argsort()
     return order[torch.searchsorted(rows[order], chosen)]

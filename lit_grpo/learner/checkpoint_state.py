@@ -32,12 +32,13 @@ def save_state(
     """Put the state into a checkpoint that Lightning has begun. All ranks must call it.
 
     Args:
-        checkpoint: added to.
-        counters: how far the run is.
+        checkpoint: checkpoint of Lightning that the state is added to.
+        counters: how far the run is, by name.
         objective: histories of the objective, in plain types.
-        world_size: number of ranks. One file is written, and it holds the random state of every rank.
-        sharded: optimizer states are written as shards, by a format of their own.
+        world_size: number of ranks.
+        sharded: whether optimizer states are written as shards, in a format of their own.
     """
+    # One rank writes the file for all, and each must go on with its own random numbers when the run is resumed.
     random_states: list[Any] = [rng.get_state()]
     if world_size > 1:
         random_states = [None] * world_size
@@ -51,8 +52,8 @@ def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
     """Return the state of a checkpoint, whose optimizer states are prepared for Lightning to load.
 
     Args:
-        checkpoint: ``optimizer_states`` are replaced by states with quantized moments, where they had such.
-        fitting: whether optimizers will be loaded at all.
+        checkpoint: checkpoint as it was read; moments in its ``optimizer_states`` that were quantized are so again.
+        fitting: whether a fit begins, so that Lightning will load the optimizers.
     """
     if "optimizer_states" in checkpoint and fitting:
         checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]

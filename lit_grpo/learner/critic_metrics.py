@@ -22,12 +22,12 @@ def critic_after_update(
     state: ObjectiveState,
     reduce: Reduce | None = None,
 ) -> dict[str, Sum]:
-    """Measure the critic on a rollout that it has just learned from; sums by metric key.
+    """Measure the critic on a rollout that it has just learned from, and return sums by metric key.
 
     Args:
         forward: computes the values with the weights as they are now.
         batch: the rollout.
-        objective: whose returns and rewards the values are compared with.
+        objective: the objective whose returns and rewards the values are compared with.
         experience: tensors of the rollout, values before the update among them.
         state: histories of the objective.
         reduce: sum over ranks; None for one process.

@@ -56,7 +56,9 @@ class GuardConfig:
 
 
 class FirstUpdate:
-    """What the learner says of a rollout's tokens before any weight has changed, compared with what is known of them.
+    """The learner's log-probabilities and entropies of a rollout before any weight has changed.
+
+    They are compared with the engine's log-probabilities and with the old ones of a pass before the updates.
 
     Args:
         batch: the rollout.
@@ -70,7 +72,7 @@ class FirstUpdate:
         self.batch, self.experience, self.rows = batch, experience, rows
         self.fresh = torch.tensor([c.policy_version == version for c in batch.completions])
         self.sums = torch.zeros(4, dtype=torch.float64, device=experience.lengths.device)
-        """Gap to the engine and its tokens, gap to the old log-probabilities and its tokens."""
+        """Total gap to the engine and its tokens, total gap of the ratio from 1 and its tokens, [4]."""
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     @torch.no_grad()
@@ -83,6 +85,7 @@ class FirstUpdate:
         sampled, old = experience.sampler_logprobs, experience.old_logprobs
         if sampled is not None:
             known = mask & sampled[index].isfinite() & to_device(self.fresh[rows], mask.device)[:, None]
+            # Completions of older weights are left out: there a gap is no fault.
             gap = (logprobs.detach().float() - sampled[index]).abs()
             self.sums[0] += masked(gap, known).double().sum()
             self.sums[1] += known.sum()
@@ -99,7 +102,7 @@ class FirstUpdate:
         return self._gathered([(rows, logprobs) for rows, logprobs, _ in self._micro_batches])
 
     def entropy(self) -> Tensor | None:
-        """Return the entropies of the whole rollout, likewise."""
+        """Return the entropies of the whole rollout in nats, [N, T]; NaN and None as in :meth:`logprobs`."""
         known = [(rows, entropy) for rows, _, entropy in self._micro_batches if entropy is not None]
         return self._gathered(known) if len(known) == len(self._micro_batches) else None
 
@@ -120,7 +123,8 @@ class FirstUpdate:
         engine, engine_tokens, ratio, ratio_tokens = sums.tolist()
         if config.max_engine_gap is not None and engine_tokens:
             mean = engine / engine_tokens
-            if not mean <= config.max_engine_gap:  # NaN is over every bound
+            # Written so that NaN, which compares false, is over every bound; likewise below.
+            if not mean <= config.max_engine_gap:
                 raise StopRun(
                     f"engine and learner disagree in rollout {self.batch.index}: their log-probabilities of the "
                     f"{engine_tokens:.0f} sampled tokens differ by {mean:.3g} nats on average, allowed are "

@@ -26,11 +26,12 @@ from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 FROM_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
 """Fields of an experience that one forward pass of the policy gives."""
 COMPUTABLE = FROM_POLICY | {"ref_logprobs", "values", "score_sqnorm"}
+"""Fields of an experience that :meth:`ForwardRunner.old_forward` can compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStep:
-    """Everything that one optimizer step is made from."""
+    """The inputs of one optimizer step: which completions are learned from, by which objective and advantages."""
 
     objective: Objective
     state: ObjectiveState = field(default_factory=ObjectiveState)
@@ -40,7 +41,7 @@ class OptimizerStep:
     advantages: Tensor
     """Advantages of the whole rollout, [N, T]."""
     rows: Tensor
-    """Completions of the step."""
+    """Completions of the step, as indices into the rollout, [n]."""
     update: int = 0
     """Position among the optimizer steps of the rollout, counting the passes of one step once."""
     pass_index: int = 0
@@ -127,6 +128,7 @@ class ForwardRunner:
         if "score_sqnorm" in needed:
             score_sqnorm = torch.stack([self.score_sqnorm(batch, row, routing) for row in everything.split(1)])
         tensors: dict[str, Any] = {}
+        # NaN, so that a completion that was left out is never mistaken for a measured one; ids of experts have no NaN.
         for name, micro_batches in by_field.items():
             missing = float("nan") if micro_batches[0][1].is_floating_point() else 0
             tensors[name] = gather_rows(micro_batches, len(batch.completions), missing)
@@ -147,7 +149,7 @@ class ForwardRunner:
     def _without_gradient(
         self, batch: Rollout, rows: Tensor | None, needed: frozenset[str], routing: RoutingTable | None
     ) -> dict[str, Tensor]:
-        """Compute fields of some completions, [n, T, ...]; ``rows`` None: of a dummy token."""
+        """Compute fields of the completions ``rows``, [n, T, ...], or of one dummy token where that is None."""
         inputs = self._one_token() if rows is None else self.inputs(batch, rows)
         replays = self.routing_replay == "old"
         out: dict[str, Tensor | None] = {}
@@ -180,7 +182,7 @@ class ForwardRunner:
     def score_sqnorm(self, batch: Rollout, row: Tensor, routing: RoutingTable | None = None) -> Tensor:
         """Return the squared norm of the gradient of log pi(o|q) by all trainable weights, for one completion.
 
-        Exact, and slow: a backward pass for each completion by itself.
+        It is exact, and slow: each completion takes a backward pass by itself.
         """
         if self.policy.sharded:
             raise RuntimeError("sharded weights have no gradient of a single completion")
@@ -268,9 +270,10 @@ class ForwardRunner:
     def dummy_forward(self, step: OptimizerStep) -> Tensor:
         """Run the passes of :meth:`loss` on one token, and return 0 with a gradient of 0 for every weight that learns.
 
-        Forward and backward of sharded models are collectives: a rank with fewer micro-batches than others must join
-        them.
+        By this a rank with fewer micro-batches than others takes part in the collectives of their passes.
         """
+        # Forward and backward of sharded models gather weights and sum gradients over ranks, and whoever is missing is
+        # waited for. Times 0 and not detached: the backward pass must go through every weight.
         total = torch.zeros((), device=self.device)
         inputs = self._one_token()
         wants_values = "values" in step.objective.loss_requires()
@@ -280,7 +283,7 @@ class ForwardRunner:
         return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
 
     def _value_mode(self, wanted: bool) -> ValueMode:
-        """Return which weights get a gradient from the policy's value head: its own, the backbone's too, or none."""
+        """Return whether the value head's gradient ends at its own weights or goes on into the backbone."""
         head = self.policy.value_head
         if head is None or not wanted:
             return "none"
@@ -310,6 +313,7 @@ class ForwardRunner:
 
         Where nothing is sharded, lists stay as they are.
         """
+        # Every pass of a sharded model gathers its weights from all ranks, so all must make equally many.
         counts = [len(cut) for cut in cuts]
         if self.max_over_ranks is not None:
             counts = self.max_over_ranks(counts)
@@ -326,7 +330,7 @@ class ForwardRunner:
 
 
 def _routing_for(routing: RoutingTable | None, inputs: PolicyInput, rows: Tensor | None) -> Tensor | None:
-    """Return the experts that a pass over completions ``rows`` is to use; None: those that the routers choose."""
+    """Return the experts for a pass over completions ``rows``, [tokens, layers, K]; None lets the routers choose."""
     return None if routing is None or rows is None else routing.get(inputs, rows)
 
 

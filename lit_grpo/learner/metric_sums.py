@@ -26,13 +26,14 @@ class StepMetrics:
         self.maxima: dict[str, Tensor] = {}
 
     def add(self, key: str, total: Tensor | float, count: Tensor | float = 1.0) -> None:
-        """Add to the sum under ``key``."""
+        """Add ``total`` and ``count`` to the sum under ``key``, whose mean is the one divided by the other."""
+        # Detached: a metric must not keep the graph of its micro-batch.
         total, count = torch.as_tensor(total).detach().double(), torch.as_tensor(count).detach().double()
         old = self.sums.get(key)
         self.sums[key] = Sum(total, count) if old is None else Sum(old.total + total, old.weight + count)
 
     def replace(self, key: str, value: Tensor | float) -> None:
-        """Let ``value`` stand under ``key`` in the place of everything added so far."""
+        """Put ``value`` under ``key`` in place of everything added so far."""
         self.sums.pop(key, None)
         self.add(key, value)
 
@@ -64,6 +65,7 @@ class StepMetrics:
 
         With more than one rank every rank must hold the same keys, see :meth:`agree`.
         """
+        # Sorted: ranks add numbers by their place, and each may have met its keys in another order.
         mean_keys, max_keys = sorted(self.sums), sorted(self.maxima)
         values = _on_cpu([x for key in mean_keys for x in self.sums[key]] + [self.maxima[key] for key in max_keys])
         sums, maxima = values[: 2 * len(mean_keys)].view(-1, 2), values[2 * len(mean_keys) :]
@@ -85,7 +87,7 @@ def _on_cpu(scalars: list[Tensor]) -> Tensor:
 
 
 def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Add what can be said of a rollout before the learner has seen it."""
+    """Add the metrics of a rollout that need nothing of the learner: lengths, rewards and groups."""
     reward = rollout.reward.double()
     lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
     count = len(reward)
@@ -93,7 +95,7 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.maximum("completions/length_max", lengths.max() if count else 0.0)
     metrics.add("completions/truncated_frac", sum(c.truncated for c in rollout.completions), count)
     metrics.add("completions/empty_frac", (lengths == 0).sum(), count)
-    # Solutions of the data were judged by no reward.
+    # Demonstrations, the solutions of the data, are scored by no reward.
     if not rollout.rewards:
         return
     metrics.add("reward", reward.sum(), count)
@@ -114,7 +116,7 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
 
 
 def _add_sources(metrics: StepMetrics, rollout: Rollout) -> None:
-    # Every source, also one that this rank has no prompt of: ranks must hold the same keys.
+    # Also of a source that this rank has no prompt of: all ranks must hold the same keys.
     reward = rollout.reward.double().view(-1, rollout.group_size).sum(1)
     for source in rollout.sources:
         mine = torch.tensor([prompt.source == source for prompt in rollout.prompts])

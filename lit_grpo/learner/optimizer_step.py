@@ -29,7 +29,7 @@ from lit_grpo.utils import random as rng
 
 @dataclass(frozen=True)
 class OptimizerBundle:
-    """An optimizer with what belongs to it."""
+    """An optimizer with its schedule, its bound on the gradient norm and the prefix of its metrics."""
 
     prefix: str
     """Prepended to the metric names of this optimizer: "optim/" for the policy, "critic/" for the critic."""
@@ -61,11 +61,13 @@ class StepCounters:
     optimizer_steps: int = 0
     """Steps of the policy."""
     critic_steps: int = 0
+    """Steps of the critic."""
     skipped_steps: int = 0
     """Steps that were vetoed or not finite."""
     empty_steps: int = 0
     """Steps without anything to learn from."""
     skipped_in_a_row: int = 0
+    """Steps skipped since the last one that was taken."""
 
 
 def make_steps(
@@ -98,7 +100,7 @@ def make_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStepper:
-    """Takes the optimizer steps of rollouts. Needs neither a LightningModule nor a Trainer."""
+    """The part of the learner that takes optimizer steps; it needs neither a LightningModule nor a Trainer."""
 
     forward: ForwardRunner
     bundles: Sequence[OptimizerBundle]
@@ -125,11 +127,11 @@ class OptimizerStepper:
     def old_forward(
         self, batch: Rollout, steps: Sequence[OptimizerStep], needed: frozenset[str]
     ) -> list[OptimizerStep]:
-        """Compute the fields ``needed`` of only those completions that some step will look at; returns the new steps.
+        """Compute the fields ``needed`` of those completions that some step will look at, and return the new steps.
 
-        Only where neither advantages nor plans are made from these fields: what a step multiplies by zero is then
-        known before the forward pass.
+        Neither advantages nor plans may be made from these fields.
         """
+        # So a plan can be made before the fields are known, and what it multiplies by zero is left out of the pass.
         if not needed and self.forward.routing_replay == "none":
             return list(steps)
         chosen: set[int] = set()
@@ -183,6 +185,7 @@ class OptimizerStepper:
         for bundle, norm in zip(learning, norms, strict=True):
             metrics.maximum(f"{bundle.prefix}grad_norm", norm)
             logged[f"{bundle.prefix}grad_norm"] = float(norm)
+        # Loss and norms are those of all ranks by now, so every rank skips the step or none does.
         if not all(torch.isfinite(x) for x in (*norms, loss)):
             self._skip("loss or gradient not finite")
         elif reason := self.veto(logged):
@@ -198,7 +201,7 @@ class OptimizerStepper:
         metrics: StepMetrics,
         first_update: FirstUpdate | None,
     ) -> Tensor:
-        """Add up the gradients of all micro-batches; returns this rank's share of the step's loss, float64."""
+        """Add up the gradients of all micro-batches, and return this rank's share of the step's loss, float64."""
         # Nothing in this loop waits for a GPU.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         rows, active = step.rows, plan.active.cpu()
@@ -263,6 +266,7 @@ class OptimizerStepper:
 
     def _probe(self, batch: Rollout, step: OptimizerStep, inactive: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the completions without gradient that go through the models, and how many each stands for."""
+        # Derived and not drawn: the pass before the first update and the step itself must choose the same.
         seed = rng.derive_seed("probe", rng.run_seed(), batch.index, step.update, step.pass_index)
         return probe(batch, inactive, self.zero_advantage_samples, seed)
 

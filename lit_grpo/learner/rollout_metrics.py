@@ -62,6 +62,7 @@ def add_audit_metrics(
         inverted += ordered is False
     groups = len(batch.prompts)
     metrics.add("groups/distinct_frac", distinct, groups * size)
+    # Counts of the whole rollout: a sum over ranks is divided by their number, each having a weight of 1.
     metrics.add("groups/count", groups * ranks)
     metrics.add("groups/equal_pairs", equal * ranks)
     metrics.add("sanity/reward_contradiction_frac", contradict, equal)
@@ -79,7 +80,7 @@ def add_audit_metrics(
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return GiB: the most that tensors took on a GPU so far, or the process in main memory."""
+    """Return the peak memory so far in GiB: of tensors on a GPU, else of the whole process in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -99,7 +100,7 @@ def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
 
 
 def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Measure how much completions repeat themselves; only those of at least :data:`LONG_ENOUGH` tokens, [n] each.
+    """Measure how much completions of at least :data:`LONG_ENOUGH` tokens repeat themselves; one number each, [n].
 
     ``repetition``: share of 4-grams seen before in the same completion. ``completions/longest_run_frac``: share of
     the completion
@@ -122,6 +123,8 @@ def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     # Every position pads with an id of its own, so that padding never equals anything.
     unique = (-1 - position).expand_as(ids)
     ids = torch.where(position < n[:, None], ids, unique)
+    # One number for each 4-gram, a polynomial hash that wraps around in int64; cut to 62 bits it is never negative, and
+    # so never one of the padding's own ids.
     code = torch.zeros_like(ids[:, 3:])
     for shift in range(4):
         code = code * 6364136223846793005 + ids[:, shift : shift + code.shape[1]]
@@ -173,6 +176,7 @@ def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) 
         optimizer: has taken the step.
         reduce: sum over ranks that hold different shards.
     """
+    # The step is computed again from Adam's moments: to compare weights before and after would take a copy of them.
     moved = weights = 0.0
     for group in optimizer.param_groups:
         known = [p for p in group["params"] if p.ndim >= 2 and "exp_avg_sq" in optimizer.state.get(p, {})]
@@ -213,7 +217,7 @@ def _completions_of_another_prompt(batch: Rollout, group_ids: list[int], prompts
 
 
 def _mean_advantages(experience: Experience, advantages: Tensor) -> Tensor:
-    """Return the mean advantage over the tokens of each completion, [N]; 0 of an empty one."""
+    """Return the mean advantage over the tokens of each completion, [N]; 0 for an empty one."""
     return masked(advantages.double(), experience.mask).sum(1) / experience.lengths.clamp_min(1)
 
 

@@ -51,7 +51,7 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
         warmup_rollouts: length of the critic's warm-up.
 
     Raises:
-        UserError: with the reason and the key.
+        UserError: they contradict each other; names the reason and the key.
     """
     if "beta" in objective.state_fields and passes == 1:
         raise UserError(
@@ -69,7 +69,7 @@ def check_minibatches(prompts: int, size: int | None, updates: int) -> None:
     """Check that minibatches of ``size`` prompts (None: all) divide a rollout and are used equally often.
 
     Raises:
-        UserError: with what would fit.
+        UserError: they do not; says which numbers would fit.
     """
     size = prompts if size is None else size
     if size < 1 or prompts % size:
@@ -99,8 +99,8 @@ def check_critic_settings(
     Args:
         config: settings of the critic; None: there is none, and nothing to check.
         objective: the objective of the run.
-        rollouts: length of the whole run.
-        max_new_tokens: limit of a completion.
+        rollouts: number of rollouts in the whole run.
+        max_new_tokens: most tokens of a completion.
         reward_range: least and greatest total reward, before shaping.
 
     Raises:

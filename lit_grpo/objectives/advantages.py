@@ -29,10 +29,10 @@ class AdvantageInputs:
 
     experience: Experience
     rewards: Tensor
-    """[N], after shaping."""
+    """Rewards after shaping, [N]."""
     groups: Groups
     token_rewards: Tensor | None = None
-    """[N, T] KL penalty of each token, 0 outside the mask; None if there is none. Only for ``per_token`` estimators:
+    """KL penalty of each token, [N, T], 0 outside the mask; None if there is none. Only for ``per_token`` estimators:
     the others find its sum over the sequence in ``rewards``."""
     state: ObjectiveState = field(default_factory=ObjectiveState)
     """The objective's state before this rollout."""
@@ -41,7 +41,7 @@ class AdvantageInputs:
 
     @property
     def mask(self) -> Tensor:
-        """[N, T] bool."""
+        """The generated tokens, [N, T] bool."""
         return self.experience.mask
 
 
@@ -66,15 +66,15 @@ class Estimator(Part):
     """Advantage of a group of one, of estimators that compare with the group: 0, or its reward."""
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """Advantages, [N] or [N, T]."""
+        """Return the advantages, [N], or [N, T] if they differ between tokens; detached."""
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def required(self) -> frozenset[str]:
-        """Fields of the experience that this instance needs: ``needs``, unless a setting decides."""
+        """Return the fields of the experience that this instance needs: ``needs``, unless a setting decides."""
         return self.needs
 
     def advance(self, inputs: AdvantageInputs) -> tuple[Tensor, ObjectiveState]:
-        """Advantages, and the state after this rollout."""
+        """Return the advantages, as ``__call__`` does, and the state after this rollout."""
         return self(inputs), inputs.state
 
     def merge_states(self, states: Sequence[ObjectiveState]) -> ObjectiveState:
@@ -82,17 +82,24 @@ class Estimator(Part):
         return states[0]
 
     def returns(self, inputs: AdvantageInputs) -> Tensor:
-        """The critic's targets, [N, T], of estimators with a critic."""
+        """Return the critic's targets, [N, T].
+
+        Raises:
+            UserError: the estimator uses no critic.
+        """
         raise UserError(f"the advantage {self.kind!r} uses no critic, so there are no targets for one")
 
     def cautions(self, max_new_tokens: int) -> list[str]:
-        """Warnings, one sentence each, about settings that are allowed and yet hardly meant under this length limit."""
+        """Return warnings, one sentence each, about settings that are allowed and yet hardly meant.
+
+        Args:
+            max_new_tokens: most tokens of a completion in the run.
+        """
         return []
 
 
 def _finish(advantage: Tensor, inputs: AdvantageInputs, single_sample_advantage: str) -> Tensor:
-    """Set the advantages of uniform groups to exact zero, and treat groups of one as ``single_sample_advantage``
-    says."""
+    """Set the advantages of uniform groups to exact zero, and of groups of one as ``single_sample_advantage`` says."""
     groups = inputs.groups
     advantage = masked(advantage, ~groups.spread(groups.uniform(inputs.rewards)))
     if single_sample_advantage == "raw":
@@ -126,7 +133,7 @@ class GroupStd(Estimator):
     """Advantage of a group of one: 0, or its reward."""
 
     def scale(self, inputs: AdvantageInputs) -> Tensor:
-        """The divisor without eps, [N]."""
+        """Return what the centred rewards are divided by, without ``std_eps``, [N]."""
         groups = inputs.groups
         return groups.spread(groups.variance(inputs.rewards, self.std_ddof)).sqrt()
 
@@ -156,6 +163,8 @@ class BatchStd(GroupStd):
 
     def scale(self, inputs: AdvantageInputs) -> Tensor:
         r = inputs.rewards
+        # Two sums over ranks and not one of squares: the variance is that around the mean of all ranks, without the
+        # cancellation of a difference of large squares.
         count, total = over_ranks(torch.stack([r.new_tensor(float(len(r))), r.sum()]), inputs.reduce)
         squares = over_ranks(((r - total / count) ** 2).sum(), inputs.reduce)
         return (squares / (count - self.std_ddof).clamp_min(1)).sqrt()

@@ -25,39 +25,49 @@ class Counts:
     tokens: Tensor
     """n_i, tokens that count, [N] int64."""
     counted: Tensor
-    """[N] bool: completions that count."""
+    """Completions that count in the denominators, [N] bool."""
     member: Tensor
-    """[N] bool: completions of the set that is averaged (positives, negatives, or all)."""
+    """Completions of the set that is averaged (positives, negatives, or all), [N] bool."""
     groups: Groups
     dtype: torch.dtype
+    """Number format of the weights."""
     reduce: Reduce | None = None
     conflicts: Tensor | None = None
     """Conflict tokens of each completion, [N] (GTPO)."""
 
     def total(self, value: Tensor) -> Tensor:
-        """Sum over completions and ranks, scalar."""
+        """Return the sum over completions and ranks, a scalar."""
+        # Summed in float64: float32 counts single tokens only up to 2**24.
         return over_ranks(value.to(torch.float64).sum(), self.reduce).to(self.dtype)
 
     def rows(self, count_empty: bool, among: Tensor | None = None) -> Tensor:
-        """[N] bool: completions that count in N."""
+        """Return which completions count in N, [N] bool.
+
+        Args:
+            count_empty: whether completions without a token count.
+            among: completions to choose from, [N] bool; None: ``counted``.
+        """
         rows = self.counted if among is None else among
         return rows if count_empty else rows & (self.tokens > 0)
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """Invert ``value``; 0 where it is 0: a set without members weighs nothing."""
+    """Return 1 / ``value``, and 0 where it is 0."""
+    # A set without members weighs nothing; infinity times its weight of 0 would be NaN. The clamp keeps infinity out of
+    # the branch that is not taken, too.
     return torch.where(value > 0, 1 / value.clamp_min(1e-30), torch.zeros_like(value))
 
 
 class Aggregation(Part):
-    """Base of all aggregations."""
+    """Base of all aggregations, each of which gives the weight of a token in the loss."""
 
     kind: ClassVar[str]
     sums_trajectory: ClassVar[bool] = False
-    """True if the weight belongs to a sum over the completion, which a ratio of whole sequences has only one of."""
+    """True if the weight is that of a sum over the tokens of a completion; under a ratio of whole sequences there is
+    one term for all of them."""
 
     def __call__(self, counts: Counts) -> Tensor:
-        """Weight of each token of completion i, [N]."""
+        """Return the weight that each token of a completion has in the loss, [N]."""
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def for_run(self, max_new_tokens: int) -> Aggregation:
@@ -152,11 +162,11 @@ class PerPromptSet(Aggregation):
 
     kind: ClassVar[str] = "per_prompt_set"
     set_scope: Literal["prompt", "batch"] = "prompt"
-    """Sets per prompt, or one of the whole batch."""
+    """Whether completions are averaged within each prompt and then over prompts, or over the whole batch."""
     count_empty: bool = False
 
     def length(self, counts: Counts) -> Tensor:
-        """Divisor in the place of n_i, [N]."""
+        """Return the divisor that stands in the place of n_i, [N]."""
         return counts.tokens.to(counts.dtype)
 
     def __call__(self, counts: Counts) -> Tensor:

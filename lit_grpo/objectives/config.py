@@ -72,7 +72,7 @@ class ObjectiveConfig:
     """Divisor of the whitening's variance is tokens - whiten_ddof (batch_whiten, group_mean_then_whiten, gae,
     gae_length)."""
     gae_gamma: float | None = None
-    """Discount (gae, gae_length)."""
+    """Discount gamma of GAE (gae, gae_length)."""
     gae_lambda: float | None = None
     """Lambda of GAE (gae, gae_length)."""
     whiten: bool | None = None
@@ -96,9 +96,9 @@ class ObjectiveConfig:
     cispo_floor: float | None = None
     """Absolute floor of the detached ratio (cispo)."""
     sapo_tau_pos: float | None = None
-    """Temperature of the gate where A > 0 (sapo)."""
+    """Temperature of SAPO's gate where A > 0 (sapo)."""
     sapo_tau_neg: float | None = None
-    """Temperature of the gate elsewhere (sapo)."""
+    """Temperature of SAPO's gate where A is 0 or below (sapo)."""
     log_clip: float | None = None
     """Clip range of the log-ratio (gmpo, rspo)."""
     router_floor: float | None = None
@@ -129,7 +129,8 @@ class ObjectiveConfig:
     max_tokens: int | None = None
     """Constant divisor; the run's generation limit if left out (sum_const, per_prompt_set_const)."""
     set_scope: Literal["prompt", "batch"] | None = None
-    """Sets per prompt, or one of the whole batch (per_prompt_set, per_prompt_set_const)."""
+    """Whether completions are averaged within each prompt and then over prompts, or over the whole batch
+    (per_prompt_set, per_prompt_set_const)."""
 
     # Filters
     drop_zero_variance: bool | None = None
@@ -162,7 +163,7 @@ class ObjectiveConfig:
     entropy_filter: bool | None = None
     """GTPO's filter of completions with high entropy."""
     entropy_threshold: float | None = None
-    """Threshold of that filter, in nats."""
+    """Threshold of GTPO's entropy filter, in nats."""
     initial_entropy: float | None = None
     """Mean entropy of the untouched model; measured over the first 100 prompts if left out."""
 
@@ -187,7 +188,7 @@ class ObjectiveConfig:
     label_noise: float | None = None
     """Share of completions whose 0/1 reward is flipped."""
     label_noise_seed: int | None = None
-    """Seed of the flips."""
+    """Seed of the flipped labels."""
     truncated_reward: Literal["keep", "zero"] | None = None
     """Reward of completions cut by the length limit: ``zero`` sets it to 0 (Dr. GRPO)."""
     reward_map: Literal["raw", "signed"] | None = None

@@ -59,20 +59,18 @@ from lit_grpo.types import Sum
 
 
 def mean_of(value: Tensor, mask: Tensor) -> Sum:
-    """Sum and count over the tokens or completions of ``mask``."""
+    """Return sum and count of ``value`` over the tokens or completions of ``mask``, in float64."""
     return Sum(masked(value, mask).double().sum(), mask.sum().double())
 
 
 def clip_fractions(surrogate: SurrogateOutput, mask: Tensor) -> dict[str, Sum]:
-    """``policy/clip_frac/low``, ``policy/clip_frac/high``, ``policy/clip_frac/dual`` over the tokens of ``mask`` [n,
-    T].
-    """
+    """Return ``policy/clip_frac/*``: shares of the tokens of ``mask`` [n, T] that are stopped at either bound."""
     sides = {"low": surrogate.low, "high": surrogate.high, "dual": surrogate.dual}
     return {f"policy/clip_frac/{k}": mean_of((v & mask).double(), mask) for k, v in sides.items()}
 
 
 def policy_change(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, Sum]:
-    """How far the policy is from the one before the first update, [n, T] each."""
+    """Measure how far the policy is from the one before the first update; arguments [n, T] each."""
     new, old = masked(logprobs, mask), masked(old_logprobs, mask)
     d = new - old
     ratio = exp_clamped(d)
@@ -88,14 +86,17 @@ def policy_change(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[
 
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Sum]:
-    """KL(pi || pi_ref) by k1 and k3, [n, T] each."""
+    """Estimate KL(pi || pi_ref) by k1 and by k3; arguments [n, T] each."""
     return {f"policy/kl_ref_{k}": mean_of(kl_to_reference(k, logprobs, ref_logprobs, mask), mask) for k in ("k1", "k3")}
 
 
 def sampler_mismatch(
     old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> tuple[dict[str, Sum], dict[str, Tensor]]:
-    """Learner against inference engine on generated tokens, before any update; means and maxima. [n, T] each."""
+    """Compare learner and engine on the generated tokens before any update, and return means and maxima.
+
+    Arguments are [n, T] each.
+    """
     log_c, missing = sampler_log_ratio(old_logprobs, sampler_logprobs, mask)
     known = mask & ~missing
     old, sampled = masked(old_logprobs, known), masked(sampler_logprobs, known)
@@ -115,6 +116,7 @@ def sampler_mismatch(
         "sampler_mismatch/learner_perplexity": mean_of((-token_mean(old, known)).exp(), known.any(1)),
         "sampler_mismatch/sampler_perplexity": mean_of((-token_mean(sampled, known)).exp(), known.any(1)),
     }
+    # A 0 goes first: the maximum over no element at all is an error.
     zero = old.new_zeros(1)
     maxima = {
         "sampler_mismatch/prob_abs_diff_max": torch.cat([zero, masked(gap, known).flatten()]).max().double(),
@@ -124,7 +126,7 @@ def sampler_mismatch(
 
 
 def entropy_shares(entropy: Tensor, mask: Tensor, threshold: float = LN2) -> dict[str, Sum]:
-    """Mean over completions of <H>_i, and the share with <H>_i above the threshold; empty ones left out."""
+    """Return the mean of <H>_i over completions that are not empty, and the share of them above ``threshold`` nats."""
     mean, rows = token_mean(entropy, mask), mask.any(1)
     return {
         "policy/entropy_sequence": mean_of(mean, rows),
@@ -135,7 +137,15 @@ def entropy_shares(entropy: Tensor, mask: Tensor, threshold: float = LN2) -> dic
 def value_signs(
     values: Tensor, returns: Tensor, positive: Tensor, mask: Tensor, bounds: tuple[float, float]
 ) -> dict[str, Sum]:
-    """Values of correct and incorrect completions, and the parts of the explained variance. [n, T], positive [n]."""
+    """Return mean values of correct and incorrect completions, and the parts of the explained variance.
+
+    Args:
+        values: the critic's values before the update, [n, T].
+        returns: targets of the critic, [n, T].
+        positive: completions with a reward above 0, [n] bool.
+        mask: generated tokens, [n, T] bool.
+        bounds: least and greatest reward.
+    """
     v, target = masked(values, mask), masked(returns, mask)
     low, high = bounds
     correct, incorrect = mask & positive[:, None], mask & ~positive[:, None]
@@ -183,7 +193,8 @@ def step_metrics(
     entropy: Tensor | None,
     tokens: Tensor,
 ) -> tuple[dict[str, Sum], dict[str, Tensor]]:
-    """Sums and maxima that a loss reports of one micro-batch, by the keys of this module's table."""
+    """Return the sums and maxima that a loss reports of one micro-batch, by the keys of this module's table."""
+    # What the policy and the sampler say is measured on all generated tokens, also on those that a filter dropped.
     in_loss = tokens & plan.kept[:, None] & plan.pass_mask
     stopped = (surrogate.low | surrogate.high | surrogate.dual) & in_loss
     size = masked(plan.advantages, in_loss).abs()

@@ -66,9 +66,9 @@ class Objective:
     entropy_signal: EntropySignal = field(default_factory=EntropySignal)
     regularizers: Regularizers = field(default_factory=Regularizers)
     on_policy_only: bool = False
-    """One update per rollout; a second one is refused."""
+    """Whether a second update per rollout is refused."""
     demonstrations: bool = False
-    """Completions are the solutions of the data; nothing is sampled and there are no rewards."""
+    """Whether completions are the solutions of the data, so that nothing is sampled and there are no rewards."""
 
     def __post_init__(self) -> None:
         checks.check_parts(self)
@@ -77,7 +77,7 @@ class Objective:
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> Objective:
-        """A named method; ``overrides`` are the fields of :class:`ObjectiveConfig` (``clip_high=0.3``).
+        """Make a named method; ``overrides`` are fields of :class:`ObjectiveConfig` (``clip_high=0.3``).
 
         Raises:
             UserError: unknown recipe or override (with the nearest valid name), or a contradiction (with the reason).
@@ -99,14 +99,14 @@ class Objective:
         return self.recipe + "".join(changed)
 
     def parts(self) -> Iterator[Part]:
-        """Every part with settings, in the order of the fields."""
+        """Yield every part with settings, in the order of the fields."""
         for field_ in fields(self):
             value = getattr(self, field_.name)
             if isinstance(value, Part):
                 yield value
 
     def labels(self) -> dict[str, str]:
-        """Kinds and switches that make the method the one named; numbers of a part are not in it."""
+        """Return the kinds and switches that make the method the one named; numbers of its parts are not among them."""
         labels = {
             "advantage": self.advantage.kind,
             "ratio": self.ratio,
@@ -120,12 +120,13 @@ class Objective:
         return labels
 
     def describe(self) -> dict[str, Any]:
-        """List the plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
+        """Return the plain values of every part, for logs: ``{"name": ..., "clip_high": ..., ...}``."""
         out: dict[str, Any] = {"name": self.name, "recipe": self.recipe, "ratio": self.ratio}
         out |= {k: getattr(self, k).kind for k in ("advantage", "trust_region", "aggregation")}
         out["sampler_correction"] = self.sampler.kind
         for part in self.parts():
-            if is_dataclass(part):  # a user's own part may be a plain object
+            # A user's own part may be a plain object.
+            if is_dataclass(part):
                 out |= {f.name: getattr(part, f.name) for f in fields(part) if f.name != "function"}
         return (
             out
@@ -180,7 +181,7 @@ class Objective:
         return self.token_weights.vary_by_token or self.advantage.per_token
 
     def requires(self, updates_per_rollout: int) -> frozenset[str]:
-        """Fields of the experience that a pass without gradient must fill before the first update."""
+        """Return the fields of the experience that a pass without gradient must fill before the first update."""
         needed = set(self.advantage.required())
         if self.uses_old(updates_per_rollout):
             needed.add("old_logprobs")
@@ -195,14 +196,15 @@ class Objective:
         return frozenset(needed)
 
     def uses_old(self, updates_per_rollout: int) -> bool:
-        """Whether pi_old must be known before the first update: with one update it is the policy of the forward."""
+        """Tell whether pi_old must be known before the first update."""
+        # With a single update pi_old is the policy of the forward pass itself, so most methods save a pass.
         if self.regularizers.kl_reward or self.sampler.needs_old_early or self.token_weights.lopti_eta:
             return True
         uses = self.ratio not in WITHOUT_OLD or self.sampler.kind != "none" or self.token_weights.reweight_alpha
         return bool(uses) and updates_per_rollout > 1
 
     def loss_requires(self) -> frozenset[str]:
-        """Names of what :meth:`loss` needs of the current forward besides log-probabilities."""
+        """Return names of what :meth:`loss` needs of the current forward pass besides log-probabilities."""
         needed = set()
         if self.regularizers.entropy_coef:
             needed.add("entropy")
@@ -220,7 +222,7 @@ class Objective:
         return frozenset().union(*(part.state_fields for part in self.parts()))
 
     def new_state(self) -> ObjectiveState:
-        """State at the start of a run."""
+        """Make the state at the start of a run."""
         used = self.state_fields
         return ObjectiveState(
             beta=self.trust_region.penalty_coefficient(ObjectiveState()) if "beta" in used else None,
@@ -228,7 +230,7 @@ class Objective:
         )
 
     def adopt_state(self, state: ObjectiveState) -> ObjectiveState:
-        """State with which a run goes on under this objective: what both objectives use is kept, the rest is new."""
+        """Return the state with which a run goes on under this objective: what both use is kept, the rest is new."""
         kept = {name: value for name in self.state_fields if (value := getattr(state, name)) is not None}
         return replace(self.new_state(), **kept)
 
@@ -251,12 +253,12 @@ class Objective:
     # ------------------------------------------------------------------------------------------------ rollout
 
     def rewards(self, exp: Experience, state: ObjectiveState) -> tuple[Tensor, Tensor]:
-        """Rewards before and after length penalties, map and entropy, both [N] float64; a KL term is not in them."""
+        """Return rewards before and after length penalties, map and entropy, both [N] float64 and without a KL term."""
         base = self.shaping.base(exp, exp.rewards.double(), max(state.rollouts - 1, 0))
         return base, self.shaping.shape(exp, base)
 
     def advantage_inputs(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None) -> AdvantageInputs:
-        """Inputs of the estimator: shaped rewards, with the KL term where it belongs."""
+        """Make the inputs of the estimator: shaped rewards, with the KL term where it belongs."""
         _, shaped = self.rewards(exp, state)
         token_penalty = None
         if self.regularizers.kl_reward:
@@ -287,7 +289,7 @@ class Objective:
 
     @torch.no_grad()
     def returns(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None = None) -> Tensor:
-        """The critic's targets, [N, T].
+        """Return the critic's targets, [N, T].
 
         Raises:
             UserError: the objective uses no critic.
@@ -311,7 +313,7 @@ class Objective:
         Args:
             exp: the completions of the step, groups whole.
             advantages: their rows of :meth:`advantages`, [N, T].
-            state: of the run; not changed.
+            state: state of the run, which is not changed.
             reduce: sum over ranks, None for one process.
             pass_index: 0, or 1 in the second pass over the same completions.
         """
@@ -325,6 +327,7 @@ class Objective:
             _required(exp, "token_ids")
         # The share of conflict tokens is logged for every method; only GTPO weighs by it.
         if exp.token_ids is not None and not self.advantage.per_token:
+            # Every column of a completion holds its one advantage; where there is no column the sum is 0.
             sign = advantages[:, 0] if exp.width else advantages.sum(1)
             masks = conflict_masks(exp.token_ids, exp.lengths, exp.mask, sign, groups)
             conflicts = masks.either
@@ -362,6 +365,7 @@ class Objective:
         # A completion none of whose tokens gets a gradient is left out of the forward that has one.
         contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(base > 0)[:, None])
         active = contributes.any(1)
+        # One collective for all three. Every rank takes part, also one that has none of the step's completions.
         totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
         active_total, positive_tokens, tokens = over_ranks(totals, reduce).tolist()
         regularizers = self.regularizers
@@ -394,14 +398,14 @@ class Objective:
         )
 
     def _regularised(self, positive: Tensor) -> Tensor:
-        """[N] bool: completions with a term besides the policy term."""
+        """Return which completions have a term besides the policy term, [N] bool."""
         r = self.regularizers
         if r.kl_loss or r.entropy_coef or r.value_coef or self.trust_region.penalizes:
             return torch.ones_like(positive)
         return positive if r.nll_coef else torch.zeros_like(positive)
 
     def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> Tensor:
-        """[N, T]: the advantages, with GTPO's entropy terms if they are on."""
+        """Return the advantages, [N, T], with GTPO's entropy terms if they are on."""
         if not self.entropy_signal.on:
             return advantages
         entropy = mean_entropy(_required(exp, "entropy"), exp.mask).to(advantages.dtype)

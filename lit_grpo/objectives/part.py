@@ -18,7 +18,7 @@ class Part:
     """
 
     def labels(self) -> dict[str, str]:
-        """Switches that make a method another one, as they show in a run's name; numbers are left out."""
+        """Return the switches that make a method another one, as they show in a run's name; numbers are left out."""
         return {}
 
     def check(self) -> None:
@@ -29,7 +29,7 @@ class Part:
         """
 
     def idle(self, *, critic: bool) -> dict[str, str]:
-        """Settings that do nothing as the part is set, with the reason: giving one of them is refused.
+        """Return the settings that do nothing as the part is set, with the reason: giving one of them is refused.
 
         Args:
             critic: whether the objective's advantages come from a critic.
@@ -43,12 +43,12 @@ class Part:
 
 
 def on_off(value: object) -> str:
-    """``on`` for what is set, ``off`` for 0, False and None."""
+    """Return ``on`` for what is set, ``off`` for 0, False and None."""
     return "on" if value else "off"
 
 
 def refuse(key: str, reason: str, remedy: str | None = None) -> NoReturn:
-    """Raise the :class:`UserError` of a setting."""
+    """Raise a :class:`UserError` that names the setting ``key``."""
     raise UserError(reason, where=f"{WHERE}.{key}", remedy=remedy)
 
 

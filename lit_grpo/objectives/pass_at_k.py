@@ -8,10 +8,12 @@ from lit_grpo.errors import UserError
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, c of them correct, hold a correct one: 1 - C(n-c, k)/C(n, k). 2107.03374 Eq. 1.
+    """Return the chance that k of n samples, c of them correct, hold a correct one. 2107.03374 Eq. 1.
+
+    It is 1 - C(n-c, k)/C(n, k).
 
     Raises:
-        UserError: fewer samples than k.
+        UserError: there are fewer samples than k, or fewer than are correct.
     """
     if not 1 <= k <= n:
         raise UserError(f"k = {k} needs between 1 and n = {n} samples", remedy="draw more samples or lower k")

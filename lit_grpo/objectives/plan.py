@@ -17,23 +17,23 @@ class StepPlan:
     """
 
     lengths: Tensor
-    """[N] int64."""
+    """Tokens of each completion, [N] int64."""
     kept: Tensor
-    """[N] bool: completions that no filter took out of the loss."""
+    """Completions that no filter took out of the loss, [N] bool."""
     active: Tensor
-    """[N] bool: completions that contribute anything; the others need no gradient."""
+    """Completions that contribute anything, [N] bool; the others need no gradient."""
     advantages: Tensor
-    """[N, T], 0 outside the mask: the signal that multiplies the ratio."""
+    """The signal that multiplies the ratio, [N, T], 0 outside the mask."""
     weights: Tensor
-    """[N] weight of each token, from the aggregation; 0 for dropped completions."""
+    """Weight of each token of a completion, from the aggregation, [N]; 0 for dropped completions."""
     token_weights: Tensor
-    """[N, T] lambda: factors of single tokens on the policy term."""
+    """Factors lambda of single tokens on the policy term, [N, T]."""
     pass_mask: Tensor
-    """[N, T] bool: tokens of this pass (Lopti); True elsewhere."""
+    """Tokens that belong to this pass over the step, [N, T] bool; all of them except under Lopti."""
     conflicts: Tensor | None
-    """[N, T] bool: GTPO's conflict tokens, None if ids or signs are not known."""
+    """GTPO's conflict tokens, [N, T] bool; None if ids or signs are not known."""
     positive: Tensor
-    """[N] bool: reward above 0."""
+    """Completions with a reward above 0, [N] bool."""
     old_logprobs: Tensor | None = None
     sampler_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -41,9 +41,9 @@ class StepPlan:
     returns: Tensor | None = None
     router_logscores_old: Tensor | None = None
     empty: bool = False
-    """Nothing is left on any rank: skip forward, backward and optimizer."""
+    """Whether nothing is left on any rank, so that forward, backward and optimizer are skipped."""
     active_total: float = 0.0
-    """Active completions of the step, all ranks."""
+    """Number of active completions of the step, over all ranks."""
     nll_weight: float = 0.0
     """Weight of each token of a positive completion in the likelihood term."""
     value_weight: float = 0.0
@@ -55,23 +55,27 @@ class StepPlan:
 
     @property
     def width(self) -> int:
-        """T."""
+        """T, the number of columns."""
         return self.advantages.shape[1]
 
     @property
     def tokens(self) -> Tensor:
-        """[N, T] bool: generated tokens of all completions."""
+        """The generated tokens of all completions, [N, T] bool."""
         return torch.arange(self.width, device=self.lengths.device)[None, :] < self.lengths[:, None]
 
     def select(self, rows: Tensor) -> StepPlan:
-        """The plan of some completions, in the order of ``rows`` (indices or a bool mask)."""
+        """Return the plan of some completions, in the order of ``rows`` (indices or a bool mask)."""
         changed: dict[str, Any] = {
             f.name: v[rows] for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
         }
         return replace(self, **changed)
 
     def trim(self, width: int) -> StepPlan:
-        """The plan for a micro-batch padded to ``width`` tokens instead of T."""
+        """Return the plan for a micro-batch that is padded to ``width`` tokens instead of T.
+
+        Raises:
+            ValueError: a completion is longer.
+        """
         if width == self.width:
             return self
         longest = int(self.lengths.max()) if len(self.lengths) else 0
@@ -85,6 +89,7 @@ class StepPlan:
             if width < self.width:
                 changed[f.name] = value[:, :width]
             else:
+                # Columns past T hold no token of any completion, so what stands there is never read.
                 tail = value.new_zeros(value.shape[0], width - self.width, *value.shape[2:])
                 changed[f.name] = torch.cat([value, tail], dim=1)
         return replace(self, **changed)

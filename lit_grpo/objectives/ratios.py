@@ -35,7 +35,7 @@ ONE_PER_SEQUENCE = frozenset({"sequence", "sequence_product", "geometric"})
 def importance_ratio(
     kind: RatioKind, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, token_form: bool = False
 ) -> Tensor:
-    """The ratio of each token, [n, T], with gradient; 1 outside the mask.
+    """Compute the importance ratio of each token, [n, T], with gradient; 1 outside the mask.
 
     Args:
         logprobs: [n, T] with gradient, already free of junk outside ``mask`` (see :func:`tensors.masked`).
@@ -43,6 +43,7 @@ def importance_ratio(
         token_form: give a sequence ratio the gradient of its token form: the same value, and the same gradient if the
             terms of a completion share one weight; needed as soon as they do not.
     """
+    # The value is 1, and the gradient that of log pi.
     if kind in WITHOUT_OLD:
         return (logprobs - logprobs.detach()).exp()
     log_ratio = masked(logprobs - old_logprobs, mask)

@@ -78,7 +78,7 @@ CUSTOM: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One override key that belongs to a part."""
+    """An override key that belongs to a part, with its type and help."""
 
     name: str
     annotation: str
@@ -90,13 +90,13 @@ class Setting:
 
 
 def has_setting(part: Any, key: str) -> bool:
-    """Whether a part takes an override of this name."""
+    """Tell whether a part takes an override of this name."""
     # What a user's own part is made of is no setting.
     return key not in ("function", "path") and is_dataclass(part) and any(f.name == key for f in fields(part))
 
 
 def owners(key: str) -> list[str]:
-    """``clip_high`` -> ``trust_region: clip``, ``trust_region: dcpo``: the parts that a number belongs to."""
+    """Return the parts that a number belongs to: ``clip_high`` -> ``trust_region: clip``, ``trust_region: dcpo``."""
     return [
         f"{choice}: {kind}"
         for choice, (_, known) in CHOICES.items()
@@ -107,7 +107,7 @@ def owners(key: str) -> list[str]:
 
 @cache
 def settings() -> dict[str, dict[str, Setting]]:
-    """Heading -> name -> setting, of all parts.
+    """Return the settings of all parts: heading -> name -> setting.
 
     Raises:
         TypeError: two parts give one name different types.
@@ -128,19 +128,20 @@ def settings() -> dict[str, dict[str, Setting]]:
 
 
 def known_overrides() -> set[str]:
-    """Every name that :meth:`Objective.from_recipe` takes for some recipe."""
+    """Return every name that :meth:`Objective.from_recipe` takes for some recipe."""
     return {name for group in settings().values() for name in group} | set(CHOICES) | {"ratio"} | set(CUSTOM)
 
 
 def _fields(part: type) -> Iterator[tuple[str, str, str]]:
-    """(name, type as text, docstring) of the settings of a part's class."""
+    """Yield (name, type as text, docstring) of each setting of a part's class."""
     hints, texts = get_type_hints(part), _field_docs(part)
     for f in fields(part):
         yield f.name, _annotation(hints[f.name]), texts.get(f.name, "")
 
 
 def _field_docs(part: type) -> dict[str, str]:
-    """Docstrings below the fields of a class and of the classes that it inherits them from."""
+    """Return the docstrings below the fields of a class and of the classes that it inherits them from."""
+    # From the source text: Python keeps the docstrings of classes, and drops those below fields.
     texts: dict[str, str] = {}
     for cls in reversed([c for c in part.__mro__ if is_dataclass(c)]):
         source = dedent(inspect.getsource(cls))
@@ -150,7 +151,7 @@ def _field_docs(part: type) -> dict[str, str]:
 
 
 def _annotation(kind: Any) -> str:
-    """A field's type as source text, without None: ``float``, ``Literal["zero", "raw"]``."""
+    """Return a field's type as source text, without None: ``float``, ``Literal["zero", "raw"]``."""
     if get_origin(kind) is Literal:
         return f"Literal[{', '.join(_quoted(value) for value in get_args(kind))}]"
     options = [option for option in get_args(kind) if option is not NoneType]

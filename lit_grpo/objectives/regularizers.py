@@ -80,6 +80,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     """
     new, old, target = masked(values, mask), masked(old_values, mask), masked(returns, mask)
     error = (new - target) ** 2
+    # The larger of the two errors, as in PPO2: clipping never makes an error smaller.
     if clip:
         bounded = torch.minimum(torch.maximum(new, old - clip), old + clip)
         error = torch.maximum(error, (bounded - target) ** 2)

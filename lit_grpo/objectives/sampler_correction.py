@@ -19,16 +19,16 @@ from lit_grpo.objectives.tensors import LOG_LIMIT, exp_clamped, masked
 
 
 class SamplerWeights(NamedTuple):
-    """Weights of one micro-batch."""
+    """Weights of the tokens of one micro-batch, and what the correction did to them."""
 
     weights: Tensor
     """c after the method's cap or mask, [n, T], 0 outside the mask."""
     ratios: Tensor
     """Raw c, [n, T], 1 outside the mask."""
     capped: Tensor
-    """[n, T] bool: tokens whose weight the cap or mask changed."""
+    """Tokens whose weight the cap or mask changed, [n, T] bool."""
     missing: Tensor
-    """[n, T] bool: tokens whose sampler log-probability is not known."""
+    """Tokens whose sampler log-probability is not known, [n, T] bool."""
 
 
 def sampler_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,11 +53,17 @@ class SamplerCorrection(Part):
         return self.sampler_denominator == "kept"
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
-        """[n, T] from token ratios [n, T] and the sequence's product and geometric mean, both [n, 1]."""
+        """Return the weights, [n, T].
+
+        Args:
+            c: ratio of each token, [n, T].
+            sequence: product of the ratios of each completion, [n, 1].
+            geometric: geometric mean of the ratios of each completion, [n, 1].
+        """
         raise NotImplementedError(f"{type(self).__name__} must implement weights")
 
     def __call__(self, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> SamplerWeights:
-        """All [n, T], detached."""
+        """Compute the weights from log-probabilities and a mask, all [n, T] and detached."""
         log_c, missing = sampler_log_ratio(old_logprobs, sampler_logprobs, mask)
         c = log_c.exp()
         total = log_c.sum(1, keepdim=True)
@@ -175,7 +181,7 @@ class GeoMaskTisToken(GeoMask):
 
 
 def geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
-    """(prod_t c_t)^(1/n) of each completion, [n, 1]; 0 as soon as one token's weight is 0."""
+    """Return (prod_t c_t)^(1/n) of each completion, [n, 1]; 0 as soon as one token's weight is 0."""
     safe = torch.where(mask & (weights > 0), weights, torch.ones_like(weights))
     value = (safe.log().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)).exp()
     return value * (~(mask & (weights <= 0))).all(1, keepdim=True)

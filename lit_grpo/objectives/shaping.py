@@ -23,7 +23,7 @@ class Shaping(Part):
     label_noise: float = 0.0
     """Share of completions whose 0/1 reward is flipped."""
     label_noise_seed: int = 0
-    """Seed of the flips."""
+    """Seed of the flipped labels."""
     truncated_reward: Literal["keep", "zero"] = "keep"
     """Reward of completions cut by the length limit: ``zero`` sets it to 0 (Dr. GRPO)."""
     reward_map: Literal["raw", "signed"] = "raw"
@@ -65,13 +65,13 @@ class Shaping(Part):
         return frozenset({"rollouts"} if self.label_noise else ())
 
     def base(self, exp: Experience, rewards: Tensor, rollout: int) -> Tensor:
-        """Correctness: rewards with label noise, 0 where truncated if so chosen, [N]."""
+        """Return the rewards that tell right from wrong, [N]: with label noise, and 0 where truncated if so chosen."""
         if self.label_noise:
             rewards = flip_labels(rewards, self.flips(exp, rollout))
         return masked(rewards, ~exp.truncated) if self.truncated_reward == "zero" else rewards
 
     def shape(self, exp: Experience, base: Tensor) -> Tensor:
-        """[N] rewards, KL aside."""
+        """Return the rewards that advantages are made from, [N], but for a KL term."""
         rewards = 2 * base - 1 if self.reward_map == "signed" else base
         if self.entropy_reward:
             rewards = -self._entropies(exp).to(base.dtype)
@@ -87,7 +87,7 @@ class Shaping(Part):
         return rewards
 
     def bounds(self, low: float, high: float) -> tuple[float, float]:
-        """Least and greatest reward after shaping, of rewards between ``low`` and ``high``; a KL term is not in it."""
+        """Return the least and greatest shaped reward of rewards between ``low`` and ``high``, a KL term aside."""
         if self.label_noise:
             low, high = min(low, 1 - high), max(high, 1 - low)
         if self.truncated_reward == "zero":
@@ -112,7 +112,9 @@ class Shaping(Part):
         return entropy
 
     def flips(self, exp: Experience, rollout: int) -> Tensor:
-        """[N] bool: whose label is flipped. Depends on seed, rollout, prompt and place in the group alone."""
+        """Choose the completions whose label is flipped, [N] bool."""
+        # Hashed and not drawn: the choice depends on seed, rollout, prompt and place in the group alone, so every rank
+        # and every resumed run flips the same.
         names: Sequence[Any] = exp.prompt_ids if exp.prompt_ids is not None else exp.group_ids.tolist()
         seen: dict[Any, int] = {}
         draws = []
@@ -124,10 +126,13 @@ class Shaping(Part):
 
 
 def flip_labels(rewards: Tensor, flip: Tensor) -> Tensor:
-    """1 - r where ``flip``: wrong labels for rewards of 0 and 1. Both [N]."""
+    """Return the rewards, [N], with 1 - r where ``flip``, [N] bool: wrong labels for rewards of 0 and 1."""
     return torch.where(flip, 1 - rewards, rewards)
 
 
 def soft_overlong(lengths: Tensor, max_tokens: int, cache: int) -> Tensor:
-    """0 up to L_max - L_cache, then linear, -1 from L_max on: DAPO 2503.14476 Eq. 13. [N] -> [N] float64."""
+    """Return DAPO's penalty on lengths, [N] -> [N] float64. 2503.14476 Eq. 13.
+
+    It is 0 up to L_max - L_cache, falls linearly, and is -1 from L_max on.
+    """
     return ((max_tokens - cache - lengths.double()) / cache).clamp(-1, 0)

@@ -49,7 +49,7 @@ class ObjectiveState:
         return replace(self, reward_range=(min(ends), max(ends)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint: the fields that are not at their default."""
+        """Return plain values for a checkpoint: the fields that are not at their default."""
         values: dict[str, Any] = {}
         if self.prompts:
             values["prompts"] = {name: list(history) for name, history in self.prompts.items()}
@@ -67,7 +67,7 @@ class ObjectiveState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ObjectiveState:
-        """Read what :meth:`to_dict` wrote."""
+        """Make a state from what :meth:`to_dict` returned."""
         known = dict(values)
         if "prompts" in known:
             known["prompts"] = {name: PromptHistory(*history) for name, history in known["prompts"].items()}

@@ -46,6 +46,7 @@ def loss(
         if not lp.requires_grad:
             lp = lp.detach().requires_grad_()
         current = masked(logprobs.detach().to(dtype), tokens)
+        # With a single update pi_old is the policy of this very pass, without gradient.
         old = current if plan.old_logprobs is None else masked(plan.old_logprobs.to(dtype), tokens)
         policy, surrogate, sampler = _policy_term(objective, lp, old, plan, live, router_logscores)
         terms = {"policy": policy}
@@ -87,7 +88,7 @@ def loss(
 def _policy_term(
     objective: Objective, lp: Tensor, old: Tensor, plan: StepPlan, live: Tensor, router_logscores: Tensor | None
 ) -> tuple[Tensor, SurrogateOutput, SamplerWeights | None]:
-    """-sum w f c lambda F, with the surrogate and the sampler weights for the metrics."""
+    """Compute -sum w f c lambda F, and return it with the surrogate and the sampler weights for the metrics."""
     tokens = plan.tokens
     region = objective.trust_region
     advantages = masked(plan.advantages.to(lp.dtype), live)

@@ -32,18 +32,18 @@ def exp_clamped(log_value: Tensor) -> Tensor:
 
 
 def token_mean(value: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the tokens of each completion, [N]; 0 for an empty completion. ``value`` is [N, T], 0 outside."""
+    """Return the mean over the tokens of each completion, [N, T] -> [N]; 0 for an empty completion."""
     return masked(value, mask).sum(1) / mask.sum(1).clamp_min(1)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions of one prompt. A group is whole: never split over steps or ranks."""
+    """The groups of a batch: each holds all completions of one prompt, never split over steps or ranks."""
 
     index: Tensor
-    """[N] int64: number of the group of each completion, counted from 0."""
+    """Number of the group of each completion, counted from 0, [N] int64."""
     size: Tensor
-    """[G] int64: completions in each group."""
+    """Number of completions in each group, [G] int64."""
 
     @classmethod
     def of(cls, group_ids: Tensor) -> Groups:
@@ -52,28 +52,29 @@ class Groups:
         return cls(index, size)
 
     def sum(self, value: Tensor) -> Tensor:
-        """[N] -> [G]."""
+        """Sum over the completions of each group: [N] -> [G]."""
         return value.new_zeros(len(self.size)).index_add_(0, self.index, value)
 
     def mean(self, value: Tensor) -> Tensor:
-        """[N] -> [G]."""
+        """Average over the completions of each group: [N] -> [G]."""
         return self.sum(value) / self.size
 
     def variance(self, value: Tensor, ddof: int = 1) -> Tensor:
-        """[N] -> [G], divisor size - ddof; 0 where that is not positive."""
+        """Compute the variance within each group, [N] -> [G]; divisor size - ddof, or 0 where that is not positive."""
         centred = value - self.spread(self.mean(value))
         return self.sum(centred * centred) / (self.size - ddof).clamp_min(1) * (self.size > ddof)
 
     def spread(self, per_group: Tensor) -> Tensor:
-        """[G] -> [N]."""
+        """Give each completion the value of its group: [G] -> [N]."""
         return per_group[self.index]
 
     def any(self, flag: Tensor) -> Tensor:
-        """[N] bool -> [G] bool."""
+        """Tell of each group whether the flag of any of its completions is set: [N] bool -> [G] bool."""
         return self.sum(flag.to(torch.int64)) > 0
 
     def uniform(self, value: Tensor) -> Tensor:
-        """[N] -> [G] bool: all values of the group are equal (a group of one is uniform)."""
+        """Tell of each group whether all its values are equal, [N] -> [G] bool; a group of one is uniform."""
+        # By minimum and maximum, which are exact; the variance of equal values may be rounded to just above 0.
         first = value.new_full((len(self.size),), float("inf"))
         low = first.scatter_reduce(0, self.index, value, "amin")
         high = (-first).scatter_reduce(0, self.index, value, "amax")

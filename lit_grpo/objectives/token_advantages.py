@@ -16,7 +16,7 @@ from lit_grpo.objectives.tensors import Reduce, masked, over_ranks
 
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
-    """R_t: the KL penalty of each token, plus the reward of the completion at its last token, [N, T]."""
+    """Return R_t, [N, T]: the KL penalty of each token, plus the reward of the completion at its last token."""
     mask, lengths = inputs.mask, inputs.experience.lengths
     position = torch.arange(mask.shape[1], device=mask.device)[None, :]
     last = (position == lengths[:, None] - 1) & mask
@@ -25,7 +25,10 @@ def token_rewards(inputs: AdvantageInputs) -> Tensor:
 
 
 def whiten(value: Tensor, mask: Tensor, *, ddof: int = 0, reduce: Reduce | None = None) -> Tensor:
-    """(x - mean) / sqrt(max(var, 1e-8)) over the masked tokens of the whole batch, all ranks; 0 outside the mask."""
+    """Whiten values, [N, T], over the masked tokens of the batch on all ranks; 0 outside the mask.
+
+    The result is (x - mean) / sqrt(max(var, 1e-8)), with divisor tokens - ``ddof`` of the variance.
+    """
     value = masked(value, mask)
     total, count = over_ranks(torch.stack([value.sum(), mask.sum().to(value.dtype)]), reduce)
     centred = masked(value - total / count.clamp_min(1), mask)
@@ -34,7 +37,7 @@ def whiten(value: Tensor, mask: Tensor, *, ddof: int = 0, reduce: Reduce | None 
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """Generalised advantage estimate (1506.02438), [N, T], 0 outside the mask.
+    """Compute the generalised advantage estimate (1506.02438), [N, T], 0 outside the mask.
 
     delta_t = R_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, and V after the last token is 0, for
     truncated completions too. ``rewards``, ``values``: [N, T]; ``lam``: a number or [N].
@@ -45,13 +48,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     carry = torch.zeros_like(delta[:, 0]) if delta.shape[1] else delta.sum(1)
     columns: list[Tensor] = []
     for t in range(delta.shape[1] - 1, -1, -1):
+        # Masked, so that nothing flows from the padding into the last token.
         carry = masked(delta[:, t] + gamma * lam * carry, mask[:, t])
         columns.append(carry)
     return torch.stack(columns[::-1], dim=1) if columns else delta
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """lambda_i = 1 - 1 / (alpha n_i), clamped to [0, 1]; VAPO, 2504.05118. [N] -> [N] float64."""
+    """Return lambda_i = 1 - 1 / (alpha n_i), clamped to [0, 1]: [N] -> [N] float64. VAPO, 2504.05118."""
     return (1 - 1 / (alpha * lengths.double()).clamp_min(1e-12)).clamp(0, 1)
 
 
@@ -65,7 +69,7 @@ class BatchWhiten(Estimator):
     """Divisor of the whitening's variance is tokens - whiten_ddof."""
 
     def rewards(self, inputs: AdvantageInputs) -> Tensor:
-        """[N, T] token rewards."""
+        """Return the rewards of single tokens, [N, T]."""
         return token_rewards(inputs)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -98,7 +102,7 @@ class Gae(Estimator):
     critic: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
     gae_gamma: float = 1.0
-    """Discount."""
+    """Discount gamma of GAE."""
     gae_lambda: float = 1.0
     """Lambda of GAE."""
     whiten: bool = False
@@ -127,15 +131,15 @@ class Gae(Estimator):
         return merged
 
     def policy_lambda(self, inputs: AdvantageInputs) -> float | Tensor:
-        """Lambda of the policy's advantages: a number or [N]."""
+        """Return lambda of the policy's advantages: a number, or [N]."""
         return self.gae_lambda
 
     def target_lambda(self) -> float:
-        """Lambda of the critic's targets."""
+        """Return lambda of the critic's targets."""
         return self.gae_lambda
 
     def values(self, inputs: AdvantageInputs) -> Tensor:
-        """[N, T] values before the first update, 0 outside the mask."""
+        """Return the critic's values before the first update, clamped, [N, T], 0 outside the mask."""
         values = inputs.experience.values
         if values is None:
             raise UserError(f"the advantage {self.kind!r} needs the values of a critic, which are not known")
@@ -151,7 +155,7 @@ class Gae(Estimator):
         return advantage
 
     def returns(self, inputs: AdvantageInputs) -> Tensor:
-        """The critic's targets: unwhitened A + V, [N, T]."""
+        """Return the critic's targets, [N, T]: A + V, where A is not whitened."""
         values = self.values(inputs)
         return gae(token_rewards(inputs), values, inputs.mask, self.gae_gamma, self.target_lambda()) + values
 

@@ -65,7 +65,7 @@ class EntropySignal(Part):
     entropy_filter: bool = False
     """GTPO's filter of completions with high entropy."""
     entropy_threshold: float = LN2
-    """Threshold of that filter, in nats."""
+    """Threshold of GTPO's entropy filter, in nats."""
     initial_entropy: float | None = None
     """Mean entropy of the untouched model; measured over the first 100 prompts if left out."""
 
@@ -82,16 +82,19 @@ class EntropySignal(Part):
 
     @property
     def on(self) -> bool:
-        """Whether anything is changed."""
+        """Whether the entropy terms change any advantage."""
         return self.entropy_gamma != 0 or self.entropy_filter
 
     def delta(self, mean_entropy: Tensor, initial_entropy: float) -> Tensor:
-        """The filter, [N] float 0 or 1."""
+        """Return delta_i, [N]: 0 for completions that the filter takes out, 1 for the others."""
         return entropy_filter(mean_entropy, initial_entropy, self.entropy_threshold)
 
 
 def entropy_filter(mean_entropy: Tensor, initial_entropy: float, threshold: float = LN2) -> Tensor:
-    """GTPO Eq. 10: 0 for completions with <H> above the threshold, if the untouched model was below it. [N] -> [N]."""
+    """Return GTPO's filter of mean entropies, [N] -> [N]. 2508.03772 Eq. 10.
+
+    It is 0 for completions above the threshold if the untouched model was below it, and 1 for all others.
+    """
     sensitive = initial_entropy < threshold
     return (~((mean_entropy > threshold) & sensitive)).to(mean_entropy.dtype)
 
@@ -100,15 +103,20 @@ class Conflicts(NamedTuple):
     """Conflict masks of GTPO, [N, T] bool each."""
 
     forward: Tensor
+    """Conflicts at positions that are counted from the first token."""
     backward: Tensor
+    """Conflicts at positions that are counted from the last token."""
 
     @property
     def either(self) -> Tensor:
-        """[N, T] bool."""
+        """Tokens of one mask or of both, [N, T] bool."""
         return self.forward | self.backward
 
     def weights(self, advantages: Tensor, overlap: str) -> Tensor:
-        """lambda, [N, T]: 1 outside; inside 2 for A > 0 and 0 for A < 0; ``product`` gives 4 on the overlap."""
+        """Return lambda, [N, T]: 1 outside the masks, inside 2 for A > 0 and 0 for A < 0.
+
+        Where the masks overlap ``product`` multiplies both factors, so that A > 0 has 4 there.
+        """
         inside = torch.where(advantages[:, None] > 0, 2.0, 0.0).to(advantages.dtype)
         one = torch.ones((), dtype=advantages.dtype, device=advantages.device)
         if overlap == "product":
@@ -117,7 +125,7 @@ class Conflicts(NamedTuple):
 
 
 def _border_run(token_ids: Tensor, mask: Tensor, positive: Tensor, negative: Tensor, groups: Groups) -> Tensor:
-    """Run of conflicts that starts at column 0, [N, T] bool.
+    """Find the run of conflicts that starts at column 0 of each completion, [N, T] bool.
 
     A token conflicts if its group has the same id in the same column in a completion of each sign.
     """
@@ -153,13 +161,14 @@ def conflict_masks(token_ids: Tensor, lengths: Tensor, mask: Tensor, advantages:
     positive, negative = advantages > 0, advantages < 0
     forward = _border_run(token_ids, mask, positive, negative, groups)
     column = torch.arange(mask.shape[1], device=mask.device)[None, :]
-    mirror = (lengths[:, None] - 1 - column).clamp_min(0)  # the j-th token from the end; its own inverse
+    # The j-th token from the end; applied twice it gives the first order back.
+    mirror = (lengths[:, None] - 1 - column).clamp_min(0)
     backward = _border_run(token_ids.gather(1, mirror), mask, positive, negative, groups).gather(1, mirror) & mask
     return Conflicts(forward, backward)
 
 
 def _ordered_bits(value: float) -> int:
-    """int64 whose order is the order of the float64."""
+    """Return an integer of 64 bits for a float64, such that integers compare as the floats do."""
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
 
@@ -170,11 +179,15 @@ def _float_of(bits: int) -> float:
 
 
 def quantile(values: Tensor, q: float, reduce: Reduce | None = None) -> float:
-    """The q-quantile (linear interpolation) of the values of all ranks together; NaN if there are none.
+    """Return the q-quantile (linear interpolation) of the values of all ranks together; NaN if there are none.
 
-    With a sum over ranks as the only collective, an order statistic is found by bisection over the bits of a float64:
-    64 sums of one number, exact. ``values``: 1-d, this rank's.
+    Args:
+        values: this rank's values, [n].
+        q: share of the values below the quantile.
+        reduce: sum over ranks; None for one process.
     """
+    # A sum over ranks is the only collective here. With it an order statistic is found exactly by bisection over the
+    # bits of a float64, in 65 sums of one number.
     values = values.double()
     count = int(over_ranks(torch.tensor(float(len(values)), dtype=torch.float64, device=values.device), reduce))
     if count == 0:
@@ -191,7 +204,7 @@ def quantile(values: Tensor, q: float, reduce: Reduce | None = None) -> float:
 
 
 def _order_statistic(values: Tensor, rank: int, reduce: Reduce) -> float:
-    """The value that has ``rank`` smaller or equal ones before it, over all ranks."""
+    """Return the value that has ``rank`` smaller or equal ones before it, over all ranks."""
     low, high = _ordered_bits(float("-inf")), _ordered_bits(float("inf"))
     for _ in range(65):
         middle = low if low >= high else (low + high) // 2
@@ -204,22 +217,22 @@ def _order_statistic(values: Tensor, rank: int, reduce: Reduce) -> float:
 
 
 def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float, reduce: Reduce | None = None) -> Tensor:
-    """[N, T] bool: tokens with entropy at or above the (1 - share) quantile of the masked tokens of all ranks."""
+    """Choose tokens with entropy at or above the (1 - share) quantile of all ranks' masked tokens, [N, T] bool."""
     limit = quantile(entropy[mask], 1 - share, reduce)
     return mask & (masked(entropy.double(), mask, float("-inf")) >= limit)
 
 
 def reweighting(old_logprobs: Tensor, alpha: float) -> Tensor:
-    """Factor alpha pi_old + 1 - alpha of each token, [n, T]."""
+    """Return the factor alpha pi_old + 1 - alpha of each token, [n, T]."""
     return alpha * old_logprobs.exp() + (1 - alpha)
 
 
 def lopti_mask(old_logprobs: Tensor, eta: float, pass_index: int) -> Tensor:
-    """[N, T] bool: pi_old < eta in the first pass, the others in the second."""
+    """Choose the tokens of a pass, [N, T] bool: those with pi_old < eta in the first, the others in the second."""
     low = old_logprobs.exp() < eta
     return low if pass_index == 0 else ~low
 
 
 def mean_entropy(entropy: Tensor, mask: Tensor) -> Tensor:
-    """<H>_i, [N]; 0 for an empty completion."""
+    """Return <H>_i, the mean entropy over the tokens of each completion, [N]; 0 for an empty one."""
     return token_mean(entropy, mask)

@@ -20,7 +20,7 @@ from lit_grpo.objectives.tensors import LOG_LIMIT, exp_clamped, masked
 
 @dataclass(frozen=True)
 class SurrogateInputs:
-    """What a trust region sees of one micro-batch. All [n, T]; junk outside ``mask`` is already gone."""
+    """Inputs of a trust region for one micro-batch, [n, T] each; junk outside ``mask`` is already gone."""
 
     ratio: Tensor
     """pi / pi_old, with gradient."""
@@ -36,18 +36,18 @@ class SurrogateInputs:
 
 
 class SurrogateOutput(NamedTuple):
-    """F of each token and which side stopped it."""
+    """F of each token, and the side from which it was stopped."""
 
     value: Tensor
     """F, [n, T]."""
     low: Tensor
-    """Stopped from below (A < 0, ratio too small), [n, T] bool."""
+    """Tokens stopped from below (A < 0, ratio too small), [n, T] bool."""
     high: Tensor
-    """Stopped from above (A > 0, ratio too large)."""
+    """Tokens stopped from above (A > 0, ratio too large), [n, T] bool."""
     dual: Tensor
-    """Stopped by the dual clip (A < 0, ratio far too large)."""
+    """Tokens stopped by the dual clip (A < 0, ratio far too large), [n, T] bool."""
     penalty: Tensor | None = None
-    """Subtracted from F, but never multiplied by sampler weights: a KL term."""
+    """A KL term, [n, T], that is subtracted from F but never multiplied by sampler weights."""
 
 
 def _never(inputs: SurrogateInputs) -> Tensor:
@@ -71,7 +71,7 @@ class TrustRegion(Part):
         raise NotImplementedError(f"{type(self).__name__} must implement __call__")
 
     def penalty_coefficient(self, state: ObjectiveState) -> float:
-        """Current coefficient of the penalty, 0 if there is none."""
+        """Return the current coefficient of the penalty; 0 if there is none."""
         return 0.0
 
     def adapted(self, beta: float, kl: float) -> float:
@@ -98,7 +98,7 @@ class NoTrustRegion(TrustRegion):
 def bounded(
     ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float, dual: Tensor | float
 ) -> SurrogateOutput:
-    """min(rho A, clamp(rho, low, high) A), and for A < 0 at least dual A. Bounds are absolute ratios."""
+    """Compute min(rho A, clamp(rho, low, high) A), and for A < 0 at least dual A; bounds are absolute ratios."""
     above = (advantages > 0) & (ratio > high)
     below = (advantages < 0) & (ratio < low)
     far = (advantages < 0) & (ratio > dual)
@@ -143,6 +143,7 @@ class Cispo(TrustRegion):
     """Absolute floor of the detached ratio."""
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
+        # Detached: the ratio only weighs the gradient, which comes from log pi.
         ratio = inputs.ratio.detach()
         value = ratio.clamp(self.cispo_floor, self.cispo_cap) * inputs.advantages * inputs.logprobs
         return SurrogateOutput(
@@ -156,9 +157,9 @@ class Sapo(TrustRegion):
 
     kind: ClassVar[str] = "sapo"
     sapo_tau_pos: float = 1.0
-    """Temperature of the gate where A > 0."""
+    """Temperature of SAPO's gate where A > 0."""
     sapo_tau_neg: float = 1.05
-    """Temperature of the gate elsewhere."""
+    """Temperature of SAPO's gate where A is 0 or below."""
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
         tau = torch.full_like(inputs.advantages, self.sapo_tau_neg)
@@ -186,7 +187,7 @@ class Gmpo(TrustRegion):
         return torch.where(low, torch.full_like(log_ratio, -self.log_clip), y), low, high
 
     def log_terms(self, inputs: SurrogateInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Clipped log-ratios y, which tokens were stopped from below, and which from above; [n, T] each."""
+        """Return clipped log-ratios y, the tokens stopped from below, and those stopped from above; [n, T] each."""
         log_ratio = masked(inputs.logprobs - inputs.old_logprobs, inputs.mask).clamp(-LOG_LIMIT, LOG_LIMIT)
         return self._clipped(log_ratio, inputs)
 
@@ -225,7 +226,7 @@ class Rspo(Gmpo):
 
 
 def router_factor(scores: Tensor, old_scores: Tensor, floor: float) -> Tensor:
-    """Router factor gamma = max(exp(-mean over layers and active experts of |log r - log r_old|), floor), detached.
+    """Compute gamma = max(exp(-mean over layers and active experts of |log r - log r_old|), floor), detached.
 
     ``scores``, ``old_scores``: log-scores of the experts active under the old policy, [n, T, layers, K] -> [n, T].
     """
@@ -234,7 +235,7 @@ def router_factor(scores: Tensor, old_scores: Tensor, floor: float) -> Tensor:
 
 
 def dcpo_bounds(old_probs: Tensor, clip_low: float, clip_high: float, cap: float) -> tuple[Tensor, Tensor]:
-    """Bounds of the ratio that widen for rare tokens, [n, T] both. DCPO, 2509.02333.
+    """Return bounds of the ratio that widen for rare tokens, [n, T] both. DCPO, 2509.02333.
 
     lo = 1/2 + 1/2 sqrt(max(1 - 4 e_lo / q, 0)), hi = min(1/2 + 1/2 sqrt(1 + 4 e_hi / q), cap), q = pi_old.
     """

@@ -28,7 +28,7 @@ class ValueHead(nn.Linear):
 
     Args:
         width: D, size of a hidden state.
-        config: whether values are bounded, and by what.
+        config: settings of the critic, of which it reads whether values are bounded, and by what.
     """
 
     def __init__(self, width: int, config: CriticConfig) -> None:
@@ -40,7 +40,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Give the values of hidden states: [M, D] -> [M] float32."""
+        """Return the values of hidden states: [M, D] -> [M] float32."""
         values = super().forward(hidden.to(self.weight.dtype)).float()[:, 0]
         if self.config.bounded:
             low, high = self.config.value_low, self.config.value_high
@@ -67,7 +67,7 @@ class Critic(nn.Module):
         keep_base_out_of_checkpoints(self)
 
     def forward(self, batch: PolicyInput) -> Tensor:
-        """Give the value of the state before each completion token, [n, T] float32, 0 where there is no token.
+        """Return the value of the state before each completion token, [n, T] float32, 0 where there is no token.
 
         The layout of the batch is that of the policy, shared prompts included: what predicts a token also values the
         state before it.
@@ -84,6 +84,7 @@ class Critic(nn.Module):
         """
         count = int(self.base.config.get_text_config().vocab_size)
         prompt, completions = (1 % count, 2 % count), [(3 % count, 0), (5 % count, 3 % count)]
+        # A few tokens are not worth the wait for a compiler.
         with eagerly() if is_compiled(self.base) else nullcontext():
             self._verify(layout, prompt, completions)
 
@@ -97,6 +98,7 @@ class Critic(nn.Module):
             for index in torch.where(rows.row == row)[0].tolist():
                 expected = alone[len(prompt) - 1 + int(rows.column[index])]
                 gap = float((states[index] - expected).norm() / expected.norm().clamp_min(1e-6))
+                # Written so that NaN, which compares false, is refused too.
                 if not gap < (0.1 if self.base.dtype == torch.bfloat16 else 1e-3):
                     raise UserError(
                         f"the critic's model {type(self.base).__name__} cannot be trained like this: states computed "
@@ -117,9 +119,10 @@ def make_critic(model: PolicyConfig, config: CriticConfig) -> Critic:
 
 
 def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
-    """Give the settings that a separate critic's backbone is made from: the policy's, with its own model."""
+    """Return the settings that a separate critic's backbone is made from: the policy's, with the critic's own model."""
     if config.path is None and config.tiny is None:
         return policy
+    # A tiny model is made and not loaded, so nothing quantizes it; model_args are those of the policy's own model.
     quantization = None if config.tiny is not None else policy.quantization
     return replace(policy, path=config.path, tiny=config.tiny, quantization=quantization, model_args={})
 

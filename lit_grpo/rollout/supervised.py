@@ -18,7 +18,7 @@ _SLOT = "{answer}"
 
 @dataclass
 class DemonstrationFormat:
-    """How a row becomes the completion that supervised fine-tuning teaches (``objective: {recipe: sft}``).
+    r"""How a row becomes the completion that supervised fine-tuning teaches (``objective: {recipe: sft}``).
 
     Attributes:
         column: column with the whole solution; None: the gold answer in ``template``.

@@ -1,5 +1,6 @@
 """What PPO and VAPO train, held to loops over completions and tokens; critics with a backbone of their own and
-shared."""
+shared.
+"""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ class _Product:
     """Segments of like length, side by side: one padded attention product."""
 
     queries: Tensor
-    """[b, Q]: positions in the row; padding repeats one of them."""
+    """Positions of queries in the row, [b, Q]; padding repeats one of them."""
     keys: Tensor
-    """[b, K]: positions in the row, of the shared prompt first."""
+    """Positions of keys in the row, those of the shared prompt first, [b, K]; padding repeats one of them."""
     visible: Tensor | None
-    """[b, 1, Q, K]: True where a query sees a key; None: causal."""
+    """True where a query sees a key, [b, 1, Q, K] bool; None: causal."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Segments:
         return to_device(visible[None, None], self.device)
 
     def products(self) -> tuple[list[_Product], Tensor]:
-        """Give the padded products, and each token's index in their concatenated outputs, [S]."""
+        """Return the padded products, and each token's index in their concatenated outputs, [S]."""
         if self._products is None or self._output_index is None:
             products: list[_Product] = []
             index = torch.zeros(sum(s.length for s in self.segments), dtype=torch.long)
@@ -108,7 +108,7 @@ class Segments:
         return self._products, self._output_index
 
     def cumulative(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """Give what variable-length kernels take, of all segments that have tokens.
+        """Return what variable-length kernels take, of all segments that have tokens.
 
         Returns:
             positions of all keys in the row (queries stand in it as they are), cumulated lengths of queries and of keys
@@ -158,6 +158,7 @@ def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
     queries = torch.empty(len(bucket), most_queries, dtype=torch.long)
     keys = torch.empty(len(bucket), most_keys, dtype=torch.long)
     for b, s in enumerate(bucket):
+        # Padding repeats a position that exists: its output is never read, and a gather needs a valid index.
         queries[b] = s.start
         queries[b, : s.length] = torch.arange(s.start, s.start + s.length)
         keys[b] = s.start
@@ -170,7 +171,7 @@ def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy from main memory without waiting for the GPU."""
+    """Return a tensor on ``device``, copied from main memory without waiting for the GPU."""
     if torch.device(device).type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     # A plain copy waits until the GPU has done all that it was given.
@@ -229,6 +230,7 @@ def padded_products(query: Tensor, key: Tensor, value: Tensor, segments: Segment
         gathered = gathered.view(b, product.keys.shape[1], keys_and_values.shape[1], d)
         k, v = gathered.transpose(1, 2).chunk(2, 1)
         groups = heads // k.shape[1]
+        # Query heads that share a key head: each gets a copy of it.
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = torch.nn.functional.scaled_dot_product_attention(

@@ -34,29 +34,29 @@ class PolicyInput:
     """
 
     input_ids: Tensor
-    """[B, S]"""
+    """Ids that go through the model, [B, S] int64."""
     position_ids: Tensor
-    """[B, S]"""
+    """Position of each id in its own prompt and completion, [B, S] int64."""
     source: Tensor
-    """[M]: index into the flattened [B * S] hidden states, of the position before the token."""
+    """Index into the flattened [B * S] hidden states of the position before each predicted token, [M]."""
     target: Tensor
-    """[M]: id of the predicted token."""
+    """Id of each predicted token, [M]."""
     row: Tensor
-    """[M]: index of the token's completion in the micro-batch, 0 .. n-1."""
+    """Index in the micro-batch of each predicted token's completion, 0 .. n-1, [M]."""
     column: Tensor
-    """[M]: position of the token within its completion."""
+    """Position of each predicted token within its completion, [M]."""
     shape: tuple[int, int]
     """(n, T) of the result: completions, and positions of each."""
     owner: Tensor
-    """[B, S]: index of the completion that a token belongs to, for a shared prompt one of them; -1: padding."""
+    """Index of the completion that each token belongs to, for a shared prompt one of them; -1: padding. [B, S]."""
     attention_mask: Tensor | None = None
-    """[B, 1, S, S], True where a query (third axis) sees a key (last axis); None: causal within each row."""
+    """True where a query (third axis) sees a key (last axis), [B, 1, S, S] bool; None: causal within each row."""
     segments: Segments | None = None
-    """What the tokens of a packed row (B = 1) see, in the place of a mask."""
+    """Which tokens those of a packed row (B = 1) see, in the place of a mask; None for other rows."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the model, padding included."""
+        """Number of tokens that go through the model, padding included."""
         return self.input_ids.numel()
 
     def scatter(self, values: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class Layout:
         width: int,
         device: torch.device | str = "cpu",
     ) -> PolicyInput:
-        """Build one micro-batch."""
+        """Build the model input of one micro-batch; arguments as of :func:`pack_rows`."""
         if self.pack:
             return pack_rows(prompts, completions, width=width, share=self.share, device=device)
         build = share_prompts if self.share else pad_rows
@@ -326,6 +326,7 @@ def _first_fit(
             else:
                 pieces.append((prompt + cost, [i]))
         items += pieces
+    # Longest first, so that short groups fill the room that long ones leave; ties by place, so that cuts repeat.
     items.sort(key=lambda item: (-item[0], min(item[1])))
     bins: list[tuple[int, list[int]]] = []
     for cost, members in items:

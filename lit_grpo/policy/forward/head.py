@@ -74,7 +74,10 @@ def head_stats(
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether the head is a product with its weight: no adapter, no 4 bits, no hook, no shard, no automatic casting."""
+    """Tell whether the head is a mere product with its weight.
+
+    Adapters, 4 bits, hooks, shards and automatic casting all change what calling the module gives.
+    """
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
         return False
     hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
@@ -118,6 +121,7 @@ class _ChunkedHead(torch.autograd.Function):
         ]
         logprobs, entropies, squared, log_total, scaled = (torch.cat([o[k] for o in outputs]) for k in range(5))
         ctx.chunk, ctx.temperature, ctx.gradient, ctx.compiled = chunk, temperature, gradient and entropy, compiled
+        # The logits are not saved: [m, V] of them is what chunks are to avoid, and the backward pass makes them again.
         ctx.save_for_backward(hidden, weight, bias, target, log_total, scaled, entropies)
         ctx.mark_non_differentiable(squared, *(() if ctx.gradient else (entropies,)))
         return logprobs, entropies, squared
@@ -184,7 +188,7 @@ class _StatsOfLogits(torch.autograd.Function):
 
 
 Stats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Log-probabilities, entropies, squares [m]; logsumexp at temperature 1 and at the temperature, [m, 1]."""
+"""Log-probabilities, entropies and sums of squares, [m] each; logsumexp at temperature 1 and at the given, [m, 1]."""
 
 
 def _reference_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:
@@ -244,6 +248,7 @@ def _reference_gradient(
 ) -> Tensor:
     """Compute the gradient of the logits, [m, V], in their number format."""
     z = logits.float()
+    # In place wherever a tensor is not needed again: each copy has the size of the logits.
     out = (z / temperature).sub_(scaled).exp_().mul_(-grad_logprob[:, None] / temperature)
     if grad_entropy is not None:
         log_p = z - log_total
@@ -266,6 +271,7 @@ def _kernel_gradient(
 ) -> Tensor:
     """Compute what :func:`_reference_gradient` does, for the compiler: one pass over the logits."""
     z = logits.float()
+    # A comparison in the place of the scatter above, so that one pass over the logits does everything.
     chosen = torch.arange(z.shape[1], device=z.device)[None, :] == target[:, None]
     out = (chosen.float() - (z / temperature - scaled).exp()) * (grad_logprob[:, None] / temperature)
     if grad_entropy is not None:

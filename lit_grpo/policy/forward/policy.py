@@ -28,7 +28,7 @@ ValueMode = Literal["none", "head", "backbone"]
 
 @dataclass
 class TokenStats:
-    """What one forward pass says of each completion token: [n, T], 0 where there is no token."""
+    """Numbers that one forward pass gives for each completion token: [n, T], 0 where there is no token."""
 
     logprobs: Tensor
     """Log-probabilities of the sampled tokens at the sampling temperature, float32."""
@@ -110,18 +110,19 @@ class Policy(nn.Module):
             temperature: divides the logits for ``logprobs``; the entropy is that of temperature 1.
             entropy: whether to leave it out, compute it without gradient, or with.
             squares: whether to sum the squared probabilities too.
-            experts: also give the router's scores, of the experts that are ``active`` now or of given ones
-                [n, T, layers, K]; mixture-of-experts models only.
-            routing: also give the experts that every token goes through. ``recorded``: the routers choose them;
-                [tokens, layers, K]: they are replayed.
-            values: whether to give those of the value head, from the same states.
-            frozen: only the value head gets a gradient.
+            experts: experts whose router scores are returned too, for mixture-of-experts models: those that are
+                ``active`` now, or given ones [n, T, layers, K]; None: no scores.
+            routing: experts that every token goes through, which are then returned too. ``recorded``: the routers
+                choose them; a tensor [tokens, layers, K]: they are replayed; None: the routers choose, unrecorded.
+            values: whether to return values of the value head from the same states, and where their gradient ends.
+            frozen: whether the value head alone gets a gradient.
         """
         if routing is not None and self._routers is None:
             self._routers = Routers(self.model)
         if self._routers is not None:
             self._routers.replay = routing if isinstance(routing, Tensor) else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            # The base model, not the causal one: that would make logits for every token, prompts included.
             states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
             hidden = states.flatten(0, 1)[batch.source]  # [M, D]
             stats = self._token_stats(batch, hidden, temperature, entropy, squares)
@@ -170,7 +171,7 @@ class Policy(nn.Module):
     def _router_scores(
         self, batch: PolicyInput, router: list[Tensor], experts: Tensor | Literal["active"]
     ) -> tuple[Tensor, Tensor]:
-        """Give scores and experts, both [n, T, layers, K]; 0 where there is no token."""
+        """Return log-scores and ids of experts, both [n, T, layers, K]; 0 where there is no token."""
         logits = torch.stack([layer.flatten(0, -2)[batch.source] for layer in router], 1)  # [M, layers, experts]
         scores = logits.float().log_softmax(-1)
         if isinstance(experts, Tensor):
@@ -182,7 +183,7 @@ class Policy(nn.Module):
         return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(index, chosen)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Give (transformers name, full tensor) one at a time, without ever holding the whole model.
+        """Yield (transformers name, full tensor) one at a time, without ever holding the whole model.
 
         Sharded weights are gathered block by block, in ``param_dtype``. Adapters come merged into the weights that they
         change, under the names of those, in the precision that they are held in; what is trained stays as it is.
@@ -197,7 +198,7 @@ class Policy(nn.Module):
         yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
 
     def without_adapters(self) -> nn.Module:
-        """Give the model that ``named_weights`` fit into: its own, or a copy with its adapters merged in.
+        """Return the model that ``named_weights`` fit into: its own, or a copy with its adapters merged in.
 
         For a sharded policy it is a new whole model, whose weights mean nothing until they are loaded.
         """
@@ -219,6 +220,7 @@ class Policy(nn.Module):
 
         weight: Any = next(self.model.parameters())
         device, dtype = torch.device(weight.device_mesh.device_type), dtype_of(self)
+        # Initial weights are drawn and then replaced; the run's own random numbers must not depend on that.
         with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []), device:
             config = copy.deepcopy(self.model.config)
             model: nn.Module = AutoModelForCausalLM.from_config(
@@ -235,7 +237,7 @@ class Policy(nn.Module):
 
         Args:
             layout: the one that micro-batches are built in; completions must see nothing of each other in it.
-            replay: whether routers that are told what they chose anyway must come to the same numbers.
+            replay: whether to check also that replaying the experts that routers chose gives the same numbers.
 
         Raises:
             UserError: the model's logits are not simply ``head(last hidden state)`` (soft-capping, logit scale), it
@@ -274,6 +276,7 @@ class Policy(nn.Module):
                     if padded
                     else "set " + ", ".join(f"{key}: false" for key in keys),
                 )
+        # Routers that are told what they chose anyway must come to the same gates.
         if replay:
             rows = layout.build([prompt] * 2, completions, width=2, device=device)
             free = self.forward(rows, entropy="none", routing="recorded")
@@ -289,7 +292,10 @@ class Policy(nn.Module):
 
 
 def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Run a base model: last hidden states [B, S, D], final norm applied, and router logits by layer if wanted."""
+    """Run a base model, and return its last hidden states, [B, S, D], and router logits by layer where ``router``.
+
+    The final norm is applied to the states.
+    """
     mask = batch.attention_mask
     options: dict[str, Any] = {}
     if batch.segments is not None:
@@ -324,6 +330,7 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
 
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every dropout rate of the model to 0, so that training mode has none either."""
+    # Not eval(): gradient checkpointing works in training mode alone.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

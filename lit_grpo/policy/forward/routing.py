@@ -22,13 +22,12 @@ from lit_grpo.policy.forward.batching import PolicyInput
 class Routers:
     """The routers of a transformers model, whose choice of experts can be recorded and replaced.
 
-    ``replay`` stays set until the next forward pass: gradient checkpointing runs layers again in the backward pass.
-
     Args:
-        model: with ``*TopKRouter`` modules that return (logits, gates, experts).
+        model: a model with ``*TopKRouter`` modules that return (logits, gates, experts).
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # It stays set after a forward pass: gradient checkpointing runs the layers again in the backward pass.
         self.replay: Tensor | None = None
         """The experts to use, [tokens, layers, K]; None: the routers choose."""
         self._recorded: dict[int, Tensor] = {}
@@ -40,6 +39,7 @@ class Routers:
                 where="model.routing_replay",
                 remedy="set routing_replay: none",
             )
+        # By hooks, so that the routers of every family stay as transformers wrote them.
         self._handles = [r.register_forward_hook(self._hook(layer, r)) for layer, r in enumerate(routers)]
 
     def _hook(self, layer: int, own: nn.Module) -> Any:
@@ -65,7 +65,7 @@ class Routers:
             handle.remove()
 
     def recorded(self) -> Tensor:
-        """Give the experts of the last pass, [tokens, layers, K] int16."""
+        """Return the experts of the last pass, [tokens, layers, K] int16."""
         return torch.stack([self._recorded[layer] for layer in range(len(self._handles))], 1).to(torch.int16)
 
 
@@ -80,10 +80,11 @@ class RoutingTable:
 
     def __init__(self, prompt_lengths: Tensor, groups: Tensor, width: int) -> None:
         self.prompt_lengths, self.groups, self.width = prompt_lengths, groups, width
-        self._experts: Tensor | None = None  # [groups * P + N * T, layers, K]
+        self._experts: Tensor | None = None
+        """Experts of all prompts, then of all completions, [groups * P + N * T, layers, K]; P is the longest prompt."""
 
     def _indices(self, inputs: PolicyInput, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the index in the micro-batch and in the table, of each token that is no padding."""
+        """Return two indices of each token that is no padding: in the micro-batch, and in the table."""
         device = inputs.owner.device
         lengths, groups = self.prompt_lengths.to(device), self.groups.to(device)
         owner, position = inputs.owner.flatten(), inputs.position_ids.flatten()
@@ -124,7 +125,7 @@ class RoutingTable:
         self._experts[in_table] = experts[in_batch]
 
     def get(self, inputs: PolicyInput, rows: Tensor) -> Tensor:
-        """Give the experts for a pass over completions ``rows``, [tokens, layers, K] int64; any for padding."""
+        """Return the experts for a pass over completions ``rows``, [tokens, layers, K] int64; any for padding."""
         assert self._experts is not None
         in_batch, in_table = self._indices(inputs, rows)
         self._experts = self._experts.to(in_table.device)

@@ -71,10 +71,10 @@ def resolve_backend(config: PolicyConfig, dtype: torch.dtype | None = None, devi
     Args:
         config: settings of the policy.
         dtype: number format of the computation; None: that of the weights.
-        device: kind of device.
+        device: type of the device, ``cpu`` or ``cuda``.
 
     Returns:
-        the same settings with ``attention`` and ``compile`` decided.
+        The same settings with ``attention`` and ``compile`` decided.
 
     Raises:
         UserError: the attention does not work in the number format.
@@ -98,7 +98,7 @@ def resolve_backend(config: PolicyConfig, dtype: torch.dtype | None = None, devi
 
 
 def _flash_fits(config: PolicyConfig) -> bool:
-    """Whether flash attention takes heads of this size, and the model attends to all tokens before."""
+    """Tell whether flash attention takes heads of this size, and the model attends to all tokens before."""
     text = load_model_config(config).get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layer_types = getattr(text, "layer_types", None)
@@ -147,7 +147,7 @@ def _check_tiny(tiny: TinyModel) -> None:
 
 
 def _is_folder_name(path: str) -> bool:
-    """Whether a path means a folder: whatever exists, and whatever is not ``name`` or ``owner/name`` as on the hub."""
+    """Tell whether a path means a folder: it exists, or it is not ``name`` or ``owner/name`` as on the hub."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists() or path.startswith("models/")
 
 
@@ -211,6 +211,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     implementation = attention.NAMES.get(backend, backend)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
+        # Its weights depend on its own seed alone, and the run's random numbers not on whether it was made.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.tiny.seed)
             tiny_config = _tiny_config(config.tiny)
@@ -228,6 +229,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
             )
         if config.quantization is not None:
             after_loading(model)
+    # Compiled last: the compiler must see the blocks as they will run, with checkpointing and adapters.
     if config.gradient_checkpointing:
         checkpoint_blocks(model)
     if config.lora is not None:
@@ -261,14 +263,15 @@ def _skeleton(config: PolicyConfig, dtype: torch.dtype, implementation: str) -> 
 
 
 def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Give all ids that end a completion: the tokenizer's and those of the generation configuration, sorted."""
+    """Return all ids that end a completion, sorted: the tokenizer's and those of the generation configuration."""
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.path is not None:
         from transformers import GenerationConfig
 
+        # Chat models often end a turn with another token than the tokenizer's; some have no generation_config.json.
         try:
             eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
-        except OSError:  # a model without generation_config.json
+        except OSError:
             eos = None
         ids |= set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
     if not ids:

@@ -63,6 +63,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         bias="none",
     )
     try:
+        # From a seed of their own: the run's random numbers are the same with and without adapters.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             peft.inject_adapter_in_model(settings, model)
@@ -91,13 +92,13 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def scaling(model: nn.Module) -> float:
-    """Give alpha / rank of the adapters in ``model``."""
+    """Return alpha / rank of the adapters in ``model``."""
     layer: Any = next(layer for layer in model.modules() if hasattr(layer, "lora_A"))
     return float(layer.scaling["default"])
 
 
 def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Merge adapters into the weights: names and tensors of a model without adapters, one at a time.
+    """Yield (name, tensor) of a model whose adapters are merged into its weights, one at a time.
 
     Args:
         parameters: names and tensors of a model with adapters; sharded ones are gathered when their turn comes, and
@@ -112,6 +113,7 @@ def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str
         if not has_adapter:
             yield name, tensor
             continue
+        # Merged in float32: the product of the adapters is small beside the weight, and is rounded only once.
         if leaf == "weight":
             a, b = full(parameters[layer + _A]).float(), full(parameters[layer + _B]).float()
             tensor = (tensor.float() + (b @ a) * scale).to(tensor.dtype)
@@ -119,7 +121,7 @@ def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str
 
 
 def full(parameter: Tensor) -> Tensor:
-    """Give the whole of a parameter that may be sharded or quantized, without gradient."""
+    """Return the whole of a parameter that may be sharded or quantized, without gradient."""
     if is_quantized(parameter):
         return dequantized(parameter)
     tensor: Any = parameter.detach()
@@ -131,7 +133,7 @@ def full(parameter: Tensor) -> Tensor:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Copy a model, with plain layers and merged weights in the place of layers with adapters."""
+    """Return a copy of a model with plain layers and merged weights in the place of layers with adapters."""
     plain = copy.deepcopy(model)
     weights = dict(merged(dict(model.named_parameters()), scaling(model)))
     for name, layer in list(plain.named_modules()):

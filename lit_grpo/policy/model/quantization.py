@@ -49,7 +49,7 @@ def check_quantization(config: PolicyConfig) -> None:
 
 
 def loading_arguments(config: QuantizationConfig | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Give the arguments of ``from_pretrained`` that quantize; none without quantization."""
+    """Return the arguments of ``from_pretrained`` that quantize a model while it is loaded; none without ``config``."""
     if config is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -68,8 +68,6 @@ def loading_arguments(config: QuantizationConfig | None, dtype: torch.dtype) -> 
 def after_loading(model: Any) -> None:
     """Prepare a freshly loaded model for training over its quantized weights.
 
-    Its configuration forgets the quantization, since engines and exported folders made from it are not quantized.
-
     Raises:
         UserError: no layer was quantized, since the model has no linear layers that bitsandbytes knows.
     """
@@ -77,6 +75,7 @@ def after_loading(model: Any) -> None:
     if not layers:
         raise UserError(f"{type(model).__name__} has no linear layers that can be quantized", where=KEY,
                         remedy="leave quantization out")  # fmt: skip
+    # Engines and exported folders are made from the configuration, and what they hold is not quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     for layer in layers:
@@ -89,7 +88,7 @@ def is_quantized(parameter: Any) -> bool:
 
 
 def dequantized(parameter: Any) -> Tensor:
-    """Give the weights that the 4 bits stand for, [out, in], in the number format of the layer's computation."""
+    """Return the weights that the 4 bits stand for, [out, in], in the number format of the layer's computation."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
@@ -109,8 +108,9 @@ def plain_layers(model: nn.Module) -> None:
 def keep_base_out_of_checkpoints(owner: nn.Module) -> None:
     """Leave quantized weights out of the checkpoints of ``owner``, and save a fingerprint of them instead.
 
-    They never change and come from the model's folder. A checkpoint over other weights is refused when it is loaded.
+    A checkpoint over other weights is refused when it is loaded.
     """
+    # Quantized weights never change, so the model's folder has them already.
     names = [name for name, parameter in owner.named_parameters() if is_quantized(parameter)]
     if not names:
         return

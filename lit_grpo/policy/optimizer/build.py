@@ -48,6 +48,7 @@ def make_optimizer(
             where=f"{where}.total_steps",
             remedy="set total_steps to the number of optimizer steps",
         )
+    # Told apart by dimensions: what has fewer than two is a norm or a bias.
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -181,10 +182,11 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, config: OptimizerCon
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:
-    """Clip the global gradient norm of all that the optimizer holds, and give the norm before, float64 on the CPU.
+    """Clip the global gradient norm of all that the optimizer holds, and return the norm before, float64 on the CPU.
 
     With ``limit`` None it is measured and not clipped.
     """
+    # Of shards the norm is a DTensor of partial sums, which full_tensor adds up over ranks.
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm: Any = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -192,7 +194,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Ten
 
 
 def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Give the share of the peak learning rate at optimizer step ``step`` (counted from 0).
+    """Return the share of the peak learning rate at optimizer step ``step``, counted from 0.
 
     The warm-up rises to the peak at step ``warmup_steps``; the first step is never at rate 0.
     """
@@ -206,11 +208,9 @@ def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that a first step would make, and count no step.
-
-    Saving in shards needs a state. ``torch.distributed.checkpoint`` would make one by a step at learning rate 0, which
-    it then counts: a run that was saved before its first step would differ from one that was not.
-    """
+    """Give an optimizer the state that a first step would make, without moving a weight or counting a step."""
+    # Saving in shards needs a state. torch.distributed.checkpoint would make one by a step at learning rate 0, which it
+    # then counts: a run that was saved before its first step would differ from one that was not.
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]

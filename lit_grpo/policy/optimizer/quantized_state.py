@@ -58,15 +58,16 @@ def rounds_stochastically(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def rounding_seed(optimizer: torch.optim.Optimizer, seed: int) -> Iterator[None]:
-    """Seed the stochastic rounding of the step within, and restore the random state; others step as they are.
+    """Seed the stochastic rounding of a step taken within, and restore the random state after it.
 
-    The random state of the process differs between ranks that hold the same weights, which must stay the same, and a
-    run that was cut and goes on must round as it would have.
+    An optimizer that rounds to the nearest steps as it would anyway.
 
     Args:
-        optimizer: the one whose step is taken within.
-        seed: the same on ranks that hold the same weights.
+        optimizer: optimizer whose step is taken within.
+        seed: seed of the rounding, the same on ranks that hold the same weights.
     """
+    # The random state of the process differs between ranks that hold the same weights, which must stay the same; and a
+    # run that was cut and goes on must round as it would have.
     if not rounds_stochastically(optimizer):
         yield
         return
@@ -77,7 +78,7 @@ def rounding_seed(optimizer: torch.optim.Optimizer, seed: int) -> Iterator[None]
 
 
 def strided_sample(value: Tensor, stride: int) -> Tensor:
-    """Take every ``stride``-th number in memory order, float32, one dimension; no quantized tensor is made whole."""
+    """Return every ``stride``-th number in memory order, [n] float32, without making a quantized tensor whole."""
     if not is_quantized(value):
         return value.flatten()[::stride].float()
     parts = ((span.start, full_tensor(value.view(-1)[span])) for span in _spans(value.numel(), _block(value)))
@@ -155,7 +156,8 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     # Where compiling is switched off, fullgraph=True would fail.
     if os.environ.get("TORCH_COMPILE_DISABLE") != "1":
         update = torch.compile(update, fullgraph=True, dynamic=False)
-    with torch._dynamo.utils.disable_cache_limit():  # one graph for each shape of weight
+    # One graph is compiled for each shape of weight, and a model may have more shapes than the compiler's limit.
+    with torch._dynamo.utils.disable_cache_limit():
         for group in optimizer.param_groups:
             rate = torch.as_tensor(group["lr"], dtype=torch.float32)
             for weight in (p for p in group["params"] if p.grad is not None):
@@ -173,7 +175,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _aligned(weight: Tensor, gradient: Any, *moments: Tensor) -> list[Tensor]:
-    """Give this rank's shards; a gradient in another placement or layout is brought to that of the weight."""
+    """Return this rank's shards, with the gradient brought to the placement and memory order of the weight."""
     if hasattr(weight, "placements"):
         gradient = gradient.redistribute(placements=weight.placements)
     local = _local(weight.detach())
@@ -182,7 +184,7 @@ def _aligned(weight: Tensor, gradient: Any, *moments: Tensor) -> list[Tensor]:
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """View tensors of the same shape in parts of about :data:`SLICE` numbers at most; empty ones give none.
+    """Yield views of tensors of the same shape, in parts of about :data:`SLICE` numbers at most; none of empty ones.
 
     All parts but the last have the same size, whatever the shape, so that a step of them is compiled once. Tensors in
     another memory order, and weights that are quantized themselves, stay whole.
@@ -206,7 +208,7 @@ def _spans(count: int, block: int) -> Iterator[slice]:
 
 
 def _block(value: Tensor) -> int:
-    """Count the numbers that share a scale, which must stay in one part."""
+    """Return how many numbers share a scale, so that they must stay in one part; 1 without scales."""
     return int(cast(Any, value).block_size) if is_quantized(value) else 1
 
 
