@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from lit_grpo.engines import EngineConfig, EngineError, ServerConfig, check_engi
 from lit_grpo.engines.vllm_server import engine as vllm_server
 from lit_grpo.engines.vllm_server import process as vllm_server_process
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND
+from lit_grpo.engines.vllm_server.client import metric
 from lit_grpo.engines.vllm_server.engine import VLLMServer
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
@@ -258,6 +260,18 @@ def test_slow_is_not_hung(engine: VLLMServer, server: StandIn) -> None:
     server.behave = behave  # type: ignore[method-assign]
     check_all(list(engine.generate(ASKED, SAMPLING)))
     assert len(server.asked) == len(SEEDS)
+
+
+def test_a_metric_is_summed_over_its_labels() -> None:
+    text = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="of a folder"} 5.0
+vllm:generation_tokens_total{engine="1",model_name="of a folder"} 7.0
+vllm:generation_tokens_created{engine="0",model_name="of a folder"} 1.7e9
+"""
+    assert metric(text, "vllm:generation_tokens_total") == 12.0
+    assert math.isnan(metric(text, "vllm:generation_tokens"))
+    assert math.isnan(metric("<html>Not Found</html>", "vllm:generation_tokens_total"))
 
 
 @both
