@@ -19,7 +19,7 @@ from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.start import (
     KEY,
-    check_installed,
+    check_in_process,
     checked_path,
     forget_graph_pool,
     place_among_processes,
@@ -59,8 +59,7 @@ class VLLMEngine:
 
     Args:
         model_path: folder of a Hugging Face model (or a hub name).
-        end_token_ids: ids that end a completion; None: those of the folder's ``generation_config.json`` and, failing
-            that, ``config.json``.
+        end_token_ids: ids that end a completion.
         dtype: ``auto`` (as the folder says), ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: longest prompt plus completion, in tokens; None: what the model's configuration allows.
         seed: of vLLM itself. Samples depend on their own seeds alone.
@@ -82,7 +81,7 @@ class VLLMEngine:
         self,
         model_path: str | Path,
         *,
-        end_token_ids: Sequence[int] | None = None,
+        end_token_ids: Sequence[int],
         dtype: str = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
@@ -93,7 +92,7 @@ class VLLMEngine:
         **engine_args: Any,
     ) -> None:
         self._llm: Any = None
-        check_installed()
+        check_in_process()
         path = checked_path(model_path)
         args = {
             "model": str(path),
@@ -122,8 +121,7 @@ class VLLMEngine:
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._sleep_enabled: bool = config.model_config.enable_sleep_mode
         self._on_cpu: bool = config.device_config.device_type == "cpu"
-        ends = _end_token_ids(path, config.model_config.hf_config) if end_token_ids is None else end_token_ids
-        self.end_token_ids = tuple(sorted(set(ends)))
+        self.end_token_ids = tuple(sorted(set(end_token_ids)))
         self._version = -1
         self._unusable = "it was started without weights" if engine_args.get("load_format") == "dummy" else None
         """Why the weights in the engine must not be sampled from."""
@@ -361,18 +359,6 @@ class VLLMEngine:
     def _require_open(self) -> None:
         if self._llm is None:
             raise EngineError("the engine is closed")
-
-
-def _end_token_ids(path: Path, config: Any) -> list[int]:
-    from transformers import GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # no generation_config.json
-        ends = None
-    if ends is None:
-        ends = getattr(config, "eos_token_id", None)
-    return list(ends) if isinstance(ends, list) else ([ends] if ends is not None else [])
 
 
 def _sampling_params(sampling: Sampling, end_token_ids: Sequence[int], seed: int) -> Any:

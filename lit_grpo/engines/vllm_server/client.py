@@ -119,7 +119,7 @@ class Client:
 
 
 class Answers:
-    """Generations in flight: :meth:`next` gives answers, :meth:`cancel` breaks off the others, which the server sees."""
+    """Generations in flight: :meth:`next` gives answers, :meth:`cancel` breaks off the others on both sides."""
 
     def __init__(self, client: Client, bodies: Mapping[Key, Any]) -> None:
         self._inbox: queue.SimpleQueue[tuple[Key, Any] | Exception] = queue.SimpleQueue()

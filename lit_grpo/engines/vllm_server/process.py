@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_grpo.engines.base import EngineError
-from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, INSTALL, KEY
+from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY, check_installed
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
 
@@ -193,12 +192,10 @@ def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerCon
 
 
 def _check_installed() -> None:
-    if find_spec("vllm") is None:
-        raise UserError(
-            "a vLLM server cannot be started: vLLM is not installed",
-            where=f"{KEY}.name",
-            remedy=f"{INSTALL}; or give the address of a running server as {KEY}.server.url",
-        )
+    check_installed(
+        "a vLLM server cannot be started: vLLM is not installed",
+        f"; or give the address of a running server as {KEY}.server.url",
+    )
 
 
 def default_engine_args() -> dict[str, Any]:
