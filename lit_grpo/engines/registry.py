@@ -5,6 +5,7 @@ Classes are loaded when an engine is built: vLLM takes many seconds to import, a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
 from importlib import import_module
@@ -64,10 +65,11 @@ def check_engine(config: EngineConfig, wants_experts: bool = False) -> None:
         wants_experts: completions are to say which experts their tokens went through.
 
     Raises:
-        UserError: a setting belongs to another engine or contradicts another, the engine's class is not found, or it
-            needs vLLM, which is not installed.
+        UserError: a setting contradicts another, the engine's class is not found, or it needs vLLM, which is not
+            installed.
     """
     settings = engine_settings(config)
+    _warn_of_other_engines(config)
     if config.custom_engine is not None:
         load_engine_class(config.custom_engine)
         return
@@ -97,20 +99,8 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the settings of the engine that ``config`` names, by keyword.
 
     Raises:
-        UserError: a setting of another engine was changed. It would have no effect, silently.
+        UserError: arguments of an engine from outside, and there is none.
     """
-    own = set() if config.custom_engine is not None else {f.name for f in fields(ENGINES[config.name].config)}
-    for item in fields(config):
-        if item.name in own or item.name in _CHOICE or getattr(config, item.name) == _default(item):
-            continue
-        owners = [name for name, entry in ENGINES.items() if item.name in {f.name for f in fields(entry.config)}]
-        raise UserError(
-            f"{item.name} is a setting of the engine {' and of '.join(owners)}, "
-            f"and this run samples with {config.custom_engine or config.name}",
-            where=f"{KEY}.{item.name}",
-            remedy=f"remove it{' or put it under init_args' if config.custom_engine else ''}, or set "
-            f"{KEY}.name: {owners[0]}",
-        )
     if config.custom_engine is not None:
         return dict(config.init_args)
     if config.init_args:
@@ -119,7 +109,7 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
             where=f"{KEY}.init_args",
             remedy=f"set {KEY}.custom_engine, or write the settings of {config.name} directly under {KEY}",
         )
-    return {name: getattr(config, name) for name in own}
+    return {item.name: getattr(config, item.name) for item in fields(ENGINES[config.name].config)}
 
 
 def load_engine_class(class_path: str) -> EngineClass:
@@ -149,3 +139,18 @@ def load_engine_class(class_path: str) -> EngineClass:
 
 def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _warn_of_other_engines(config: EngineConfig) -> None:
+    """Warn of settings that belong to other engines and were changed."""
+    own = set() if config.custom_engine is not None else {f.name for f in fields(ENGINES[config.name].config)}
+    for item in fields(config):
+        if item.name in own or item.name in _CHOICE or getattr(config, item.name) == _default(item):
+            continue
+        owners = [name for name, entry in ENGINES.items() if item.name in {f.name for f in fields(entry.config)}]
+        # Not refused: `--data.engine.name transformers` over a configuration made for vLLM is how it is tried on a CPU.
+        warnings.warn(
+            f"{KEY}.{item.name} has no effect: it is a setting of the engine {' and of '.join(owners)}, and this run "
+            f"samples with {config.custom_engine or config.name}.",
+            stacklevel=3,
+        )

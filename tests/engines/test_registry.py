@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -79,15 +80,17 @@ def test_an_engine_from_outside_trains_through_its_import_path(tmp_path: Path, m
     assert (engine.length, engine.sampled, engine.synced, engine.closed) == (2, 2 * 4 * 4, [0, 1], True)
 
 
-def test_a_setting_of_another_engine_is_refused_and_its_default_is_not() -> None:
-    assert engine_settings(EngineConfig(max_num_seqs=256, batch_size=8)) == {"batch_size": 8}
-    with pytest.raises(UserError, match="max_num_seqs is a setting of the engine vllm and of vllm_server") as error:
+def test_a_setting_of_another_engine_is_warned_of_and_its_default_is_not() -> None:
+    assert engine_settings(EngineConfig(max_num_seqs=8, batch_size=8)) == {"batch_size": 8}
+    with pytest.warns(
+        UserWarning, match="max_num_seqs has no effect: it is a setting of the engine vllm and of vllm_s"
+    ):
         check_engine(EngineConfig(max_num_seqs=8))
-    assert error.value.where == "data.engine.max_num_seqs"
-    with pytest.raises(UserError, match="batch_size is a setting of the engine transformers"):
-        engine_settings(EngineConfig(name="vllm", batch_size=8))
-    with pytest.raises(UserError, match=r"samples with tests\.engines\.test_registry\.RandomEngine"):
+    with pytest.warns(UserWarning, match=r"samples with tests\.engines\.test_registry\.RandomEngine"):
         check_engine(EngineConfig(custom_engine="tests.engines.test_registry.RandomEngine", batch_size=8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_engine(EngineConfig(max_num_seqs=256, batch_size=8))
     with pytest.raises(UserError, match="init_args"):
         check_engine(EngineConfig(init_args={"length": 2}))
 

@@ -45,7 +45,9 @@ class Truth(pl.Callback):
         for weights in self.versions:
             pl_module.policy.load_state_dict(weights)
             with torch.no_grad():
-                stats = pl_module.policy(pl_module._inputs(batch, torch.arange(len(batch.completions))), 1.0, "none")
+                stats = pl_module.policy(
+                    pl_module.policy_inputs(batch, torch.arange(len(batch.completions))), 1.0, "none"
+                )
             rows = zip(stats.logprobs, batch.completions, strict=True)
             gaps.append(max(float((own[: len(c.logprobs)] - torch.tensor(c.logprobs)).abs().max()) for own, c in rows))
         pl_module.policy.load_state_dict(present)
