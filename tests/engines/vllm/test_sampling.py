@@ -182,7 +182,7 @@ def test_an_abandoned_generation_leaves_nothing_behind(engine: Any) -> None:
     abandoned.close()
     assert not engine._engine.has_unfinished_requests()
     engine.generate(requests(4), sampling)  # never started
-    assert not engine._running_requests
+    assert not engine._running_samples
     assert not engine._collector._running
     assert sampled(engine, requests(4), sampling) == expected
 
