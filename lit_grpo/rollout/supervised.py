@@ -18,12 +18,12 @@ _SLOT = "{answer}"
 
 @dataclass
 class DemonstrationFormat:
-    """How a row becomes the completion that supervised fine-tuning teaches (``objective: {recipe: sft}``).
+    r"""How a row becomes the completion that supervised fine-tuning teaches (``objective: {recipe: sft}``).
 
     Attributes:
         column: column with the whole solution; None: the gold answer in ``template``.
         template: text around ``{answer}``, for example ``The answer is {answer}.`` Other braces are left as they are,
-            so ``\\boxed{{answer}}`` needs no care.
+            so ``\boxed{{answer}}`` needs no care.
         on_long: a solution of more than ``data.sampling.max_new_tokens`` tokens, end of sequence included, ends the run
             (``error``) or is left out with its prompt and counted (``drop``).
     """
@@ -82,7 +82,7 @@ def encode_demonstrations(
     tokenizer: Any,
     ends: Sequence[int],
     limit: int,
-    places: Mapping[str, str],
+    locations: Mapping[str, str],
 ) -> dict[str, tuple[int, ...]]:
     """Encode the solution of every prompt, end of sequence included.
 
@@ -92,7 +92,7 @@ def encode_demonstrations(
         tokenizer: the policy's tokenizer; the solution is encoded by itself, as a completion would be sampled.
         ends: ids that end a completion; the tokenizer's own is used if it is among them.
         limit: largest number of tokens of a solution.
-        places: file and line of each prompt, for messages.
+        locations: file and line of each prompt, for messages.
 
     Returns:
         Token ids by prompt id, without the solutions that were dropped for their length.
@@ -104,7 +104,7 @@ def encode_demonstrations(
     end = own if own in ends else ends[0]
     encoded: dict[str, tuple[int, ...]] = {}
     for prompt in prompts:
-        where = places.get(prompt.id) or prompt.id
+        where = locations.get(prompt.id) or prompt.id
         text = form.text(prompt, where)
         try:
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])

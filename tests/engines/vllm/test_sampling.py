@@ -74,7 +74,7 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(engine: Any, model:
 
 
 def test_more_prompt_tokens_than_one_step_takes(engine: Any, model: Any) -> None:
-    """vLLM on CPU dies of a prompt that it splits over two steps if the request has a seed."""
+    """On CPU vLLM dies of a prompt that it splits over two steps if the request has a seed."""
     prompts = [tuple((i * 31 + j * (i + 3)) % 125 + 3 for j in range(170)) for i in range(60)]
     asked = requests(1, prompts=prompts)
     completions = sampled(engine, asked, Sampling(max_new_tokens=2))
