@@ -138,8 +138,9 @@ class Rollout:
     """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
-    evaluation: Any = None
-    """Grades of an evaluation, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
+    # An object, and not its class: types import nothing of the package, and only the evaluator looks inside.
+    evaluation: object = None
+    """Grades of an evaluation's batch, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
     sources: tuple[str, ...] = ()
     """Names of all data sets that the run mixes; empty if there is one."""
 

@@ -33,9 +33,9 @@ class EngineEntry:
 
 
 def _check_vllm(config: VLLMEngineConfig) -> None:
-    from lit_grpo.engines.vllm.start import check_installed
+    from lit_grpo.engines.vllm.start import check_in_process
 
-    check_installed()
+    check_in_process()
 
 
 def _check_server(config: VLLMServerEngineConfig) -> None:

@@ -57,10 +57,10 @@ class Curriculum:
     """The running pass rate of every prompt, and whether its turn is taken.
 
     Args:
-        config: the band.
-        prompts: of the training set.
-        rewards: the one that judges says what is right.
-        seed: of the run.
+        config: the band of pass rates that are worth sampling.
+        prompts: all prompts of the training set.
+        rewards: rewards of the run; the primary one says which completions are right.
+        seed: seed of the run.
 
     Raises:
         UserError: no reward says whether an answer is right.
@@ -72,7 +72,7 @@ class Curriculum:
         self.config, self.prompts, self.seed = config, prompts, seed
         self.primary_reward = primary_reward_of(rewards, "data.curriculum")
         self.rates: dict[str, tuple[int, float]] = {}
-        """Visits and running pass rate, by the prompt's id."""
+        """Number of visits and running pass rate of each prompt, by its id."""
 
     def copy(self) -> Curriculum:
         """Another one with the same rates so far."""
@@ -81,28 +81,30 @@ class Curriculum:
         return twin
 
     def chance(self, prompt_id: str) -> float:
-        """Probability that the prompt is sampled when its turn comes."""
+        """Return the probability that the prompt is sampled when its turn comes."""
         visits, rate = self.rates.get(prompt_id, (0, 0.0))
         inside = visits < self.config.min_visits or self.config.above < rate < self.config.below
         return 1.0 if inside else self.config.floor
 
     def accepts(self, number: int, position: int) -> bool:
-        """Whether prompt ``number`` is sampled at this position of the order: a seeded draw, always the same."""
+        """Return whether prompt ``number`` is sampled at this position of the order."""
+        # Drawn from seed and position alone: every rank decides the same, and so does a resumed run.
         chance = self.chance(self.prompts[number].id)
         return chance >= 1 or derive_seed("difficulty", self.seed, position) / _RANGE < chance
 
     def outcome(self, groups: Sequence[CandidateGroup]) -> list[tuple[int, str, float]]:
-        """(position, prompt's id, share of right completions) of each group."""
+        """Return (position, prompt's id, share of right completions) of each group."""
         return [(group.position, group.prompt.id, pass_rate(self.primary_reward, group)) for group in groups]
 
     def update(self, outcomes: Sequence[tuple[int, str, float]]) -> None:
-        """Take in what a rollout found, in the order of its positions, over all ranks."""
+        """Update the rates by the outcomes of a rollout, those of all ranks."""
+        # In the order of positions, so that the rates do not depend on which rank was first.
         for _, prompt_id, share in sorted(outcomes):
             visits, rate = self.rates.get(prompt_id, (0, share))
             self.rates[prompt_id] = (visits + 1, rate + self.config.smoothing * (share - rate))
 
     def metrics(self) -> dict[str, float]:
-        """Over the whole training set; the same on every rank."""
+        """Return the metrics of the whole training set, the same on every rank."""
         known = [(visits, rate) for visits, rate in self.rates.values() if visits >= self.config.min_visits]
         found = {"curriculum/known_frac": len(known) / len(self.prompts)}
         if known:
@@ -119,10 +121,10 @@ class Curriculum:
 
 
 def primary_reward_of(rewards: Sequence[Reward], where: str) -> Reward:
-    """The reward that says what is right.
+    """Return the reward that says which completions are right.
 
     Raises:
-        UserError: none does.
+        UserError: no reward says so.
     """
     reward = primary_reward(rewards)
     if reward is None:
@@ -135,6 +137,6 @@ def primary_reward_of(rewards: Sequence[Reward], where: str) -> Reward:
 
 
 def pass_rate(reward: Reward, group: CandidateGroup) -> float:
-    """Share of a group's completions that are right."""
+    """Return the share of a group's completions that are right."""
     values = group.rewards[reward.name].tolist()
     return sum(reward.correct(value) for value in values) / len(values)

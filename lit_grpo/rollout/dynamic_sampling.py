@@ -127,20 +127,22 @@ class DynamicSampler:
         seconds_sync = self.generator.sync() if sync else 0.0
         started = time.perf_counter()
         stream = _GroupStream(self.generator, prompt_at, self.sampling, self.group_size, index)
-        mixed_at: dict[int, bool] = {}  # over all ranks
+        # Whether the group at each position has unequal rewards, over all ranks.
+        mixed_at: dict[int, bool] = {}
         results: dict[int, Scored] = {}
         totals: list[float] = []
-        asked, rounds, settled = 0, 0, 0
+        # Of the first `known_until` positions the outcome is known without a gap.
+        asked, rounds, known_until = 0, 0, 0
         try:
-            while sum(mixed_at[p] for p in range(settled)) < self.groups:
+            while sum(mixed_at[p] for p in range(known_until)) < self.groups:
                 more = self._more(mixed_at, asked)
                 if more > 0:
                     stream.add([p for p in range(asked, asked + more) if p % self.world_size == self.rank])
                     asked, rounds = asked + more, rounds + 1
-                found = stream.next()
+                scored_group = stream.next()
                 outcome = None
-                if found is not None:
-                    position, result = found
+                if scored_group is not None:
+                    position, result = scored_group
                     results[position] = result
                     own = self.generator.totals(result)
                     totals += own
@@ -151,17 +153,17 @@ class DynamicSampler:
                 if not outcomes and asked >= self.max_prompts:
                     break
                 mixed_at |= dict(outcomes)
-                while settled in mixed_at:
-                    settled += 1
+                while known_until in mixed_at:
+                    known_until += 1
         finally:
             stream.close()
         times = {"sync": seconds_sync, "generate": time.perf_counter() - started, "reward": 0.0}
 
         # Behind the first position that is not known yet nothing counts, or the order of finishing would choose.
-        known = {position: mixed_at[position] for position in range(settled)}
+        known = {position: mixed_at[position] for position in range(known_until)}
         mixed = sum(known.values())
         chosen = choose_groups(known, self.groups, rounds, self.on_short)
-        used = chosen[-1] + 1 if mixed >= self.groups else settled
+        used = chosen[-1] + 1 if mixed >= self.groups else known_until
         order = sorted(results)
         sampled = self.generator.build_rollout(
             [prompt_at(p) for p in order],
@@ -173,7 +175,7 @@ class DynamicSampler:
             self.group_size,
         )
         candidates = {group.position: group for group in split_groups(sampled, order)}
-        told = self.gather((sum(totals), len(totals)))
+        totals_of_ranks = self.gather((sum(totals), len(totals)))
         metrics = sampled.metrics | {
             "sampling/rounds": float(rounds),
             "sampling/prompts": float(used),
@@ -181,7 +183,7 @@ class DynamicSampler:
             "sampling/surplus": float(sum(mixed_at.values()) - min(mixed, self.groups)),
             "sampling/short": float(max(0, self.groups - mixed)),
             "sampling/cancelled": float(asked - len(mixed_at)),
-            "sampling/reward": sum(total for total, _ in told) / sum(count for _, count in told),
+            "sampling/reward": sum(t for t, _ in totals_of_ranks) / sum(n for _, n in totals_of_ranks),
         }
         share = self._share(candidates, chosen)
         return SamplingResult(
@@ -192,7 +194,7 @@ class DynamicSampler:
         )
 
     def _more(self, mixed_at: dict[int, bool], asked: int) -> int:
-        """How many further prompts to ask for now."""
+        """Return how many further prompts to ask for now."""
         mixed, scored = sum(mixed_at.values()), len(mixed_at)
         under_way = asked - scored
         # Mixed groups to be expected of those under way, at the share seen so far; all while nothing is known.
@@ -206,7 +208,7 @@ class DynamicSampler:
         return min(self.max_prompts - asked, wanted)
 
     def _share(self, candidates: dict[int, CandidateGroup], chosen: Sequence[int]) -> list[CandidateGroup]:
-        """This rank's groups: equally many on each, its own as far as possible."""
+        """Return this rank's groups of the rollout: as many as on every rank, its own as far as possible."""
         own = [position for position in chosen if position in candidates]
         size = len(chosen) // self.world_size
         kept, spare = own[:size], own[size:]
@@ -218,7 +220,7 @@ class DynamicSampler:
 
 
 class _GroupStream:
-    """Whole groups in the order in which they were sampled, with more prompts added at any time."""
+    """A stream of whole groups, in the order in which they were sampled; prompts can be added at any time."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Make a rollout: ask the engine, score completions while others are still being sampled, put groups together."""
+"""Rollouts by generation: the engine samples, whole groups are scored meanwhile, and all is put together."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ class Cancelled(Exception):  # noqa: N818 - it is an order, not an error
 
 
 class PolicySource(Protocol):
-    """Where the engine's weights come from: :class:`lit_grpo.LitGRPO`, or anything with these two."""
+    """The policy that the engine samples from: :class:`lit_grpo.LitGRPO`, or anything with these two members."""
 
     policy_version: int
+    """Number of training steps that the weights have behind them."""
 
-    def named_weights(self) -> NamedWeights: ...
+    def named_weights(self) -> NamedWeights:
+        """Yield the weights under their transformers names, adapters merged in."""
+        ...
 
 
 class RolloutSource(Protocol):
-    """Where the train loader's rollouts come from: generated, or the solutions of the data."""
+    """The maker of the train loader's rollouts: a generator, or the solutions of the data."""
 
     seed: int
-    """Of the run; the order of prompts derives from it."""
+    """Seed of the run; the order of prompts derives from it."""
     policy: PolicySource
 
     @property
@@ -73,19 +76,19 @@ class RolloutSource(Protocol):
 
 
 class RolloutGenerator:
-    """Turns prompts into scored rollouts of whole groups.
+    """A source of rollouts that samples completions of prompts and scores them in whole groups.
 
     Args:
         engine: samples; its weights are brought up to date before every rollout.
-        policy: where the weights come from.
+        policy: gives the weights.
         tokenizer: decodes each completion once, for the rewards.
-        rewards: named and weighted.
-        seed: of the run. The seeds of a completion derive from (seed, purpose, rollout, position, sample).
+        rewards: the rewards, named and weighted.
+        seed: seed of the run. The seeds of a completion derive from (seed, purpose, rollout, position, sample).
         on_reward_error: ``raise`` or ``zero``, see :func:`lit_grpo.rewards.score_all`.
         retries: how often sampling is tried again when memory ran out. Only what has not been delivered is asked
             for, with the seeds it had, in ever smaller portions: half as many samples at once each time.
-        sleep_level: of the engine between rollouts, see :meth:`lit_grpo.engines.vllm.engine.VLLMEngine.sleep`; 0: it
-        stays.
+        sleep_level: how deep the engine sleeps between rollouts, see
+            :meth:`lit_grpo.engines.vllm.engine.VLLMEngine.sleep`; 0: it does not.
     """
 
     def __init__(
@@ -104,7 +107,8 @@ class RolloutGenerator:
         self.retries, self.sleep_level = retries, sleep_level
         if sleep_level and not isinstance(engine, SleepingEngine):
             raise ValueError(f"{type(engine).__name__} cannot sleep")
-        self._engine_lock = threading.RLock()  # several generations of one thread may be open
+        # Reentrant, since one thread may have several generations open.
+        self._engine_lock = threading.RLock()
         """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
         self._closing = threading.Event()
         self._scorers = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reward")
@@ -123,13 +127,13 @@ class RolloutGenerator:
         """Sample ``group_size`` completions of every prompt, and score them.
 
         Args:
-            prompts: one a group.
+            prompts: the prompt of each group.
             sampling: how to draw.
             group_size: samples of each prompt.
             index: number of the rollout; part of every seed.
             purpose: keeps the random numbers of training and evaluation apart.
-            positions: of each prompt among those of all ranks, part of its seeds, so that what is sampled does not
-                depend on how prompts are spread over ranks; in evaluation its id; None: 0, 1, 2, ...
+            positions: position of each prompt among those of all ranks (in evaluation its id), part of its seeds, so
+                that what is sampled does not depend on how prompts are spread over ranks; None: 0, 1, 2, ...
             sync: bring the engine's weights up to date first. False in a thread beside the learner, which may be
                 changing them.
 
@@ -150,7 +154,8 @@ class RolloutGenerator:
             i = completion.request
             groups[i][completion.sample] = completion
             missing[i] -= 1
-            if not missing[i]:  # a whole group: score it while the engine goes on
+            # Whole groups are scored while the engine goes on.
+            if not missing[i]:
                 scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None])
         if any(missing):
             raise RuntimeError(f"the engine ended with {sum(missing)} completions missing")
@@ -221,27 +226,28 @@ class RolloutGenerator:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every sample once, also where the engine has to be asked again after a failure."""
-        left = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
+        missing = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
         with self._engine_lock:
             for attempt in range(self.retries + 1):
-                portion = max(1, len(left) >> attempt)
+                portion = max(1, len(missing) >> attempt)
                 try:
-                    for part, samples in _portions(requests, left, portion):
+                    for part, samples in _portions(requests, missing, portion):
                         for completion in self.engine.generate(part, sampling):
                             if self._closing.is_set():
                                 raise Cancelled
-                            place = completion.request, samples[completion.request][completion.sample]
-                            if place not in left:
-                                raise RuntimeError(f"the engine gave sample {place[1]} of request {place[0]} twice")
-                            left.discard(place)
-                            yield completion if completion.sample == place[1] else replace(completion, sample=place[1])
+                            # A portion numbers its samples anew; the rollout wants their own numbers.
+                            request, sample = completion.request, samples[completion.request][completion.sample]
+                            if (request, sample) not in missing:
+                                raise RuntimeError(f"the engine gave sample {sample} of request {request} twice")
+                            missing.discard((request, sample))
+                            yield completion if completion.sample == sample else replace(completion, sample=sample)
                     return
                 except EngineError as error:
                     if attempt == self.retries or not error.transient:
                         raise
                     rank_zero_warn(
-                        f"The engine failed ({error}); trying again for the {len(left)} samples that are missing, "
-                        f"{max(1, len(left) >> (attempt + 1))} at a time."
+                        f"The engine failed ({error}); trying again for the {len(missing)} samples that are missing, "
+                        f"{max(1, len(missing) >> (attempt + 1))} at a time."
                     )
 
     def sleep(self) -> None:
@@ -256,7 +262,7 @@ class RolloutGenerator:
         return texts, score_all(self.rewards, items, self.on_reward_error)
 
     def _combine(self, groups: list[dict[str, list[Score]]]) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
-        """Rewards by name [N], their weighted sum [N], and what is logged of time-outs and failures."""
+        """Return the rewards by name [N], their weighted sum [N], and metrics of time-outs, failures and details."""
         rewards: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
         total = torch.zeros(sum(len(group[self.rewards[0].name]) for group in groups), dtype=torch.float64)
@@ -276,28 +282,29 @@ class RolloutGenerator:
         return rewards, total.float(), metrics
 
     def _without_answer(self, groups: list[dict[str, list[Score]]]) -> Tensor | None:
-        """Completions in which no reward that looks for an answer found one, [N]; None if none looks."""
+        """Return the completions in which no reward found an answer, [N] bool; None if no reward looks for one."""
         looking = [reward.name for reward in self.rewards if reward.extracts_answer]
         if not looking:
             return None
-        found = [[not score.no_answer for group in groups for score in group[name]] for name in looking]
-        return ~torch.tensor(found, dtype=torch.bool).any(0)
+        has_answer = [[not score.no_answer for group in groups for score in group[name]] for name in looking]
+        return ~torch.tensor(has_answer, dtype=torch.bool).any(0)
 
     def close(self) -> None:
         """Free engine, rewards and threads."""
         self._closing.set()
         self._scorers.shutdown(wait=False, cancel_futures=True)
-        with self._engine_lock:  # a thread that samples leaves at its next completion
+        # A thread that samples leaves at its next completion, and frees the lock.
+        with self._engine_lock:
             self.engine.close()
         for reward in self.rewards:
             reward.close()
 
 
 def _portions(
-    requests: Sequence[Request], left: set[tuple[int, int]], size: int
+    requests: Sequence[Request], missing: set[tuple[int, int]], size: int
 ) -> Iterator[tuple[list[Request], dict[int, list[int]]]]:
-    """Requests for the samples that are left, at most ``size`` at once, and which sample each of their seeds is."""
-    jobs = [(r, s) for r in requests for s in range(len(r.seeds)) if (r.index, s) in left]
+    """Yield requests for at most ``size`` missing samples at once, and of each request the samples that it asks for."""
+    jobs = [(r, s) for r in requests for s in range(len(r.seeds)) if (r.index, s) in missing]
     for start in range(0, len(jobs), size):
         samples: dict[int, list[int]] = {}
         chosen: dict[int, Request] = {}

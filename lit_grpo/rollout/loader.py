@@ -1,4 +1,4 @@
-"""The order of rollouts: which prompts each is made of, and whether it is made before or beside the last update."""
+"""The loaders of rollouts: they choose the prompts of each, and make it before or beside the learner's last step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lit_grpo.types import Prompt, Rollout, Sampling
 
 
 class ProducedRollout(NamedTuple):
-    """A rollout and what was done with prompts to make it."""
+    """A rollout, and what became of the prompts that were looked at to make it."""
 
     rollout: Rollout
     prompts: int
-    """Positions of the order that are behind it now, over all ranks: prompts passed over for their difficulty too."""
+    """Number of positions of the order that it used up, over all ranks, those passed over included."""
     skipped: list[str]
-    """Ids of those that dynamic sampling left out."""
+    """Ids of the prompts that dynamic sampling left out."""
     outcomes: list[tuple[int, str, float]]
-    """Position, id and pass rate of every prompt sampled, over all ranks; empty where nobody asks."""
+    """Position, id and pass rate of every prompt sampled, over all ranks; empty without a curriculum."""
 
 
 class RolloutLoader:
@@ -42,8 +42,8 @@ class RolloutLoader:
     Args:
         source: makes the rollouts.
         prompts: all training prompts.
-        count: rollouts in the run.
-        prompts_per_rollout: over all ranks.
+        count: number of rollouts in the run.
+        prompts_per_rollout: prompts of each rollout, over all ranks.
         group_size: samples of each prompt.
         sampling: how to draw.
         rank: of this process.
@@ -103,7 +103,7 @@ class RolloutLoader:
         self.num_prefetch = num_prefetch
         self.next_rollout = 0
         self.produced = 0
-        """Rollouts of all epochs; ``next_rollout`` starts again with each."""
+        """Number of rollouts so far, in all epochs; ``next_rollout`` starts again with each epoch."""
         self.position = 0
         """Position in the order, over all ranks: prompts that were left out or passed over are behind it too."""
         self.skipped: Counter[str] = Counter()
@@ -135,14 +135,15 @@ class RolloutLoader:
             yield made
 
     def _prefetched(self) -> Iterator[ProducedRollout]:
-        """Rollouts in order; while the learner has one, the next ones are sampled in a thread."""
+        """Yield rollouts in order; while the learner has one, the next ones are sampled in a thread."""
         waiting: deque[Future[ProducedRollout]] = deque()
         worker = ThreadPoolExecutor(1, "rollout")
         generation, index, end, seconds_sync = -1, 0, 0, 0.0
         rates = self.curriculum  # as of the last rollout made, not of the last one given out
 
         def make(which: int) -> ProducedRollout:
-            nonlocal end  # of the prompts taken so far; touched by the one worker thread alone
+            # Position of the first prompt that no rollout has used; only the one worker thread touches it.
+            nonlocal end
             made = self._make(which, end, rates, sync=False)
             end += made.prompts
             if rates is not None:
@@ -213,7 +214,8 @@ class RolloutLoader:
         return SamplingResult(rollout, self.prompts_per_rollout, [], split_groups(rollout, positions))
 
     def state_dict(self) -> dict[str, Any]:
-        """Which prompts were used follows from the position, since their order does from the seed."""
+        """Return what a resumed run goes on from."""
+        # The position says which prompts were used, since their order derives from the seed.
         counts = {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
         state = counts | {"skipped": dict(self.skipped)}
         return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
@@ -228,15 +230,15 @@ class RolloutLoader:
 
 
 class EvaluationLoader:
-    """Every prompt once, in order, with seeds that are the same at each evaluation: they derive from the prompt's id.
+    """The loader of an evaluation: every prompt once, in order, with seeds that derive from the prompt's id.
 
-    All ranks make the same number of batches, as weights are gathered together; where prompts do not go round, the
-    last of a rank is empty.
+    What is sampled therefore differs between two evaluations by the weights alone. All ranks make the same number of
+    batches, since they gather the weights together; where there are fewer prompts, the last batch of a rank is empty.
 
     Args:
         producer: makes the rollouts.
-        prompts: of the set.
-        batch_prompts: in each batch.
+        prompts: all prompts of the evaluation set.
+        batch_prompts: prompts in each batch, on each rank.
         group_size: completions of each prompt.
         sampling: how to draw.
         rank: of this process.

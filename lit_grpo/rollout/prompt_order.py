@@ -1,4 +1,4 @@
-"""The order of prompts: seeded and endless; the position alone is its state."""
+"""The order of training prompts: seeded and endless, so that a position in it is all that a checkpoint must hold."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lit_grpo.types import Prompt
 from lit_grpo.utils.random import derive_seed
 
 _BLOCK = 64
-"""Prompts within which every source gets its share."""
+"""Number of consecutive prompts among which every source gets its share."""
 
 
 class Order(Protocol):
-    """The number of the prompt at each position."""
+    """An endless sequence that gives the number of the prompt at each position."""
 
     def __getitem__(self, position: int) -> int: ...
 
 
 class PromptOrder:
-    """An endless, seeded order over ``count`` prompts: each epoch is another permutation, position alone is state."""
+    """An endless, seeded order over ``count`` prompts: each epoch is another permutation of all of them."""
 
     def __init__(self, count: int, seed: int, purpose: str = "prompts") -> None:
         self.count, self.seed, self.purpose = count, seed, purpose
@@ -37,7 +37,7 @@ class PromptOrder:
 
 
 class MixedOrder:
-    """Several sources in given shares, each in an order of its own.
+    """An order that mixes several sources in given shares, each source in an order of its own.
 
     Every block of 64 positions holds ``share * 64`` prompts of each source, rounded so that what is owed is carried
     over to the next block: after any number of blocks no source is more than one prompt away from its share (two
@@ -45,14 +45,15 @@ class MixedOrder:
 
     Args:
         members: for each source the numbers of its prompts, none empty.
-        shares: of the sources, in the same order, in total 1.
-        seed: of the run.
+        shares: share of each source, in the same order; their sum is 1.
+        seed: seed of the run.
     """
 
     def __init__(self, members: Sequence[Sequence[int]], shares: Sequence[float], seed: int) -> None:
         self.members, self.shares, self.seed = members, shares, seed
         self._orders = [PromptOrder(len(m), seed, f"prompts of source {s}") for s, m in enumerate(members)]
-        self._given = [[0] * len(members)]  # to each source before each block
+        # For each block, how many positions before it each source was given.
+        self._given = [[0] * len(members)]
         self._block = -1
         self._sources: list[int] = []
 
@@ -65,14 +66,14 @@ class MixedOrder:
         return self.members[source][self._orders[source][earlier]]
 
     def _fill(self, block: int) -> list[int]:
-        """The source of each position of a block."""
+        """Return the source of each position of a block."""
         while len(self._given) <= block + 1:
             before = self._given[-1]
             owed = [share * _BLOCK * len(self._given) - n for share, n in zip(self.shares, before, strict=True)]
             gets = [max(0, int(x)) for x in owed]
-            # What rounding down left over goes to those it took most from.
-            by_rest = sorted(range(len(owed)), key=lambda s: (gets[s] - owed[s], s))
-            for s in by_rest[: _BLOCK - sum(gets)]:
+            # Rounding down left some positions over. They go to the sources that it took most from.
+            by_loss = sorted(range(len(owed)), key=lambda s: (gets[s] - owed[s], s))
+            for s in by_loss[: _BLOCK - sum(gets)]:
                 gets[s] += 1
             while sum(gets) > _BLOCK:
                 gets[max(range(len(gets)), key=lambda s: (gets[s] - owed[s], gets[s], s))] -= 1
@@ -84,7 +85,7 @@ class MixedOrder:
 
 
 def make_order(prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float] | None = None) -> Order:
-    """The order of a run's prompts, mixed by the weights of their sources if there are any."""
+    """Make the order of a run's prompts, mixed by the weights of their sources if there are any."""
     if weights is None:
         return PromptOrder(len(prompts), seed)
     members: dict[str, list[int]] = {name: [] for name in weights}
@@ -94,17 +95,18 @@ def make_order(prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float
 
 
 class PromptCursor:
-    """Prompts from ``start`` on in an order, without those that are passed over.
+    """The prompts from a position of an order on, without those that are passed over.
 
     Args:
-        order: of the run.
-        start: position of the first one looked at.
+        order: order of the run.
+        start: position of the first prompt that is looked at.
         accepts: whether the prompt of this number is taken at this position; None: always.
     """
 
     def __init__(self, order: Order, start: int, accepts: Callable[[int, int], bool] | None = None) -> None:
         self.order, self.start, self.accepts = order, start, accepts
-        self._taken: list[tuple[int, int]] = []  # position, number of the prompt
+        # Position and number of each prompt that was taken.
+        self._taken: list[tuple[int, int]] = []
         self._next = start
 
     def __getitem__(self, offset: int) -> int:
@@ -117,7 +119,7 @@ class PromptCursor:
         return self._taken[offset][1]
 
     def used(self, count: int) -> int:
-        """Positions that the first ``count`` prompts took up, those passed over before them included."""
+        """Return how many positions the first ``count`` prompts took up, those passed over before them included."""
         if not count:
             return 0
         self[count - 1]

@@ -23,7 +23,7 @@ class DemonstrationFormat:
     Attributes:
         column: column with the whole solution; None: the gold answer in ``template``.
         template: text around ``{answer}``, for example ``The answer is {answer}.`` Other braces are left as they are,
-            so ``\\boxed{{answer}}`` needs no care.
+            so ``\boxed{{answer}}`` needs no care.
         on_long: a solution of more than ``data.sampling.max_new_tokens`` tokens, end of sequence included, ends the run
             (``error``) or is left out with its prompt and counted (``drop``).
     """
@@ -47,10 +47,10 @@ class DemonstrationFormat:
             )
 
     def text(self, prompt: Prompt, where: str) -> str:
-        """The solution of a prompt.
+        """Return the solution of a prompt.
 
         Raises:
-            UserError: the row has none.
+            UserError: the prompt's row has none.
         """
         if self.column is None:
             if prompt.answer is None or not prompt.answer.strip():
@@ -82,26 +82,29 @@ def encode_demonstrations(
     tokenizer: Any,
     ends: Sequence[int],
     limit: int,
-    places: Mapping[str, str],
+    locations: Mapping[str, str],
 ) -> dict[str, tuple[int, ...]]:
-    """Token ids of each solution by prompt id, end of sequence included.
+    """Encode the solution of every prompt, end of sequence included.
 
     Args:
         form: how a row becomes a solution.
-        prompts: of the training set.
-        tokenizer: of the policy; the solution is encoded by itself, as a completion would be sampled.
+        prompts: prompts of the training set.
+        tokenizer: the policy's tokenizer; the solution is encoded by itself, as a completion would be sampled.
         ends: ids that end a completion; the tokenizer's own is used if it is among them.
-        limit: most tokens.
-        places: file and line of each prompt, for messages.
+        limit: largest number of tokens of a solution.
+        locations: file and line of each prompt, for messages.
+
+    Returns:
+        Token ids by prompt id, without the solutions that were dropped for their length.
 
     Raises:
-        UserError: a row without solution, or one that is too long with ``on_long: error``; all of them are.
+        UserError: a row has no solution, a solution is too long with ``on_long: error``, or all are too long.
     """
     own = tokenizer.eos_token_id
     end = own if own in ends else ends[0]
-    found: dict[str, tuple[int, ...]] = {}
+    encoded: dict[str, tuple[int, ...]] = {}
     for prompt in prompts:
-        where = places.get(prompt.id) or prompt.id
+        where = locations.get(prompt.id) or prompt.id
         text = form.text(prompt, where)
         try:
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -111,7 +114,7 @@ def encode_demonstrations(
             ) from error
         ids = [*ids, end] if ids[-1:] != [end] else ids
         if len(ids) <= limit:
-            found[prompt.id] = tuple(ids)
+            encoded[prompt.id] = tuple(ids)
         elif form.on_long == "error":
             raise UserError(
                 f"the solution of row {prompt.id!r} has {len(ids)} tokens, more than max_new_tokens = {limit}",
@@ -119,25 +122,25 @@ def encode_demonstrations(
                 remedy="raise data.sampling.max_new_tokens, or leave such rows out with "
                 "data.demonstrations: {on_long: drop}",
             )
-    if dropped := len(prompts) - len(found):
-        if not found:
+    if dropped := len(prompts) - len(encoded):
+        if not encoded:
             raise UserError(f"all {dropped} solutions are longer than max_new_tokens = {limit}",
                             where="data.sampling.max_new_tokens", remedy="raise it")  # fmt: skip
         rank_zero_info(f"{dropped} of {len(prompts)} solutions are longer than {limit} tokens and are left out.")
-    return found
+    return encoded
 
 
 class SupervisedSource:
-    """A :class:`lit_grpo.rollout.generator.RolloutSource` that gives the solutions of the data instead of samples.
+    """A source of rollouts that gives the solutions of the data instead of samples, for supervised fine-tuning.
 
     The rollouts have no rewards (``rewards`` is empty, ``reward`` is 1 for each) and no sampler log-probabilities; they
     carry the present policy version, as nothing in them depends on the weights.
 
     Args:
         solutions: token ids by prompt id.
-        policy: whose version the rollouts carry.
-        tokenizer: decodes the solutions for those who look at them.
-        seed: of the run, for the order of prompts.
+        policy: gives the version that the rollouts carry.
+        tokenizer: decodes the solutions, for callbacks that show texts.
+        seed: seed of the run; the order of prompts derives from it.
     """
 
     def __init__(

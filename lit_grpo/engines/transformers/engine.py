@@ -19,7 +19,7 @@ from lit_grpo.types import Completion, Request, Sampling
 
 @dataclass
 class _Row:
-    """One completion in the making."""
+    """One completion that is being sampled."""
 
     request: int
     sample: int
@@ -28,7 +28,7 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
-    """[tokens, layers, K] each: of the prompt, then of each token that was fed."""
+    """Experts of the prompt, then of each token that was fed, [tokens, layers, K] each."""
 
 
 class TransformersEngine:
@@ -62,7 +62,7 @@ class TransformersEngine:
         self.end_token_ids = tuple(end_token_ids)
         self.batch_size = batch_size
         self.shares_prompts: bool | None = None
-        """Whether samples of a prompt share its key-value cache; found out at the first generation."""
+        """Whether the samples of a prompt share its key-value cache; None until the first generation tries it."""
         self._version = -1
         self.routers = None if record_routers is None else record_routers(self.model)
 
@@ -97,7 +97,8 @@ class TransformersEngine:
         for name, weight in weights:
             if name not in own and name not in self.model.state_dict():
                 raise EngineError(f"the model has no weight {name!r}")
-            if name in own:  # the second name of a tied weight is none of the parameters
+            # The second name of a tied weight is none of the parameters.
+            if name in own:
                 own.pop(name).copy_(weight)
         if own:
             raise EngineError(f"no weights came for {', '.join(sorted(own)[:3])}")
@@ -113,8 +114,9 @@ class TransformersEngine:
         rows = [_Row(r.index, s, r.token_ids, seed) for r in requests for s, seed in enumerate(r.seeds)]
         # Prompts of like length share a batch, which saves padding; samples of a prompt stay side by side.
         rows.sort(key=lambda row: (len(row.prompt), row.request, row.sample))
-        learns = self.model.training
-        self.model.eval()  # gradient checkpointing, on in training mode, would drop the key-value cache
+        was_training = self.model.training
+        # Gradient checkpointing, on in training mode, would drop the key-value cache.
+        self.model.eval()
         try:
             for start in range(0, len(rows), self.batch_size):
                 yield from self._decode(rows[start : start + self.batch_size], sampling)
@@ -122,7 +124,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
             raise EngineError(f"no memory for {self.batch_size} samples at once: {error}", transient=True) from error
         finally:
-            self.model.train(learns)
+            self.model.train(was_training)
 
     @torch.no_grad()
     def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[Completion]:
@@ -159,12 +161,16 @@ class TransformersEngine:
                     row.experts.append(experts)
 
     def _prefill(self, rows: list[_Row], device: torch.device, *, share: bool) -> tuple[Tensor, _Cache, Tensor]:
-        """Run each different prompt once: logits [R, V] of every sample, what it goes on from, its position [R].
+        """Run each different prompt once for all its samples.
 
         Args:
-            rows: samples of a prompt side by side.
-            device: of the model.
+            rows: the samples, those of a prompt side by side.
+            device: device of the model.
             share: let the samples of a prompt share its cache, or give each a copy.
+
+        Returns:
+            Logits [R, V] of every sample's next token, the cache that decoding goes on with, and the position [R] of
+            every sample's last token.
         """
         from transformers import DynamicCache
 
@@ -173,7 +179,8 @@ class TransformersEngine:
         longest = max(map(len, texts))
         ids = torch.zeros(len(texts), longest, dtype=torch.long)
         seen = torch.zeros(len(texts), longest, dtype=torch.long)
-        for i, text in enumerate(texts):  # padded on the left, so that all rows go on at the same place of the cache
+        # Padded on the left, so that all rows go on at the same position of the cache.
+        for i, text in enumerate(texts):
             ids[i, longest - len(text) :] = torch.tensor(text)
             seen[i, longest - len(text) :] = 1
         padded = not bool(seen.all())
@@ -188,35 +195,39 @@ class TransformersEngine:
                 past_key_values=cache,
                 logits_to_keep=1,
             )
-        place = {request: i for i, request in enumerate(prompts)}
-        group = [place[row.request] for row in rows]
+        prompt_number = {request: i for i, request in enumerate(prompts)}
+        group = [prompt_number[row.request] for row in rows]
         if self.routers is not None:
             seen_experts = self.routers.recorded().cpu().unflatten(0, ids.shape)
             for row, i in zip(rows, group, strict=True):
                 row.experts.append(seen_experts[i, longest - len(row.prompt) :])
         index = torch.tensor(group, device=device)
         mask = seen if padded else None
-        made: _Cache
+        decoding: _Cache
         if share:
             layers = [(layer.keys, layer.values) for layer in cache.layers]
-            made = _SharedPrompts(self.model, GroupCache(layers, mask, group))
+            decoding = _SharedPrompts(self.model, GroupCache(layers, mask, group))
         else:
-            made = _Copies(self.model, cache, mask, index)
-        return out.logits[index, -1], made, positions[index, -1]
+            decoding = _Copies(self.model, cache, mask, index)
+        return out.logits[index, -1], decoding, positions[index, -1]
 
     @torch.no_grad()
     def _can_share(self) -> bool:
-        """Whether the model decodes through a :class:`GroupCache` as it does through its own; tried on a few tokens."""
+        """Return whether the model gives the same through a :class:`GroupCache` as through its own cache.
+
+        It is tried on a few tokens.
+        """
         from lightning.pytorch.utilities.rank_zero import rank_zero_info
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
         if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=self.model.config).layers):
-            return False  # sliding windows, linear attention
+            # Sliding windows or linear attention.
+            return False
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         device = next(self.model.parameters()).device
         rows = [_Row(i, s, (1 % vocabulary, 2 % vocabulary)[: i + 1], 0) for i in range(2) for s in range(2)]
-        found = []
+        outcomes = []
         try:
             for share in (False, True):
                 _, cache, positions = self._prefill(rows, device, share=share)
@@ -224,11 +235,11 @@ class TransformersEngine:
                     positions = positions + 1
                     ids = (torch.arange(len(rows), device=device) + token) % vocabulary
                     logits = cache.step(ids, positions)
-                found.append(logits.float().log_softmax(1))
+                outcomes.append(logits.float().log_softmax(1))
         except (NotImplementedError, KeyError, TypeError, AttributeError) as error:
             rank_zero_info(f"Sampling keeps a copy of the prompt's cache for every completion: {error!r}.")
             return False
-        gap = float((found[0] - found[1]).abs().max())
+        gap = float((outcomes[0] - outcomes[1]).abs().max())
         if not gap <= (1e-3 if logits.dtype == torch.float32 else 0.1):
             rank_zero_info(
                 "Sampling keeps a copy of the prompt's cache for every completion, since with a shared one "
@@ -244,16 +255,18 @@ class TransformersEngine:
 
 
 class _Cache(Protocol):
-    """What rows in the making go on from."""
+    """The keys and values that decoding goes on with."""
 
     def step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits [R, V] after one more token [R] of every row at its position [R]."""
+        """Feed one more token [R] of every row at its position [R], and return the next logits [R, V]."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
+        """Keep only these rows."""
 
 
 class _SharedPrompts:
+    """One cache for each prompt, which its samples share."""
+
     def __init__(self, model: Any, groups: GroupCache) -> None:
         self.model, self.groups = model, groups
 
@@ -274,7 +287,7 @@ class _SharedPrompts:
 
 
 class _Copies:
-    """A cache row for every sample, prompt included: for models whose attention is more than one of all positions."""
+    """A cache row for every sample, prompt included, for models that do not attend to all positions alike."""
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
         self.model, self.cache = model, cache
@@ -299,10 +312,9 @@ class _Copies:
 
 
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Blocks that were compiled for the learner decode uncompiled: other shapes at every step, and other attention.
-
-    By torch alone: engines do not import the policy, whose ``compiling.eagerly`` this is.
-    """
+    """Run blocks uncompiled that were compiled for the learner."""
+    # Decoding has another shape at every step, and another attention: each would be compiled anew. The policy has the
+    # same as compiling.eagerly, which engines may not import.
     if any(part._compiled_call_impl is not None for part in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
@@ -345,9 +357,10 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     before = (upto - sums).gather(1, block)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(1)
     end = inside[:, -1:]
-    rest = torch.minimum((aim - before).clamp_(min=0.0), torch.nextafter(end, torch.zeros_like(end)))
-    ids = block * _BLOCK + torch.searchsorted(inside, rest, right=True)
-    ids = ids.clamp_(max=logits.shape[1] - 1)  # logits that are NaN lead anywhere
+    aim_inside = torch.minimum((aim - before).clamp_(min=0.0), torch.nextafter(end, torch.zeros_like(end)))
+    ids = block * _BLOCK + torch.searchsorted(inside, aim_inside, right=True)
+    # Logits that are NaN lead anywhere, also past the end.
+    ids = ids.clamp_(max=logits.shape[1] - 1)
     return ids[:, 0], (scaled.gather(1, ids) - highest - total.log().float())[:, 0]
 
 
@@ -356,7 +369,7 @@ _BLOCK = 256
 
 
 def _restrict(logprobs: Tensor, sampling: Sampling) -> Tensor:
-    """Minus infinity outside the ``top_k`` likeliest ids and outside the smallest set of mass ``top_p``."""
+    """Set ids to minus infinity outside the ``top_k`` likeliest and outside the smallest set of mass ``top_p``."""
     ordered, order = logprobs.sort(1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k:

@@ -1,4 +1,4 @@
-"""Decoding with one key-value cache per prompt: its samples attend to it together and keep only their own tokens.
+"""A key-value cache that the samples of a prompt share: they attend to it together and keep only their own tokens.
 
 With P tokens in a prompt, G samples and t tokens sampled so far, a cache row per sample is read (and, where it grows by
 concatenation, written again) at every step: G (P + t) positions. Here it is P + G t, and nothing is copied.
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 ATTENTION = "lit_grpo_groups"
-"""Name of the attention among those of transformers."""
-_FIRST_ROOM = 64
-"""Sampled tokens that there is room for at first; doubled when it is used up."""
+"""Name under which transformers knows this attention."""
+_FIRST_CAPACITY = 64
+"""Sampled tokens of a row that are allocated at first. The capacity doubles when it is used up."""
 
 
 class GroupCache:
-    """Keys and values of some prompts, and of what each of their samples has added.
+    """Keys and values of a batch of prompts, and of the tokens that each of their samples has added.
 
     It takes the place of a transformers cache in a forward pass of one new token a row, within :func:`attention`.
 
     Args:
         prompts: keys and values of each layer, [Q, K, S, D] each: Q prompts of up to S tokens, K key-value heads.
-        seen: [Q, S], 0 where a prompt is padded; None: nowhere.
-        group: prompt of each row, R ascending numbers below Q.
+        seen: [Q, S], 0 where a prompt is padded; None: no prompt is padded.
+        group: number of the prompt of each of the R rows (samples), ascending, below Q.
     """
 
     def __init__(self, prompts: Sequence[tuple[Tensor, Tensor]], seen: Tensor | None, group: Sequence[int]) -> None:
@@ -37,15 +37,19 @@ class GroupCache:
         if seen is not None:
             self.bias = torch.zeros_like(seen, dtype=like.dtype).masked_fill(seen == 0, float("-inf"))[:, None, None]
         self.length = 0
-        """Tokens that every row has added."""
-        shape = (len(group), like.shape[1], _FIRST_ROOM, like.shape[3])
+        """Number of tokens that every row has added so far."""
+        shape = (len(group), like.shape[1], _FIRST_CAPACITY, like.shape[3])
+        # [R, K, capacity, D] for each layer.
         self.own = [(k.new_empty(shape), v.new_empty(shape)) for k, v in self.prompts]
         self._arrange(list(group))
 
     def _arrange(self, group: list[int]) -> None:
-        """Where the rows of a prompt stand when they are laid out as [Q, most rows of one prompt]."""
+        """Lay the rows out as [Q, W], where W is the most rows of one prompt, and drop prompts without rows.
+
+        All rows of a prompt then attend to it in one matrix product.
+        """
         present = sorted(set(group))
-        if len(present) < len(self.prompts[0][0]):  # no sample of a prompt is left
+        if len(present) < len(self.prompts[0][0]):
             index = torch.tensor(present, device=self.prompts[0][0].device)
             self.prompts = [(k[index], v[index]) for k, v in self.prompts]
             self.bias = None if self.bias is None else self.bias[index]
@@ -54,87 +58,93 @@ class GroupCache:
         self.width = max(counts)
         starts = [sum(counts[:q]) for q in range(len(present))]
         slots = [[start + min(i, n - 1) for i in range(self.width)] for start, n in zip(starts, counts, strict=True)]
-        place = [q * self.width + i - starts[q] for i, q in enumerate(self.group)]
+        slot_of_row = [q * self.width + i - starts[q] for i, q in enumerate(self.group)]
         device = self.prompts[0][0].device
         self.slots = torch.tensor(slots, device=device)
-        """[Q, W] rows; where a prompt has fewer than W, its last one again."""
-        self.place = torch.tensor(place, device=device)
-        """[R] of each row among the Q * W."""
+        """Row in each slot, [Q, W]. Where a prompt has fewer than W rows, its last one is repeated."""
+        self.slot_of_row = torch.tensor(slot_of_row, device=device)
+        """Slot of each row among the Q * W, [R]."""
 
     def make_room(self) -> None:
-        """For one more token in every row."""
-        room = self.own[0][0].shape[2]
-        if self.length == room:
-            self.own = [(_longer(k, 2 * room), _longer(v, 2 * room)) for k, v in self.own]
+        """Allocate space for one more token in every row, where there is none."""
+        capacity = self.own[0][0].shape[2]
+        if self.length == capacity:
+            self.own = [(_longer(k, 2 * capacity), _longer(v, 2 * capacity)) for k, v in self.own]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add the new token, [R, K, 1, D]; what the rows have added so far, [R, K, t, D]. Called by the model."""
+        """Add the keys and values of a new token in every row, [R, K, 1, D] each; the model calls it in each layer.
+
+        Returns:
+            Keys and values of all t tokens that the rows have added so far, [R, K, t, D] each.
+        """
         k, v = self.own[layer]
         k[:, :, self.length] = keys[:, :, 0]
         v[:, :, self.length] = values[:, :, 0]
         return k[:, :, : self.length + 1], v[:, :, : self.length + 1]
 
     def get_seq_length(self, *_: Any) -> int:
-        """Positions so far. Called by some models, which are given their position ids all the same."""
+        """Return the number of positions so far, prompts with their padding included."""
+        # Some models ask for it, but their position ids are given to them.
         return self.prompts[0][0].shape[2] + self.length
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep only these rows, in this order."""
         self.own = [(_selected(k, rows, self.length), _selected(v, rows, self.length)) for k, v in self.own]
         self._arrange([self.group[i] for i in rows.tolist()])
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
-        """Attention of each row's new token to its prompt and to what the row has added.
+        """Attend from each row's new token to its prompt and to the tokens that the row has added.
 
         Args:
-            query: [R, H, 1, D].
-            keys: what :meth:`update` gave, [R, K, t, D].
-            values: likewise.
+            query: queries of the H heads, [R, H, 1, D].
+            keys: keys that :meth:`update` returned, [R, K, t, D].
+            values: values that :meth:`update` returned, [R, K, t, D].
             layer: number of the layer.
-            scaling: of the scores.
+            scaling: factor of the scores.
 
         Returns:
-            [R, 1, H, D].
+            The attention's output, [R, 1, H, D].
         """
         rows, heads, _, size = query.shape
         count, width = self.slots.shape
         kv_heads = keys.shape[1]
-        share = heads // kv_heads
+        per_kv_head = heads // kv_heads
         prompt_keys, prompt_values = (x.flatten(0, 1) for x in self.prompts[layer])  # [Q K, S, D]
-        q = (query[:, :, 0] * scaling).view(rows, kv_heads, share, size)
-        together = self._by_prompt(q)
-        scores = torch.bmm(together, prompt_keys.transpose(1, 2)).view(count, kv_heads, width * share, -1)
+        q = (query[:, :, 0] * scaling).view(rows, kv_heads, per_kv_head, size)
+        scores = torch.bmm(self._by_prompt(q), prompt_keys.transpose(1, 2))
+        scores = scores.view(count, kv_heads, width * per_kv_head, -1)
         if self.bias is not None:
             scores = scores + self.bias
-        to_prompt = self._by_row(scores, share)
+        to_prompt = self._by_row(scores, per_kv_head)
         length = to_prompt.shape[-1]
+        # One softmax over prompt and own tokens: it is the same attention as with a cache row for every sample.
         weights = torch.cat([to_prompt, torch.matmul(q, keys.transpose(2, 3))], -1)
         weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
         mixed = torch.bmm(self._by_prompt(weights[..., :length]), prompt_values)
-        out = self._by_row(mixed.view(count, kv_heads, width * share, size), share)
+        out = self._by_row(mixed.view(count, kv_heads, width * per_kv_head, size), per_kv_head)
         out = out + torch.matmul(weights[..., length:], values)
         return out.view(rows, 1, heads, size)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
-        """[R, K, share, X] -> [Q K, W share, X]."""
+        """Lay rows out by prompt: [R, K, H/K, X] -> [Q K, W H/K, X]."""
         count, width = self.slots.shape
-        _, kv_heads, share, last = x.shape
-        return x[self.slots].transpose(1, 2).reshape(count * kv_heads, width * share, last)
+        _, kv_heads, per_kv_head, last = x.shape
+        return x[self.slots].transpose(1, 2).reshape(count * kv_heads, width * per_kv_head, last)
 
-    def _by_row(self, x: Tensor, share: int) -> Tensor:
-        """[Q, K, W share, X] -> [R, K, share, X]."""
+    def _by_row(self, x: Tensor, per_kv_head: int) -> Tensor:
+        """Take rows out of the layout by prompt: [Q, K, W H/K, X] -> [R, K, H/K, X]."""
         count, kv_heads, _, last = x.shape
-        return x.view(count, kv_heads, self.width, share, last).transpose(1, 2).flatten(0, 1)[self.place]
+        return x.view(count, kv_heads, self.width, per_kv_head, last).transpose(1, 2).flatten(0, 1)[self.slot_of_row]
 
 
-def _longer(x: Tensor, room: int) -> Tensor:
-    out = x.new_empty(*x.shape[:2], room, x.shape[3])
+def _longer(x: Tensor, capacity: int) -> Tensor:
+    out = x.new_empty(*x.shape[:2], capacity, x.shape[3])
     out[:, :, : x.shape[2]] = x
     return out
 
 
 def _selected(x: Tensor, rows: Tensor, length: int) -> Tensor:
-    """Some rows; only what is filled is copied."""
+    # Only the positions that are filled are copied.
     out = x.new_empty(len(rows), *x.shape[1:])
     out[:, :, :length] = x[rows, :, :length]
     return out
@@ -158,10 +168,10 @@ def attention(model: Any) -> Iterator[None]:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer.
+    """Attend through the ``GroupCache`` of the forward pass; transformers calls it in every layer.
 
     Raises:
-        NotImplementedError: the layer attends in a way of its own.
+        NotImplementedError: the layer needs more than plain attention (a sliding window, a soft cap, sinks, ...).
     """
     special = ("sliding_window", "softcap", "s_aux", "position_bias")
     if attention_mask is not None or any(options.get(name) is not None for name in special):

@@ -19,28 +19,28 @@ from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.start import (
     KEY,
-    check_installed,
+    check_in_process,
     checked_path,
     forget_graph_pool,
     place_among_processes,
     process_left_alone,
     start,
 )
-from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledToken
+from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
 from lit_grpo.engines.vllm.weights import reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
 
 
-class _RequestKey(NamedTuple):
-    """Where a running sample's completion goes, and what it is made of."""
+class _RunningSample(NamedTuple):
+    """One sample that vLLM works on: where its completion goes, and what the completion is made of."""
 
     inbox: deque[Completion]
     request: Request
     sample: int
     max_new_tokens: int
     vllm_id: str
-    drawn: SampledToken
+    tokens: SampledTokens
 
 
 class VLLMEngine:
@@ -59,11 +59,10 @@ class VLLMEngine:
 
     Args:
         model_path: folder of a Hugging Face model (or a hub name).
-        end_token_ids: ids that end a completion; None: those of the folder's ``generation_config.json`` and, failing
-            that, ``config.json``.
+        end_token_ids: ids that end a completion.
         dtype: ``auto`` (as the folder says), ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: longest prompt plus completion, in tokens; None: what the model's configuration allows.
-        seed: of vLLM itself. Samples depend on their own seeds alone.
+        seed: seed of vLLM itself. What is sampled depends on the seeds of the requests alone.
         gpu_memory_utilization: share of the card's memory for weights and key-value cache. On CPU the cache takes
             1 GiB, or the engine argument ``kv_cache_memory_bytes``.
         max_num_seqs: completions sampled at once.
@@ -82,7 +81,7 @@ class VLLMEngine:
         self,
         model_path: str | Path,
         *,
-        end_token_ids: Sequence[int] | None = None,
+        end_token_ids: Sequence[int],
         dtype: str = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
@@ -93,7 +92,7 @@ class VLLMEngine:
         **engine_args: Any,
     ) -> None:
         self._llm: Any = None
-        check_installed()
+        check_in_process()
         path = checked_path(model_path)
         args = {
             "model": str(path),
@@ -104,8 +103,10 @@ class VLLMEngine:
             "max_num_seqs": max_num_seqs,
             "tensor_parallel_size": tensor_parallel_size,
             "enable_prefix_caching": enable_prefix_caching,
-            "skip_tokenizer_init": True,  # ids in, ids out: no text exists in here
-            "generation_config": "vllm",  # the folder's sampling defaults (top_p, penalties) must not creep in
+            # Ids in, ids out: no text exists in here.
+            "skip_tokenizer_init": True,
+            # The folder's sampling defaults (top_p, penalties) must not creep in.
+            "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -122,8 +123,7 @@ class VLLMEngine:
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._sleep_enabled: bool = config.model_config.enable_sleep_mode
         self._on_cpu: bool = config.device_config.device_type == "cpu"
-        ends = _end_token_ids(path, config.model_config.hf_config) if end_token_ids is None else end_token_ids
-        self.end_token_ids = tuple(sorted(set(ends)))
+        self.end_token_ids = tuple(sorted(set(end_token_ids)))
         self._version = -1
         self._unusable = "it was started without weights" if engine_args.get("load_format") == "dummy" else None
         """Why the weights in the engine must not be sampled from."""
@@ -131,7 +131,7 @@ class VLLMEngine:
         """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
         self._collector = LogprobCollector(self._engine)
-        self._running_requests: dict[str, _RequestKey] = {}
+        self._running_samples: dict[str, _RunningSample] = {}
         self._may_hold_prefixes = False
         """Whether anything was sampled since the prefix cache was last emptied."""
 
@@ -190,7 +190,7 @@ class VLLMEngine:
         try:
             if self._asleep:
                 self.wake()
-            if not self._running_requests:
+            if not self._running_samples:
                 self._forget_prefixes()
             for position, request in enumerate(requests):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
@@ -199,25 +199,25 @@ class VLLMEngine:
                     params = _sampling_params(sampling, self.end_token_ids, seed)
                     self._may_hold_prefixes = True
                     vllm_id = self._engine.add_request(key, prompt, params)
-                    drawn = self._collector.open(vllm_id)
-                    self._running_requests[key] = _RequestKey(
-                        inbox, request, sample, sampling.max_new_tokens, vllm_id, drawn
+                    tokens = self._collector.open(vllm_id)
+                    self._running_samples[key] = _RunningSample(
+                        inbox, request, sample, sampling.max_new_tokens, vllm_id, tokens
                     )
                     waiting.add(key)
-            left = len(waiting)
-            while left:
+            missing = len(waiting)
+            while missing:
                 while inbox:
-                    left -= 1
+                    missing -= 1
                     yield inbox.popleft()
-                if left:
+                if missing:
                     self._step()
         finally:
-            self._abort([key for key in waiting if key in self._running_requests])
-            if not self._running_requests:
+            self._abort([key for key in waiting if key in self._running_samples])
+            if not self._running_samples:
                 gc.unfreeze()
 
     def _step(self) -> None:
-        """One forward pass for all running samples; hand out those that ended with it."""
+        """Run one forward pass for all running samples, and hand out those that ended with it."""
         # vLLM's CPU sampler draws global random numbers even where every request has its own seed.
         random_state = torch.get_rng_state() if self._on_cpu else None
         try:
@@ -231,32 +231,34 @@ class VLLMEngine:
             if random_state is not None:
                 torch.set_rng_state(random_state)
         for output in outputs:
-            if not output.finished or output.request_id not in self._running_requests:
+            if not output.finished or output.request_id not in self._running_samples:
                 continue
-            self._finish(self._running_requests.pop(output.request_id), output)
+            self._finish(self._running_samples.pop(output.request_id), output)
 
-    def _finish(self, route: _RequestKey, output: Any) -> None:
-        """Check a sample that vLLM says has ended, and put it where it belongs."""
+    def _finish(self, running: _RunningSample, output: Any) -> None:
+        """Check a sample that vLLM says has ended, and hand it to the generation that asked for it."""
         result = output.outputs[0]
-        request, last = route.request, list(result.token_ids)
-        ids, logprobs = tuple(route.drawn.ids), tuple(route.drawn.logprobs)
-        # Its output processor sees the last step alone (or all): both must end in the same ids, and none may be lost.
-        whole = len(ids) == route.max_new_tokens if result.finish_reason == "length" else result.finish_reason == "stop"
+        request, last = running.request, list(result.token_ids)
+        ids, logprobs = tuple(running.tokens.ids), tuple(running.tokens.logprobs)
+        # vLLM's output processor has seen the last step alone (or all of them): what it says must be the end of what
+        # was collected, and nothing may be lost on the way.
+        at_limit = len(ids) == running.max_new_tokens
+        whole = result.finish_reason == "stop" or (result.finish_reason == "length" and at_limit)
         if not whole or not last or list(ids[-len(last) :]) != last or len(ids) != len(logprobs):
             raise EngineError(
-                f"vLLM ended sample {route.sample} of request {request.index} with {result.finish_reason!r}, "
+                f"vLLM ended sample {running.sample} of request {request.index} with {result.finish_reason!r}, "
                 f"{len(ids)} ids and {len(logprobs)} log-probabilities"
             )
         if list(output.prompt_token_ids) != list(request.token_ids):
             raise EngineError(f"vLLM sampled request {request.index} from another prompt than it was given")
-        completion = Completion(request.index, route.sample, ids, logprobs, result.finish_reason, self._version)
-        route.inbox.append(completion)
+        completion = Completion(request.index, running.sample, ids, logprobs, result.finish_reason, self._version)
+        running.inbox.append(completion)
 
     def _abort(self, keys: list[str]) -> None:
         for key in keys:
-            self._collector.drop(self._running_requests.pop(key).vllm_id)
+            self._collector.drop(self._running_samples.pop(key).vllm_id)
         if keys and self._llm is not None:
-            # Nothing of use can be said about a failure here that the error which led here does not say better.
+            # Where an error led here, that error says what is wrong; a second one must not take its place.
             with contextlib.suppress(Exception):
                 self._engine.abort_request(keys)
 
@@ -272,9 +274,9 @@ class VLLMEngine:
                 latter the engine refuses to sample until a sync succeeds.
         """
         self._require_open()
-        if self._running_requests:
+        if self._running_samples:
             raise EngineError(
-                f"weights of version {version} came while {len(self._running_requests)} samples of version "
+                f"weights of version {version} came while {len(self._running_samples)} samples of version "
                 f"{self._version} are running: exhaust or close the generation first"
             )
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
@@ -292,7 +294,8 @@ class VLLMEngine:
         self._version, self._unusable = version, None
 
     def _forget_prefixes(self) -> None:
-        if not self._may_hold_prefixes:  # vLLM would walk over every block of its cache for nothing
+        # Without this, vLLM would walk over every block of its cache for nothing.
+        if not self._may_hold_prefixes:
             return
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not empty its prefix cache, so keys and values of old weights could be reused")
@@ -322,15 +325,15 @@ class VLLMEngine:
             raise UserError(
                 "the engine was started without sleep mode", where=f"{KEY}.args", remedy="enable_sleep_mode: true"
             )
-        if self._running_requests:
-            raise EngineError(f"cannot sleep while {len(self._running_requests)} samples are running")
+        if self._running_samples:
+            raise EngineError(f"cannot sleep while {len(self._running_samples)} samples are running")
         self._llm.sleep(level=level)
         self._asleep = {"weights", "kv_cache"}
         if level == 2:
             self._version, self._unusable = -1, "sleep level 2 dropped the weights"
 
     def wake(self, *parts: str) -> None:
-        """Take the memory back: ``weights``, ``kv_cache``, or all. ``sync`` and ``generate`` do it themselves."""
+        """Take back the memory of ``weights``, ``kv_cache`` or both; ``sync`` and ``generate`` do so themselves."""
         self._require_open()
         for part in sorted(self._asleep & set(parts or self._asleep), reverse=True):
             self._llm.wake_up(tags=[part])
@@ -341,7 +344,7 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        self._running_requests.clear()
+        self._running_samples.clear()
         self._collector.close()
         client, self._engine = self._engine.engine_core, None
         gc.unfreeze()
@@ -363,25 +366,15 @@ class VLLMEngine:
             raise EngineError("the engine is closed")
 
 
-def _end_token_ids(path: Path, config: Any) -> list[int]:
-    from transformers import GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # no generation_config.json
-        ends = None
-    if ends is None:
-        ends = getattr(config, "eos_token_id", None)
-    return list(ends) if isinstance(ends, list) else ([ends] if ends is not None else [])
-
-
 def _sampling_params(sampling: Sampling, end_token_ids: Sequence[int], seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         **sampling_settings(sampling, end_token_ids, seed),
-        flat_logprobs=True,  # where vLLM's output processor sees them: numbers instead of one object per token
-        skip_clone=True,  # made for this request alone
+        # Where vLLM's output processor sees log-probabilities, they are numbers instead of one object per token.
+        flat_logprobs=True,
+        # Made for this request alone, so nobody else can change it.
+        skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

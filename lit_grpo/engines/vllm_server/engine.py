@@ -1,4 +1,4 @@
-"""Sampling by a vLLM server: a process of its own, started here or elsewhere."""
+"""The rollout engine that samples by a vLLM server: another process, started here or elsewhere."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lit_grpo.types import Completion, Request, Sampling
 
 log = logging.getLogger(__name__)
 
-TOKENS = "vllm:generation_tokens_total"
-"""The server's count of sampled tokens: it stands still in a server that hangs."""
+TOKENS_METRIC = "vllm:generation_tokens_total"
+"""The server's count of sampled tokens, which stands still in a server that hangs."""
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
-_LOOK_SECONDS = 2.0
-"""Without an answer, until the server is asked what it is doing."""
+_PROGRESS_CHECK_SECONDS = 2.0
+"""How long no answer may come before the server is asked for its progress."""
 _ABORT_SECONDS = 30.0
-"""Until a server has dropped the samples that nobody waits for any more."""
+"""How long a server may take to drop samples that were cancelled."""
 
 
 class VLLMServer:
@@ -45,19 +45,19 @@ class VLLMServer:
     completion brings the stamp of the weights that sampled each of its tokens: weights that are not those of the last
     sync (a server that was started again holds none of this run's) are never sampled from unnoticed.
 
-    Failures: a connection that breaks is tried again. A server that died, hangs or lost its weights is what
-    ``settings.on_failure`` speaks of. Completions that were yielded stay; only the missing ones are asked for again,
-    with the same seeds.
+    Failures: a connection that breaks is tried again. If the server died, hangs or lost its weights,
+    ``settings.on_failure`` says what happens. Completions that were yielded stay; only the missing ones are asked for
+    again, with the same seeds.
 
     Args:
-        model_config: transformers configuration of the policy. It gives the server's model no weights.
+        model_config: transformers configuration of the policy. The server is started with it and without weights.
         settings: which server, and what happens when it fails.
         end_token_ids: ids that end a completion.
         max_model_len: longest prompt plus completion, in tokens, that will be asked for.
-        dtype: of the server's weights.
+        dtype: number format of the server's weights.
         max_num_seqs: completions sampled at once.
         gpu_memory_utilization: share of the card's memory, for a server that is started here.
-        seed: of vLLM itself. Samples depend on their own seeds alone.
+        seed: seed of vLLM itself. What is sampled depends on the seeds of the requests alone.
         engine_args: further arguments of a server that is started here; they win over the defaults.
         weight_bytes: size of the weights, to choose where they are handed over.
 
@@ -87,9 +87,8 @@ class VLLMServer:
         self._version = -1
         self._unusable: str | None = "no weights were given to it yet"
         self._stamp = ""
-        """Of the weights that the server must hold."""
-        self._open = 0
-        """Generations that are running."""
+        """Stamp of the weights that the server must hold: the run's mark and the policy version."""
+        self._open_generations = 0
         self._closed = False
         self._scratch = make_scratch_folder(settings.weights_folder, weight_bytes)
         # A run that ends with an exception closes nothing.
@@ -193,7 +192,7 @@ class VLLMServer:
         return self._generate(list(requests), sampling)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
-        left: dict[Key, Any] = {
+        missing: dict[Key, Any] = {
             (position, sample): {
                 "token_ids": list(request.token_ids),
                 "sampling_params": sampling_settings(sampling, self.end_token_ids, seed),
@@ -202,17 +201,20 @@ class VLLMServer:
             for sample, seed in enumerate(request.seeds)
         }
         pauses = self._pauses()
-        alone, self._open = self._open == 0, self._open + 1
+        first, self._open_generations = self._open_generations == 0, self._open_generations + 1
         try:
-            if alone:  # what is sampled depends on weights, requests and sampling alone, not on earlier calls
+            # It empties the prefix cache, so that what is sampled depends on weights, requests and sampling alone, not
+            # on earlier calls. Beside an open generation that cannot be done.
+            if first:
                 self._retry(self._prepare, pauses)
-            while left:
-                answers = self._http.generate(left)
+            while missing:
+                answers = self._http.generate(missing)
                 try:
-                    while left:
+                    while missing:
                         (position, sample), answer = self._next(answers)
                         completion = self._completion(requests[position], sample, answer)
-                        del left[position, sample]
+                        # Before the yield: an answer that was handed out is never asked for again.
+                        del missing[position, sample]
                         yield completion
                 except ServerTrouble as trouble:
                     answers.cancel()
@@ -222,13 +224,18 @@ class VLLMServer:
                 finally:
                     answers.cancel()
         finally:
-            self._open -= 1
+            self._open_generations -= 1
 
     def _next(self, answers: Answers) -> tuple[Key, Any]:
-        """The next answer, as long as the server is at work."""
+        """Return the next answer and the key of its request.
+
+        Raises:
+            ServerTrouble: the request failed, the server ended, or it sampled no token for ``progress_seconds``.
+            ServerRefusal: the server refused the request.
+        """
         seconds = self._settings.progress_seconds
         tokens, end = float("nan"), time.monotonic() + seconds
-        while (item := answers.next(min(seconds / 5, _LOOK_SECONDS))) is None:
+        while (item := answers.next(min(seconds / 5, _PROGRESS_CHECK_SECONDS))) is None:
             if self._process is not None and not self._process.running:
                 raise ServerTrouble("the server's process ended")
             now, count = time.monotonic(), self._tokens()
@@ -240,12 +247,14 @@ class VLLMServer:
         return item
 
     def _tokens(self) -> float:
-        """Sampled by the server so far; NaN if it does not say, and then only completions count as progress."""
+        """Return how many tokens the server has sampled so far; NaN if it does not say."""
+        # With NaN only completions count as progress: no comparison with it is true.
         try:
-            return metric(self._http.get("/metrics"), TOKENS)
+            return metric(self._http.get("/metrics"), TOKENS_METRIC)
         except (ServerTrouble, ServerRefusal):
             return float("nan")
 
+    # Whatever the server's answer says more than once must agree: ids, log-probabilities, prompt, weights.
     def _completion(self, request: Request, sample: int, answer: Any) -> Completion:
         name = f"sample {sample} of request {request.index}"
         (choice,) = answer["choices"]
@@ -280,10 +289,10 @@ class VLLMServer:
                 succeeds.
         """
         self._require_open()
-        if self._open:
+        if self._open_generations:
             raise EngineError(
-                f"weights of version {version} came while {self._open} generations of version {self._version} are "
-                "running: exhaust or close them first"
+                f"weights of version {version} came while {self._open_generations} generations of version "
+                f"{self._version} are running: exhaust or close them first"
             )
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
         self._stamp = self._stamp_of(version)
@@ -311,15 +320,16 @@ class VLLMServer:
         self._http.post("/update_weight_version", {"new_version": self._stamp})
 
     def _prepare(self) -> None:
-        held = self._loaded_stamp()
-        if held != self._stamp:
-            reason = "is not reached" if held is None else "lost its weights: it was started again"
+        loaded = self._loaded_stamp()
+        if loaded != self._stamp:
+            reason = "is not reached" if loaded is None else "lost its weights: it was started again"
             raise ServerTrouble(f"the server {reason}")
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
         end = time.monotonic() + _ABORT_SECONDS
-        while not self._http.post("/reset_prefix_cache")["success"]:  # samples that were cancelled hold theirs
+        # Samples that were cancelled hold their part of the cache until the server has dropped them.
+        while not self._http.post("/reset_prefix_cache")["success"]:
             if time.monotonic() > end:
                 raise EngineError(
                     "vLLM did not empty its prefix cache, so keys and values of old weights could be reused; "
@@ -338,7 +348,7 @@ class VLLMServer:
         return f"{self._run}:{version}"
 
     def _loaded_stamp(self) -> str | None:
-        """Stamp of the weights in the server; None if it cannot be reached."""
+        """Return the stamp of the weights in the server; None if it cannot be reached."""
         try:
             return str(self._http.get("/weight_info")["weight_version"])
         except ServerTrouble:
@@ -347,12 +357,16 @@ class VLLMServer:
     # ---------------------------------------------------------------------------------------------- failures
 
     def _pauses(self) -> Iterator[float]:
-        """Seconds before each further attempt of one generation or sync."""
+        """Yield the seconds before each further attempt of one generation or sync."""
         for attempt in range(self._settings.retries):
             yield min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
 
     def _retry(self, action: Any, pauses: Iterator[float]) -> None:
-        """Do ``action``, again after a recovery where it failed."""
+        """Do ``action``; where the server failed, recover and do it again.
+
+        Raises:
+            EngineError: the server refuses a call, or cannot be recovered.
+        """
         while True:
             try:
                 action()
@@ -363,7 +377,7 @@ class VLLMServer:
                 raise EngineError(f"the vLLM server refuses a call: {refusal}") from refusal
 
     def _recover(self, trouble: ServerTrouble, pauses: Iterator[float]) -> None:
-        """Return with the last sync's weights in a server that answers.
+        """Wait for, or bring about, a server that answers and holds the last sync's weights.
 
         Raises:
             EngineError: the configuration does not allow it, or all attempts were used up.
@@ -374,20 +388,23 @@ class VLLMServer:
                 raise EngineError(f"the vLLM server failed {self._settings.retries + 1} times: {trouble}") from trouble
             log.warning("The vLLM server failed: %s. Trying again in %.0f s.", trouble, pause)
             time.sleep(pause)
-            held, hung = self._loaded_stamp(), isinstance(trouble, _Hung)
-            loading = self._version < 0  # in a sync; it loads the weights itself
-            if held is not None and (held == self._stamp or loading) and not (hung and self._process is not None):
-                return  # it passed
+            loaded, hung = self._loaded_stamp(), isinstance(trouble, _Hung)
+            # In a sync, which loads the weights itself.
+            loading = self._version < 0
+            # It passed. A server of one's own that hangs may answer this too, and is started again all the same.
+            if loaded is not None and (loaded == self._stamp or loading) and not (hung and self._process is not None):
+                return
             gone = self._process is not None and not self._process.running
             if self._settings.on_failure == "stop":
-                if held is None and not gone and not hung:
-                    continue  # not reached: perhaps for a moment
+                # Not reached, perhaps for a moment only.
+                if loaded is None and not gone and not hung:
+                    continue
                 raise EngineError(
                     f"the vLLM server failed: {trouble}. {KEY}.server.on_failure is stop; with recover the run would "
                     f"have gone on.{self._log_tail()}"
                 ) from trouble
             try:
-                if held is None or hung:
+                if loaded is None or hung:
                     self._restart_server()
                 if not loading:
                     self._load()
@@ -445,4 +462,4 @@ class VLLMServer:
 
 
 class _Hung(ServerTrouble):
-    """The server answers, but does nothing."""
+    """The server answers, but samples no token."""

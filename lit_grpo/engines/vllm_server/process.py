@@ -1,4 +1,4 @@
-"""Start a vLLM server on this machine, and end it: also when this process is killed."""
+"""A vLLM server on this machine: started with what a run needs, and ended even when this process is killed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_grpo.engines.base import EngineError
-from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, INSTALL, KEY
+from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY, check_installed
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 
+# Not reachable from elsewhere: whoever reaches the server can run code in it.
 HOST = "127.0.0.1"
-"""Not reachable from elsewhere: whoever reaches the server can run code in it."""
 STOP_SECONDS = 20.0
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
+# On the server's path, so that its workers find lit_grpo in an uninstalled checkout too.
 _ROOT = Path(__file__).parents[3]
-"""Put on the server's path, so that its workers find lit_grpo in an uninstalled checkout too."""
-_LAST_LINES = 15
-_LAUNCHER = {
+_LOG_TAIL_LINES = 15
+# Not handed on to the server: vLLM would take the rank of this training process for its own.
+_LAUNCHER_VARIABLES = {
     "RANK",
     "LOCAL_RANK",
     "GROUP_RANK",
@@ -46,7 +46,6 @@ _LAUNCHER = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-"""Says which training process this is; vLLM would take it for its own."""
 
 
 class ServerProcess:
@@ -57,8 +56,8 @@ class ServerProcess:
         port: 0 for any free one, the same at every start.
         engine_args: names and values of vLLM's command line, underscores for dashes; True for a bare flag, None leaves
             an argument out.
-        env: added to this process's environment.
-        scratch: folder that goes when this process ends, however it ends.
+        env: variables added to this process's environment.
+        scratch: folder that is removed when this process ends, however it ends.
 
     Raises:
         UserError: vLLM is not installed, or the port is taken.
@@ -72,11 +71,11 @@ class ServerProcess:
         self.url = f"http://{HOST}:{self.port}"
         self.scratch = scratch
         self.log = Path(tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")[1])
-        """Removed at the end, unless a message has named it."""
+        """File with the server's output. Removed at the end, unless a message has named it."""
         self._keep_log = False
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
-        inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+        inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
         self._env = {**inherited, **_environment(), **env}
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), self._env.get("PYTHONPATH")]))
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,10 +85,12 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self, seconds: float, ready: Callable[[], bool]) -> None:
-        """Start and wait until ``ready()``.
+        """Start the server, and wait until ``ready()`` says so, for ``seconds`` at most.
+
+        A server that runs is ended first. If the start fails, no process of it is left.
 
         Raises:
-            EngineError: the server ended, or was not ready in time. Nothing of it is left.
+            EngineError: the server ended, or was not ready in time.
         """
         self.stop()
         with self.log.open("ab") as log:
@@ -111,9 +112,9 @@ class ServerProcess:
             time.sleep(0.2)
 
     def log_tail(self) -> str:
-        """The end of the server's log, which stays from now on."""
+        """Return the end of the server's log, and keep the file from now on."""
         self._keep_log = True
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:]
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
         return f"The end of its log ({self.log}):\n  " + "\n  ".join(lines)
 
     def stop(self) -> None:
@@ -122,8 +123,9 @@ class ServerProcess:
         if process is None:
             return
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            process.stdin.write(b"x")  # see the supervisor
+        # Any byte asks the supervisor to end the server. It may be gone already.
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"x")
             process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
@@ -141,7 +143,7 @@ class ServerProcess:
 
 
 def check_server_config(config: VLLMServerEngineConfig) -> None:
-    """Quick, imports nothing.
+    """Check the settings of the engine before anything is started or imported.
 
     Raises:
         UserError: vLLM is needed and not installed, or a setting makes no sense.
@@ -169,12 +171,12 @@ def check_server_config(config: VLLMServerEngineConfig) -> None:
 
 
 def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerConfig:
-    """The settings for one of several training processes: each has a server of its own.
+    """Return the settings for one of several training processes, each of which has a server of its own.
 
     ``{rank}`` in the address and in values of ``env`` becomes the number of the process; a fixed port counts up.
 
     Raises:
-        UserError: the address is the same for all.
+        UserError: the address is the same for all processes.
     """
     if server.url is not None and processes > 1 and "{rank}" not in server.url:
         raise UserError(
@@ -193,26 +195,27 @@ def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerCon
 
 
 def _check_installed() -> None:
-    if find_spec("vllm") is None:
-        raise UserError(
-            "a vLLM server cannot be started: vLLM is not installed",
-            where=f"{KEY}.name",
-            remedy=f"{INSTALL}; or give the address of a running server as {KEY}.server.url",
-        )
+    check_installed(
+        "a vLLM server cannot be started: vLLM is not installed",
+        f"; or give the address of a running server as {KEY}.server.url",
+    )
 
 
 def default_engine_args() -> dict[str, Any]:
-    """What a server must be started with, here or by hand, and what makes it fast on this machine."""
+    """Return what a server must be started with, here or by hand, and what makes it fast on this machine."""
     args: dict[str, Any] = {
-        "load_format": "dummy",  # weights come with the first sync; nothing is sampled before
+        # Weights come with the first sync; nothing is sampled before.
+        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
-        "enable_scale_out": True,  # /inference/v1/generate: ids in, ids out
+        # It brings /inference/v1/generate: ids in, ids out.
+        "enable_scale_out": True,
         "disable_uvicorn_access_log": True,
     }
-    if not torch.cuda.is_available():  # as for the engine in this process
+    # The same choices as for the engine in this process, see lit_grpo.engines.vllm.start.
+    if not torch.cuda.is_available():
         # A prompt that is split over two steps kills vLLM's CPU engine if its request has a seed.
         return {**args, "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
     return {**args, "compilation_config": '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'}
@@ -220,10 +223,12 @@ def default_engine_args() -> dict[str, Any]:
 
 def _environment() -> dict[str, str]:
     env = {
-        "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, /update_weight_version
+        # It brings /collective_rpc, /reset_prefix_cache and /update_weight_version.
+        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "HF_HUB_OFFLINE": "1",  # the folder is complete
+        # The folder is complete: vLLM would wait for a hub that cannot be reached.
+        "HF_HUB_OFFLINE": "1",
     }
     if not torch.cuda.is_available():
         env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(CPU_CACHE_BYTES // 2**30))
@@ -234,7 +239,7 @@ def _server_command(model_path: Path) -> list[str]:
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        # The CPU build is a package of another name, which `vllm serve` does not get over.
+        # The CPU build is a package of another name, and `vllm serve` fails without one called vllm.
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path)]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_path)]
 
@@ -254,7 +259,8 @@ def _as_options(args: Mapping[str, Any]) -> list[str]:
 
 def _free_port(port: int) -> int:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that ended just now does not count
+        # A server that ended just now does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:

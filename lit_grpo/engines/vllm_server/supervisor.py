@@ -21,11 +21,12 @@ import threading
 import time
 
 GRACE_SECONDS = 10.0
-"""From asking the command to end to killing it."""
+"""How long the command may take to end before it is killed."""
 
 
 def main(scratch: str, command: list[str]) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group's SIGTERM below is meant for the command
+    # The SIGTERM that the group gets below is meant for the command.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
     orphaned = threading.Event()
@@ -41,7 +42,8 @@ def main(scratch: str, command: list[str]) -> int:
 
 def _default_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this in its own time
+    # Ctrl-C is for the parent, which ends the command in its own time.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _watch_parent(child: subprocess.Popen[bytes], orphaned: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Weights on their way to a server: safetensors files in a folder that both sides see.
+"""Weights handed to a server as safetensors files, in a folder that both sides see.
 
 The files stay until the next version comes, so that a server that was started again gets the same weights without the
 learner.
@@ -18,11 +18,11 @@ from lit_grpo.engines.base import NamedWeights
 
 SHARED_MEMORY = Path("/dev/shm")
 _FILE_BYTES = 2**30
-"""Weights are held in the learner's memory up to this much before they are written."""
+"""Size of a file: so much is kept in the learner's memory before it is written."""
 
 
 def make_scratch_folder(chosen: str | None, weight_bytes: int) -> Path:
-    """A new folder below ``chosen``; None: in shared memory if the weights fit twice, else for temporary files."""
+    """Make a new folder below ``chosen``; None: in shared memory if the weights fit twice, else for temporary files."""
     where = chosen
     if where is None and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * weight_bytes:
         where = str(SHARED_MEMORY)
@@ -32,37 +32,37 @@ def make_scratch_folder(chosen: str | None, weight_bytes: int) -> Path:
 
 
 def write_weights(folder: Path, weights: NamedWeights, dtype: torch.dtype) -> None:
-    """Replace what ``folder`` holds by ``weights``, which may lie on any device.
+    """Replace the files of ``folder`` by those of ``weights``.
 
     Args:
         folder: made if it is not there.
-        weights: (name, full tensor), read one at a time.
-        dtype: of the server. Floating-point tensors are written in it, as loading would round them.
+        weights: (name, full tensor) on any device, read one at a time.
+        dtype: number format of the server. Floating-point tensors are written in it, as loading would round them.
     """
     from safetensors.torch import save_file
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    count, size, held = 0, 0, dict[str, Tensor]()
+    count, size, pending = 0, 0, dict[str, Tensor]()
 
     def write() -> None:
-        nonlocal count, size, held
-        save_file(held, folder / f"{count:05}.safetensors")
-        count, size, held = count + 1, 0, {}
+        nonlocal count, size, pending
+        save_file(pending, folder / f"{count:05}.safetensors")
+        count, size, pending = count + 1, 0, {}
 
     for name, tensor in weights:
         # Always a copy: tied weights share memory, which safetensors refuses.
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        held[name] = tensor.detach().to("cpu", kind, copy=True).contiguous()
-        size += held[name].nbytes
+        written_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        pending[name] = tensor.detach().to("cpu", written_dtype, copy=True).contiguous()
+        size += pending[name].nbytes
         if size >= _FILE_BYTES:
             write()
-    if held:
+    if pending:
         write()
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) one at a time.
+    """Yield (name, tensor) of the files in ``folder``, one at a time.
 
     Raises:
         FileNotFoundError: no file is there, or ``folder`` is not seen from this machine.

@@ -1,7 +1,8 @@
-"""What a vLLM server's workers can do for lit-grpo: say what they serve, and load weights from files.
+"""The methods that lit-grpo adds to a vLLM server's workers: say what they serve, and load weights from files.
 
-The server loads it with ``--worker-extension-cls lit_grpo.engines.vllm_server.worker.WeightLoader`` and calls it
-through ``/collective_rpc``. Nothing raises: an exception would reach the caller as a bare "internal error".
+The server loads the class with ``--worker-extension-cls lit_grpo.engines.vllm_server.worker.WeightLoader``, and its
+methods are called through ``/collective_rpc``. None of them raises: an exception would reach the caller as a bare
+"internal error".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class WeightLoader:
     vllm_config: Any
 
     def lit_grpo_facts(self) -> dict[str, Any]:
-        """What decides whether a run can use this server."""
+        """Return what decides whether a run can use this server."""
         config = self.vllm_config
         model = config.model_config
         text = model.hf_config.get_text_config()

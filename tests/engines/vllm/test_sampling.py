@@ -74,7 +74,7 @@ def test_logprobs_are_the_models_at_the_sampling_temperature(engine: Any, model:
 
 
 def test_more_prompt_tokens_than_one_step_takes(engine: Any, model: Any) -> None:
-    """On CPU, vLLM dies of a prompt that it splits over two steps if the request has a seed."""
+    """On CPU vLLM dies of a prompt that it splits over two steps if the request has a seed."""
     prompts = [tuple((i * 31 + j * (i + 3)) % 125 + 3 for j in range(170)) for i in range(60)]
     asked = requests(1, prompts=prompts)
     completions = sampled(engine, asked, Sampling(max_new_tokens=2))
@@ -182,7 +182,7 @@ def test_an_abandoned_generation_leaves_nothing_behind(engine: Any) -> None:
     abandoned.close()
     assert not engine._engine.has_unfinished_requests()
     engine.generate(requests(4), sampling)  # never started
-    assert not engine._running_requests
+    assert not engine._running_samples
     assert not engine._collector._running
     assert sampled(engine, requests(4), sampling) == expected
 

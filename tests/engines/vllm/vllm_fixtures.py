@@ -52,7 +52,7 @@ def start_engine(folder: Path, model: Any, **options: Any) -> Any:
 
     model.save_pretrained(folder)
     small = {"dtype": DTYPE, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "kv_cache_memory_bytes": 2**26}
-    return VLLMEngine(folder, **{**small, **options})
+    return VLLMEngine(folder, **{"end_token_ids": (EOS,), **small, **options})
 
 
 def requests(samples: int, first_seed: int = 0, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ import torch
 from aiohttp import web
 
 from lit_grpo.engines import EngineConfig, EngineError, ServerConfig, check_engine
+from lit_grpo.engines.vllm import start as vllm_start
 from lit_grpo.engines.vllm_server import engine as vllm_server
 from lit_grpo.engines.vllm_server import process as vllm_server_process
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND
+from lit_grpo.engines.vllm_server.client import metric
 from lit_grpo.engines.vllm_server.engine import VLLMServer
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
@@ -260,6 +263,18 @@ def test_slow_is_not_hung(engine: VLLMServer, server: StandIn) -> None:
     assert len(server.asked) == len(SEEDS)
 
 
+def test_a_metric_is_summed_over_its_labels() -> None:
+    text = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="of a folder"} 5.0
+vllm:generation_tokens_total{engine="1",model_name="of a folder"} 7.0
+vllm:generation_tokens_created{engine="0",model_name="of a folder"} 1.7e9
+"""
+    assert metric(text, "vllm:generation_tokens_total") == 12.0
+    assert math.isnan(metric(text, "vllm:generation_tokens"))
+    assert math.isnan(metric("<html>Not Found</html>", "vllm:generation_tokens_total"))
+
+
 @both
 def test_a_server_that_dies_before_a_sync(engine: VLLMServer, server: StandIn) -> None:
     server.die()
@@ -352,7 +367,7 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
 def test_wrong_settings_are_named_before_a_model_is_loaded(
     settings: Any, args: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=words):
         check_engine(EngineConfig(name="vllm_server", args=args, server=ServerConfig(**settings)))
     check_engine(EngineConfig(name="vllm_server", server=ServerConfig(url="http://localhost:8000")))
@@ -364,10 +379,10 @@ def test_a_port_in_use_is_named_before_anything_starts(
     def make(port: int) -> None:
         vllm_server_process.ServerProcess(tmp_path, port=port, engine_args={}, env={}, scratch=tmp_path)
 
-    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: object())
+    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=f"port {server.port} is in use"):
         make(server.port)
-    monkeypatch.setattr(vllm_server_process, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed(.|\n)*lit-grpo\[vllm\](.|\n)*server.url"):
         make(0)
 
