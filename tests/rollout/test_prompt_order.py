@@ -198,8 +198,8 @@ def test_a_run_with_mixing_and_difficulty_resumes_to_the_bit_and_refuses_other_d
     assert rest.metrics == whole.metrics[4:]
     assert torch.equal(weights, expected)
     assert any(m["curriculum/passed_over"] for m in whole.metrics)
-    assert {"source/addition/reward", "source/three/reward", "source/three/share"} <= whole.metrics[0].keys()
-    shares = [m["source/addition/share"] + m["source/three/share"] for m in whole.metrics]
+    assert {"source/addition/reward", "source/three/reward", "source/three/prompts_frac"} <= whole.metrics[0].keys()
+    shares = [m["source/addition/prompts_frac"] + m["source/three/prompts_frac"] for m in whole.metrics]
     assert shares == [1.0] * 9
     counted = Counter(name.partition("/")[0] for names in whole.prompts for name in names)
     assert counted["addition"] > counted["three"] > 0

@@ -134,7 +134,7 @@ def test_bad_solutions_are_refused_with_their_place() -> None:
         ({"drop_zero_variance": True}, "no groups of samples"),
         ({"ratio": "token", "trust_region": "clip"}, "no old policy"),
         ({"advantage": "group_std"}, "every solution counts 1"),
-        ({"keep": "positives"}, "no rewards"),
+        ({"keep_sign": "positives"}, "no rewards"),
         ({"reward_map": "signed"}, "no rewards to shape"),
         ({"overlong_penalty": True}, "no rewards to shape"),
         ({"label_noise": 0.1}, "no rewards to shape"),
