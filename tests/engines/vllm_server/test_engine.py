@@ -248,7 +248,8 @@ def test_a_killed_server_stops_the_run_if_so_configured(engine: VLLMServer, mode
     engine.sync(weights(models[1]), 30)
     engine._settings.on_failure = "stop"
     try:
-        running = engine.generate(requests(16), LONG)
+        # Far more than the server samples at once: when the first is there, others have not begun.
+        running = engine.generate(requests(256), LONG)
         next(running)
         os.kill(server_pids(engine)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="on_failure is stop"):
