@@ -48,7 +48,7 @@ COMMANDS = (
         "lit_grpo.commands.filter.command:run",
     ),
     Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.commands.report:run"),
-    Command("score", "judge ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
+    Command("score", "score ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.commands.export:run"),
 )
 
