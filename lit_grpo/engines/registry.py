@@ -5,6 +5,7 @@ Classes are loaded when an engine is built: vLLM takes many seconds to import, a
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -88,11 +89,26 @@ def make_engine(config: EngineConfig, context: EngineContext) -> RolloutEngine:
     """Build the engine that ``config`` names, for the policy that is trained.
 
     Raises:
-        UserError: see :func:`check_engine`; the engine itself may refuse its settings.
+        UserError: see :func:`check_engine`; arguments that the engine's class does not take, a method that it lacks, or
+            what the engine itself refuses.
     """
     settings = engine_settings(config)
     path = config.custom_engine or ENGINES[config.name].class_path
-    return load_engine_class(path).from_context(context, **settings)
+    build = load_engine_class(path).from_context
+    # Bound before it is called: a TypeError from within the engine is the engine's fault, and keeps its traceback.
+    try:
+        inspect.signature(build).bind(context, **settings)
+    except TypeError as error:
+        raise UserError(f"{path} does not take these arguments: {error}", where=f"{KEY}.init_args") from error
+    engine = build(context, **settings)
+    missing = [name for name in ("policy_version", "generate", "sync", "close") if not hasattr(engine, name)]
+    if missing:  # found now, and not when the run ends and the engine is closed
+        raise UserError(
+            f"{path} has no {', '.join(missing)}",
+            where=f"{KEY}.custom_engine",
+            remedy="write what lit_grpo.engines.RolloutEngine lists",
+        )
+    return engine
 
 
 def engine_settings(config: EngineConfig) -> dict[str, Any]:

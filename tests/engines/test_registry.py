@@ -1,4 +1,4 @@
-"""Engines by name and by import path: settings of another engine are refused, one from outside trains."""
+"""Engines by name and by import path: settings of another engine are warned of, one from outside trains."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import pytest
 
 from lit_grpo.cli.main import main
 from lit_grpo.engines import EngineConfig, EngineContext, NamedWeights, RolloutEngine, check_engine
-from lit_grpo.engines.registry import ENGINES, engine_settings, load_engine_class
+from lit_grpo.engines.registry import ENGINES, engine_settings, load_engine_class, make_engine
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
 from tests.paths import ROOT
@@ -113,3 +113,26 @@ def test_a_wrong_import_path_is_named(path: str, words: str) -> None:
 def test_every_engine_has_its_class_and_takes_its_own_settings(name: Any) -> None:
     load_engine_class(ENGINES[name].class_path)
     assert ENGINES[name].config(**engine_settings(EngineConfig(name=name))) == ENGINES[name].config()
+
+
+class Unfinished:
+    """Everything of an engine but ``close``, which is not called before the run ends."""
+
+    policy_version = -1
+    generate = sync = None
+
+    @classmethod
+    def from_context(cls, context: Any, *, length: int) -> Self:
+        return cls()
+
+
+def test_an_engine_that_lacks_a_method_or_is_given_other_arguments_is_refused_before_it_samples() -> None:
+    path, context = "tests.engines.test_registry.Unfinished", cast(EngineContext, None)
+    with pytest.raises(UserError, match=r"Unfinished has no close") as error:
+        make_engine(EngineConfig(custom_engine=path, init_args={"length": 2}), context)
+    assert error.value.where == "data.engine.custom_engine"
+    with pytest.raises(
+        UserError, match="does not take these arguments: missing a required argument: 'length'"
+    ) as error:
+        make_engine(EngineConfig(custom_engine=path, init_args={"width": 2}), context)
+    assert error.value.where == "data.engine.init_args"
