@@ -38,9 +38,8 @@ class EntropyMonitor(Monitor):
     """Monitor of the policy's mean next-token entropy H against that of the untouched model, H_ini.
 
     H_ini is ``policy/entropy_initial`` where the module measures it (GTPO's rule does), else the mean of
-    ``policy/entropy_sequence``
-    over the first rollouts until ``initial_prompts`` prompts were seen, at most ``initial_rollouts`` of them, since
-    later ones are no longer those of the untouched model.
+    ``policy/entropy_sequence`` over the first rollouts until ``initial_prompts`` prompts were seen, at most
+    ``initial_rollouts`` of them, since later ones are no longer those of the untouched model.
 
     Findings: ``entropy_high`` (the smoothed H crosses ln 2 though H_ini lies below it, or exceeds ``high`` H_ini),
     ``entropy_rising`` (its slope leads to ``high`` H_ini within ``horizon`` rollouts), ``entropy_low`` (below ``low``

@@ -102,9 +102,9 @@ def add_direction(metrics: StepMetrics, token_weights: Tensor) -> None:
 def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     """Measure how much completions of at least :data:`LONG_ENOUGH` tokens repeat themselves; one number each, [n].
 
-    ``repetition``: share of 4-grams seen before in the same completion. ``completions/longest_run_frac``: share of
-    the completion
-    taken by the longest run of one token. ``completions/top_token_frac``: share of its most frequent token.
+    ``completions/repetition_frac``: share of 4-grams seen before in the same completion.
+    ``completions/longest_run_frac``: share of the completion taken by the longest run of one token.
+    ``completions/top_token_frac``: share of its most frequent token.
 
     Args:
         token_ids: [N, T] int64; what is past ``lengths`` is not read.

@@ -112,3 +112,12 @@ def test_the_forward_before_an_update_makes_a_new_experience():
         forward.old_forward(batch, experience, frozenset({"nonsense"}))
     with pytest.raises(RuntimeError, match="none was made"):
         forward.old_forward(batch, experience, frozenset({"ref_logprobs"}))
+
+
+def test_the_name_of_a_metric_moves_no_rounding():
+    # The seed of stochastic rounding is drawn from this name: a run goes on to the same bits under other metric keys.
+    policy, critic = (
+        stepper().bundles[0],
+        OptimizerBundle("critic/", *make_optimizer(torch.nn.Linear(1, 1), RATE, 1), 1.0),
+    )
+    assert (policy.seed_name, critic.seed_name) == ("", "critic/")
