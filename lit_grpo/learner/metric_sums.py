@@ -32,11 +32,6 @@ class StepMetrics:
         old = self.sums.get(key)
         self.sums[key] = Sum(total, count) if old is None else Sum(old.total + total, old.weight + count)
 
-    def replace(self, key: str, value: Tensor | float) -> None:
-        """Put ``value`` under ``key`` in place of everything added so far."""
-        self.sums.pop(key, None)
-        self.add(key, value)
-
     def maximum(self, key: str, value: Tensor | float) -> None:
         """Keep the largest value seen under ``key``; NaN wins."""
         value = torch.as_tensor(value).detach().double()

@@ -32,6 +32,8 @@ class StepPlan:
     """Tokens that belong to this pass over the step, [N, T] bool; all of them except under Lopti."""
     conflicts: Tensor | None
     """GTPO's conflict tokens, [N, T] bool; None if ids or signs are not known."""
+    entropy_filtered: Tensor | None
+    """Completions that GTPO's entropy filter takes out, [N] bool; None where the filter is off."""
     positive: Tensor
     """Completions with a reward above 0, [N] bool."""
     old_logprobs: Tensor | None = None
