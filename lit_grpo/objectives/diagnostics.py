@@ -43,7 +43,8 @@ sampler_mismatch/logprob_abs_diff: mean |log pi_old - log pi_sampler|; ``sampler
 sampler_mismatch/kl_k1, sampler_mismatch/kl_k3: KL(pi_sampler || pi_old): mean of -log c, of c - 1 - log c
 sampler_mismatch/weight: mean c; ``sampler_mismatch/weight_sq`` mean c^2, ``sampler_mismatch/sequence_weight_sq`` mean
     C^2
-sampler_mismatch/capped_frac: share of tokens whose weight the sampler correction changed
+sampler_mismatch/capped_frac: share of tokens whose weight the sampler correction changed; where there is one, like the
+    next two
 sampler_mismatch/applied: mean of the weight w after correction; ``sampler_mismatch/applied_sq`` mean w^2
 sampler_mismatch/missing_frac: share of tokens without a sampler log-probability
 sampler_mismatch/impossible_frac: share of tokens with pi_sampler > 0.5 and pi_old < 1e-4: wrong template, stale weights
@@ -72,6 +73,13 @@ from lit_grpo.types import Sum
 def mean_of(value: Tensor, mask: Tensor) -> Sum:
     """Return sum and count of ``value`` over the tokens or completions of ``mask``, in float64."""
     return Sum(masked(value, mask).double().sum(), mask.sum().double())
+
+
+def largest(value: Tensor, mask: Tensor) -> Tensor:
+    """Return the largest ``value`` over the tokens of ``mask``, float64; -inf, which no metric shows, over none."""
+    floor = value.new_full((1,), float("-inf"))
+    # The floor goes first: the maximum over no element at all is an error.
+    return torch.cat([floor, masked(value, mask, float("-inf")).flatten()]).max().double()
 
 
 def clip_fractions(surrogate: SurrogateOutput, mask: Tensor) -> dict[str, Sum]:
@@ -127,11 +135,9 @@ def sampler_mismatch(
         "sampler_mismatch/learner_perplexity": mean_of((-token_mean(old, known)).exp(), known.any(1)),
         "sampler_mismatch/sampler_perplexity": mean_of((-token_mean(sampled, known)).exp(), known.any(1)),
     }
-    # A 0 goes first: the maximum over no element at all is an error.
-    zero = old.new_zeros(1)
     maxima = {
-        "sampler_mismatch/prob_abs_diff_max": torch.cat([zero, masked(gap, known).flatten()]).max().double(),
-        "sampler_mismatch/logprob_abs_diff_max": torch.cat([zero, masked(log_gap, known).flatten()]).max().double(),
+        "sampler_mismatch/prob_abs_diff_max": largest(gap, known),
+        "sampler_mismatch/logprob_abs_diff_max": largest(log_gap, known),
     }
     return sums, maxima
 
@@ -227,6 +233,7 @@ def step_metrics(
     surrogate: SurrogateOutput,
     sampler: SamplerWeights | None,
     *,
+    corrects: bool,
     tokens: Tensor,
 ) -> tuple[dict[str, Sum], dict[str, Tensor]]:
     """Return the sums and maxima that a loss reports of one micro-batch, by the keys of this module's table."""
@@ -240,16 +247,18 @@ def step_metrics(
         sums |= policy_change(current, old, tokens)
     sums["policy/clipped_old_prob"] = mean_of(old.exp(), stopped)
     sums["policy/advantage_abs"] = mean_of(size, in_loss)
-    maxima = {"policy/advantage_abs_max": torch.cat([size.new_zeros(1), size.flatten()]).max().double()}
+    maxima = {"policy/advantage_abs_max": largest(size, in_loss)}
     if plan.ref_logprobs is not None:
         sums |= reference_kl(current, plan.ref_logprobs.to(current.dtype), tokens)
     if plan.sampler_logprobs is not None and sampler is not None:
         mismatch, peaks = sampler_mismatch(old, plan.sampler_logprobs.to(old.dtype), tokens)
         sums, maxima = sums | mismatch, maxima | peaks
-        sums["sampler_mismatch/capped_frac"] = mean_of(sampler.capped.double(), tokens)
-        applied = sampler.weights.double()
-        sums["sampler_mismatch/applied"] = mean_of(applied, tokens)
-        sums["sampler_mismatch/applied_sq"] = mean_of(applied * applied, tokens)
+        # Without a correction there are no weights that it made.
+        if corrects:
+            sums["sampler_mismatch/capped_frac"] = mean_of(sampler.capped.double(), tokens)
+            applied = sampler.weights.double()
+            sums["sampler_mismatch/applied"] = mean_of(applied, tokens)
+            sums["sampler_mismatch/applied_sq"] = mean_of(applied * applied, tokens)
     if plan.conflicts is not None:
         sums["policy/conflict_frac"] = mean_of(plan.conflicts.double(), tokens)
     if plan.values is not None and plan.returns is not None:
