@@ -46,6 +46,7 @@ from lit_grpo.learner.run_checks import (
     with_monte_carlo_returns,
     with_reward_range,
 )
+from lit_grpo.learner.step_size import measure_step
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.state import ObjectiveState
@@ -84,6 +85,8 @@ class LitGRPO(pl.LightningModule):
         zero_advantage_samples: completions without gradient (of equal rewards, filtered, ...) that go through the model
             in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
             over all completions stay unbiased; None: all of them go through.
+        step_kl_samples: completions that go through the model once more after the last update, to measure how far the
+            policy has moved (``policy/step_kl``); None: one of 32, at least 8; 0: not measured.
         routing_replay: which experts of a mixture-of-experts model every token goes through in an update. ``none``:
             those that its routers choose now; ``old``: those that the policy chose before the first update of the
             rollout; ``sampler``: in every pass of the policy those that the engine chose while sampling.
@@ -107,6 +110,7 @@ class LitGRPO(pl.LightningModule):
         micro_batch_tokens: int | None = 4096,
         micro_batch_size: int | None = None,
         zero_advantage_samples: int | None = 8,
+        step_kl_samples: int | None = None,
         routing_replay: Literal["none", "old", "sampler"] = "none",
         updates_per_rollout: int = 1,
         minibatch_prompts: int | None = None,
@@ -134,6 +138,9 @@ class LitGRPO(pl.LightningModule):
         if zero_advantage_samples is not None and zero_advantage_samples < 0:
             raise UserError(f"zero_advantage_samples is {zero_advantage_samples}", where="model.zero_advantage_samples",
                             remedy="set it to 0 or more, or null for all")  # fmt: skip
+        if step_kl_samples is not None and step_kl_samples < 0:
+            raise UserError(f"step_kl_samples is {step_kl_samples}", where="model.step_kl_samples",
+                            remedy="set it to 1 or more, null for one of 32 completions, or 0 for none")  # fmt: skip
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
         self.objective: Objective = resolve_objective(self.objective_config, max_staleness)
@@ -146,6 +153,7 @@ class LitGRPO(pl.LightningModule):
         check_critic(self.policy_config, self.critic_config)
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
         self.zero_advantage_samples, self.routing_replay = zero_advantage_samples, routing_replay
+        self.step_kl_samples = step_kl_samples
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
         self.updates_per_rollout, self.minibatch_prompts = updates_per_rollout, minibatch_prompts
         self.max_grad_norm = max_grad_norm
@@ -163,6 +171,7 @@ class LitGRPO(pl.LightningModule):
                 "micro_batch_tokens": micro_batch_tokens,
                 "micro_batch_size": micro_batch_size,
                 "zero_advantage_samples": zero_advantage_samples,
+                "step_kl_samples": step_kl_samples,
                 "routing_replay": routing_replay,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
@@ -452,9 +461,13 @@ class LitGRPO(pl.LightningModule):
         )
         if not advantages_need_forward:
             steps = self._stepper.old_forward(batch, steps, needed)
-        self._optimize(batch, steps, metrics)
+        steps_before = self.optimizer_steps
+        first_update = self._optimize(batch, steps, metrics)
         # The engine may sample from this very model, whose routers must then choose for themselves.
         self._policy.stop_replay()
+        if self.step_kl_samples != 0 and self.optimizer_steps > steps_before:
+            seed = rng.derive_seed("step_kl", rng.run_seed(), batch.index)
+            metrics.update(measure_step(self.forward_runner, first_update, advantages, self.step_kl_samples, seed))
         self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
@@ -472,8 +485,11 @@ class LitGRPO(pl.LightningModule):
             self.objective_state = self.objective.merge_states(states)
         return advantages
 
-    def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> None:
-        """Take the optimizer steps of a rollout, and keep in ``step_result`` its log-probabilities from before them."""
+    def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> FirstUpdate:
+        """Take the optimizer steps of a rollout, and keep in ``step_result`` its log-probabilities from before them.
+
+        Returns those of the first step.
+        """
         experience, advantages = steps[0].experience, steps[0].advantages
         first_update = FirstUpdate(batch, experience, steps[0].rows, self.policy_version)
         try:
@@ -490,6 +506,7 @@ class LitGRPO(pl.LightningModule):
                 first_update.entropy() if entropy is None else entropy,
             )
             self.step_result = StepResult(snapshot)
+        return first_update
 
     def _measure_critic(
         self, batch: Rollout, objective: Objective, experience: Experience, metrics: StepMetrics

@@ -83,7 +83,9 @@ def micro_batches(
         yield torch.tensor([chosen[k] for k in indices])
 
 
-def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[Tensor, Tensor]:
+def probe(
+    batch: Rollout, rows: Tensor, count: int | None, seed: int, multiplicity: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose a few completions that stand for all of some, and count how many each of them stands for.
 
     Systematic sampling with probability proportional to length (Madow, 1949): sums over the sample, weighted, estimate
@@ -91,22 +93,25 @@ def probe(batch: Rollout, rows: Tensor, count: int | None, seed: int) -> tuple[T
 
     Args:
         batch: the rollout.
-        rows: the completions to choose from; empty ones are left out.
+        rows: the completions to choose from, [n]; empty ones are left out.
         count: chosen at most; None: all.
         seed: seed of the choice.
+        multiplicity: how many completions each of ``rows`` stands for already, [n] float64; None: itself alone.
 
     Returns:
         The chosen rows and their weights, float64.
     """
-    rows = torch.tensor([i for i in rows.tolist() if batch.completions[i].token_ids], dtype=torch.long)
-    if count is None or count >= len(rows):
-        return rows, torch.ones(len(rows), dtype=torch.float64)
-    if not count:
-        return rows[:0], torch.zeros(0, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    rows = rows[torch.randperm(len(rows), generator=generator)]
+    given = torch.ones(len(rows), dtype=torch.float64) if multiplicity is None else multiplicity
     lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()], dtype=torch.float64)
-    ends = lengths.cumsum(0)
+    rows, given, lengths = rows[lengths > 0], given[lengths > 0], lengths[lengths > 0]
+    if count is None or count >= len(rows):
+        return rows, given
+    if not count:
+        return rows[:0], given[:0]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(rows), generator=generator)
+    rows, given, lengths = rows[order], given[order], lengths[order]
+    ends = (given * lengths).cumsum(0)
     # Points at equal distances from one random start: long completions may be hit more than once, and a weight counts
     # the hits. Rounding may put the last point on the very end, hence the clamp.
     points = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(count)) * ends[-1] / count

@@ -74,11 +74,18 @@ class FirstUpdate:
         self.sums = torch.zeros(4, dtype=torch.float64, device=experience.lengths.device)
         """Total gap to the engine and its tokens, total gap of the ratio from 1 and its tokens, [4]."""
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._multiplicities: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, rows: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
-        """Compare the learner's log-probabilities, [n, T], of completions ``rows``, [n], and keep them."""
+    def add(self, rows: Tensor, logprobs: Tensor, entropy: Tensor | None, multiplicity: Tensor | None = None) -> None:
+        """Compare the learner's log-probabilities, [n, T], of completions ``rows``, [n], and keep them.
+
+        ``multiplicity`` is the number of completions that each of them stands for, [n]; None: itself alone.
+        """
         self._micro_batches.append((rows, logprobs.detach(), None if entropy is None else entropy.detach()))
+        self._multiplicities.append(
+            torch.ones(len(rows), dtype=torch.float64) if multiplicity is None else multiplicity
+        )
         experience = self.experience
         index = to_device(rows, logprobs.device)
         mask = experience.mask[index]
@@ -93,6 +100,18 @@ class FirstUpdate:
             gap = ((logprobs.detach() - old[index]).exp() - 1).abs()
             self.sums[2] += masked(gap, mask).double().sum()
             self.sums[3] += mask.sum()
+
+    def seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the completions that the step looked at, [n], how many each stands for, [n], and log-probabilities.
+
+        The latter are [N, T], NaN for all other completions.
+        """
+        if not self._micro_batches:
+            none = torch.zeros(0, dtype=torch.float64)
+            return none.long(), none, self.experience.lengths.new_zeros(len(self.batch.completions), 0).double()
+        rows = torch.cat([rows for rows, _, _ in self._micro_batches])
+        known = [(rows, logprobs) for rows, logprobs, _ in self._micro_batches]
+        return rows, torch.cat(self._multiplicities), gather_rows(known, len(self.batch.completions), float("nan"))
 
     def logprobs(self) -> Tensor | None:
         """Return the log-probabilities of the whole rollout, [N, T], NaN for completions that were left out.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_grpo.distributed.sharding import reshard
 from lit_grpo.errors import UserError
-from lit_grpo.learner.batch import gather_rows
+from lit_grpo.learner.batch import gather_rows, positions
 from lit_grpo.learner.metric_sums import StepMetrics
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.state import ObjectiveState
@@ -307,6 +307,18 @@ class ForwardRunner:
                 found.append((rows, values))
         self.reshard()
         return gather_rows(found, len(batch.completions))
+
+    @torch.no_grad()
+    def logprobs(self, batch: Rollout, rows: Tensor) -> Tensor:
+        """Return log-probabilities of completions ``rows``, [n], by the policy as it is now, [n, T]."""
+        found = []
+        for _, chosen in self.pad_micro_batches_across_ranks(list(self.micro_batches(batch, rows))):
+            inputs = self._one_token() if chosen is None else self.inputs(batch, chosen)
+            stats = self.policy(inputs, batch.temperature, "none")
+            if chosen is not None:
+                found.append((positions(rows, chosen), stats.logprobs))
+        self.reshard()
+        return gather_rows(found, len(rows)) if found else torch.zeros(0, 0, device=self.device)
 
     def pad_micro_batches_across_ranks(self, *cuts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield (number of the list, micro-batch) in order, each list filled up with None to its length on other ranks.

@@ -230,7 +230,7 @@ class OptimizerStepper:
             metrics.update(out.metrics, out.maxima)
             add_direction(metrics, out.token_weights)
             if first_update is not None:
-                first_update.add(chosen, stats.logprobs, stats.entropy)
+                first_update.add(chosen, stats.logprobs, stats.entropy, multiplicity)
             if step.pass_index == 0:
                 self._add_entropy(step, chosen, stats.entropy, multiplicity, metrics)
         if step.experience.token_ids is not None:
