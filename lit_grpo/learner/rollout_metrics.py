@@ -68,10 +68,10 @@ def add_audit_metrics(
     metrics.add("sanity/reward_contradiction_frac", contradict, equal)
     metrics.add("sanity/advantage_contradiction_frac", contradict_advantage, equal)
     metrics.add("sanity/inverted_advantage_frac", inverted, mixed)
-    rewarded = batch.reward > 0
-    truncated = torch.tensor([c.truncated for c in batch.completions])
-    for name, chosen in (("correct", rewarded), ("incorrect", ~rewarded)):
-        metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
+    if batch.correct is not None:
+        truncated = torch.tensor([c.truncated for c in batch.completions])
+        for name, chosen in (("correct", batch.correct), ("incorrect", ~batch.correct)):
+            metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():
             metrics.add(name, values.sum(), len(values))
