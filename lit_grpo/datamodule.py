@@ -62,8 +62,8 @@ class RolloutDataModule(pl.LightningDataModule):
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
-            groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many times the
-            prompts of a rollout; what is no longer needed is cancelled).
+            groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many
+            times the prompts of a rollout; what is no longer needed is cancelled).
         on_incomplete_rollout: what happens where so many rounds are not enough: uniform groups, which have no gradient,
             fill the rollout up, with a warning and ``sampling/short`` (``fill``), or the run ends (``error``). Without
             a single mixed group it ends in any case.

@@ -447,7 +447,8 @@ class LitGRPO(pl.LightningModule):
             experience = results.added_to(experience)
         advantages = self._compute_advantages(objective, experience)
         self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
-        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
+        by_verdict = "advantage" in objective.uses_correct
+        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size, by_verdict)
         steps = make_steps(
             self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
         )
