@@ -204,11 +204,10 @@ class DynamicSampler:
         )
 
     def _is_mixed(self, prompt: Prompt, result: Scored) -> bool:
-        values: Sequence[float] | None = self.generator.totals(result)
-        if self.uniform_by == "correct":
-            values = self.generator.correct(prompt, result)
-            if values is None:
-                raise ValueError("no reward says what is correct, so groups cannot be told by it")
+        by_correct = self.uniform_by == "correct"
+        values = self.generator.correct(prompt, result) if by_correct else self.generator.totals(result)
+        if values is None:
+            raise ValueError("no reward says what is correct, so groups cannot be told by it")
         return any(value != values[0] for value in values)
 
     def _more(self, mixed_at: dict[int, bool], asked: int) -> int:
