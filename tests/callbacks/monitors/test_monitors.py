@@ -255,7 +255,7 @@ def test_without_a_verdict_nothing_is_said_of_solved_prompts():
     without = [{k: v for k, v in metrics.items() if not k.startswith("groups/all_")} for metrics in run]
     (first, *_) = [f for f in replay(make("EntropyMonitor"), without) if f.kind == "entropy_low"]
     assert first.severity == "info"
-    assert "solved" not in first.text
+    assert "solved" not in first.explanation
     assert not [f for f in replay(make("SignalMonitor"), without) if f.kind == "all_wrong"]
 
 
