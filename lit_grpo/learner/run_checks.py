@@ -91,7 +91,7 @@ def check_verdicts(objective: Objective, primary_range: tuple[float, float] | No
             "label_noise turns a value of the reward that says what is right into its opposite within the reward's "
             "range, and that reward does not state its range",
             where="model.objective.label_noise",
-            remedy="give the reward's class a `range`, for instance range = (0.0, 1.0)",
+            remedy="give its range: in a class of yours `range = (0.0, 1.0)`, of FunctionReward init_args.range",
         )
     if primary_range[0] == primary_range[1] and keys == ("label_noise",):
         raise UserError(
