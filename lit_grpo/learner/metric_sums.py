@@ -120,16 +120,19 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.deviation("reward/std", reward)
     for name, values in rollout.rewards.items():
         metrics.add(f"reward/{name}", values.double().sum(), count)
-    correct = reward > 0
-    metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
-    metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
     if rollout.no_answer is not None:
         metrics.add("completions/no_answer_frac", rollout.no_answer.sum(), count)
     groups = reward.view(-1, rollout.group_size)
     flat = (groups == groups[:, :1]).all(1)
     metrics.add("groups/zero_std_frac", flat.sum(), len(groups))
-    metrics.add("groups/all_correct_frac", (flat & (groups[:, 0] > 0)).sum(), len(groups))
-    metrics.add("groups/all_wrong_frac", (flat & (groups[:, 0] <= 0)).sum(), len(groups))
+    if rollout.correct is not None:
+        correct = rollout.correct
+        # Empty completions count with their 0 tokens, as in completions/length, which so lies between the two.
+        metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
+        metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
+        verdicts = correct.view(-1, rollout.group_size)
+        metrics.add("groups/all_correct_frac", verdicts.all(1).sum(), len(verdicts))
+        metrics.add("groups/all_wrong_frac", (~verdicts).all(1).sum(), len(verdicts))
     _add_sources(metrics, rollout)
 
 

@@ -219,7 +219,9 @@ def length_gap(exp: Experience) -> float:
     prompts = [Prompt(str(i), "", (0,)) for i in rows]
     reward = exp.rewards[rows]
     metrics = StepMetrics()
-    add_rollout_metrics(metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1))
+    add_rollout_metrics(
+        metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1, correct=reward > 0)
+    )
     values = metrics.compute()
     return values.get("completions/incorrect_length", math.nan) - values.get("completions/correct_length", math.nan)
 
