@@ -43,8 +43,10 @@ from lit_grpo.learner.run_checks import (
     check_minibatches,
     check_objective,
     resolve_objective,
+    warmup_rollouts,
     with_monte_carlo_returns,
     with_reward_range,
+    with_untouched_entropy,
 )
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
@@ -233,13 +235,16 @@ class LitGRPO(pl.LightningModule):
         self._context, self.objective = context, objective
 
     def _fit_to_run(self, objective: Objective, context: RunContext) -> Objective:
-        objective = objective.for_run(context.max_new_tokens)
+        for caution in objective.shaping.cautions(context.max_new_tokens):
+            rank_zero_warn(caution)
+        objective = objective.for_run(context.max_new_tokens, self.updates_per_rollout)
         objective.check(
             group_size=context.group_size,
             updates_per_rollout=self.updates_per_rollout,
             has_critic=self.critic_config is not None,
         )
-        check_objective(objective, self.updates_per_rollout * objective.passes, self._warmup_rollouts)
+        warmup = 0 if self.critic_config is None else warmup_rollouts(self.critic_config, objective)
+        check_objective(objective, self.updates_per_rollout * objective.passes, warmup)
         check_critic_settings(
             self.critic_config,
             objective,
@@ -265,10 +270,10 @@ class LitGRPO(pl.LightningModule):
         if self._context is not None:
             objective = self._fit_to_run(objective, self._context)
             state = with_reward_range(objective, state, self._context.reward_range)
+        state = with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
         if "ref_logprobs" in objective.requires(self.updates_per_rollout) and self.reference_policy is None:
             raise UserError(f"{objective.name} needs a reference model, and this run has made none")
-        self.objective_config, self.objective = config, objective
-        self.objective_state = objective.adopt_state(state)
+        self.objective_config, self.objective, self.objective_state = config, objective, state
         # Both are made anew: whether experts are replayed depends on the passes of the objective.
         self._forward_runner = self._optimizer_stepper = None
 
@@ -365,7 +370,7 @@ class LitGRPO(pl.LightningModule):
 
     @property
     def _warmup_rollouts(self) -> int:
-        return 0 if self.critic_config is None else self.critic_config.warmup_rollouts
+        return 0 if self.critic_config is None else warmup_rollouts(self.critic_config, self.objective)
 
     def _needs(self, name: str) -> bool:
         return name in self.objective.requires(self.updates_per_rollout)
@@ -596,6 +601,9 @@ class LitGRPO(pl.LightningModule):
             values["policy/entropy_initial"] = self.objective_state.initial_entropy
         if self.objective_state.beta is not None:
             values["policy/kl_beta"] = self.objective_state.beta
+        entropy = values.get("policy/entropy_sequence")
+        if self.policy_version == 1 and entropy is not None:
+            self.objective_state = replace(self.objective_state, first_rollout_entropy=entropy)
         # Beside the learner's work, sampling costs only what the learner waits for it.
         phases = ("wait", "sync") if "time/learner_idle" in batch.metrics else ("generate", "reward", "sync")
         busy = seconds + sum(batch.metrics.get(f"time/{phase}", 0.0) for phase in phases)

@@ -193,6 +193,8 @@ class Experience:
     """Entropy of the full next-token distribution before the first update."""
     values: Tensor | None = None
     """Critic's value of the state before each token."""
+    final_values: Tensor | None = None
+    """Critic's value of the state after the last token of truncated completions, [N]; 0 or NaN for the others."""
     sum_squared_probs: Tensor | None = None
     """Sum over the vocabulary of pi squared, before the first update."""
     score_sqnorm: Tensor | None = None

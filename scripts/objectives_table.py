@@ -135,8 +135,6 @@ def parts(objective: Objective) -> str:
     kl = objective.labels()["kl"]
     if kl != "off":
         out.append(f"KL {kl.replace('_', ' ')}")
-    if objective.on_policy_only:
-        out.append("one update per rollout")
     return "; ".join(out)
 
 

@@ -56,7 +56,7 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
     before = tiny.weights(module)
     tiny.trainer(callbacks=[watch]).fit(module, Given(*batches))
     for place, batch in enumerate(batches):
-        warmup = place < config.warmup_rollouts
+        warmup = place < (config.warmup_rollouts or 0)
         reference.prepare(batch, warmup)
         seed = rng.derive_seed("minibatches", rng.run_seed(), batch.index)
         for rows in shape.minibatches(batch, size, updates, seed):
@@ -89,7 +89,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "detached": ({"recipe": "ppo"}, {"shared": True, "detach": True}, {}),
     "warmup": ({"recipe": "ppo", "gae_lambda": 0.5}, {"lam": 0.5}, {"warmup_rollouts": 1}),
     "vapo": ({"recipe": "vapo", "length_alpha": 0.5},
-             {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1, "value_clip": 0.0}, {}),
+             {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1, "value_clip": 0.0},
+             {"warmup_rollouts": 0}),
     "vapo_shared_warmup": ({"recipe": "vapo", "length_alpha": 0.5},
                            {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1, "value_clip": 0.0,
                             "shared": True}, {"warmup_rollouts": 1}),
