@@ -57,7 +57,8 @@ class Sampling:
 
     temperature: float = 1.0
     """Divides the logits before a token is drawn; 0 means greedy."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = 1024
+    """Most tokens of a completion, its end included; what would be longer is cut, as a rule before its answer."""
     top_p: float = 1.0
     top_k: int = 0
     """Number of likeliest tokens to draw from; 0 means all tokens."""

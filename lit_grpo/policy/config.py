@@ -117,7 +117,8 @@ class OptimizerConfig:
             shards; with ``args: {bf16_stochastic_round: true}`` for weights in bfloat16), one of your own.
         args: further arguments of the optimizer.
         lr: peak learning rate.
-        betas: decay rates of the two moments.
+        betas: decay rates of the two moments. (0.9, 0.95) as in GTPO's GRPO, Dr. GRPO and OpenRLHF; torch, TRL and verl
+            default to (0.9, 0.999).
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         schedule: what follows the warm-up: the rate stays, or falls to ``final_lr_ratio * lr`` over the run's optimizer
