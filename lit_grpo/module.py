@@ -710,10 +710,15 @@ class LitGRPO(pl.LightningModule):
         """Measure <H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
 
         Raises:
-            UserError: there is no data module to sample the completions.
+            UserError: there is no data module to sample the completions, or the model has been trained on already and
+                the first rollout measured nothing.
         """
         count = self.objective.initial_entropy_prompts
         if not count or self.objective_state.initial_entropy is not None:
+            return
+        # A run that is resumed under an objective that asks for it: the untouched model is gone.
+        if self.policy_version:
+            self.objective_state = with_untouched_entropy(self.objective, self.objective_state, self.policy_version)
             return
         if self._context is None or self._context.initial_completions is None:
             raise UserError(

@@ -240,6 +240,22 @@ class TestEntropyFilterInMidRun:
         resumed.change_objective({"recipe": "gtpo"})
         assert resumed.objective_state.initial_entropy == watch.metrics[0]["policy/entropy_sequence"]
 
+    def test_a_run_that_is_resumed_under_another_objective_compares_with_it_too(self, tmp_path):
+        """It used to measure the trained model, and to call it untouched."""
+        from lit_grpo.callbacks import RolloutCheckpoint
+
+        def run(recipe: Any, rollouts: int, **resume: Any) -> tuple[Any, tiny.Recorder]:
+            module, recorder = tiny.module(objective=ObjectiveConfig(recipe=recipe)), tiny.Recorder()
+            checkpoint = RolloutCheckpoint(dirpath=str(tmp_path))
+            trainer = tiny.trainer(callbacks=[checkpoint, recorder], enable_checkpointing=True)
+            trainer.fit(module, datamodule=tiny.data(rollouts=rollouts), **resume)
+            return module, recorder
+
+        _, first = run("grpo", 1)
+        module, then = run("gtpo", 2, ckpt_path=tmp_path / "last.ckpt")
+        assert len(then.metrics) == 1
+        assert module.objective_state.initial_entropy == first.metrics[0]["policy/entropy_sequence"]
+
     def test_without_a_measured_first_rollout_the_change_is_refused_and_the_run_as_it_was(self):
         module, _ = fit(1)
         module.objective_state = module.objective.new_state()
