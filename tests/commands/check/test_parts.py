@@ -117,11 +117,11 @@ def test_truncation(cut, most, status):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": 0.5}, 0, "fail"),
-                                    ({"reward_errors/timeout_frac/right": 0.01}, 0, "warn"), ({}, 3, "warn")],
+    ("sums", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": (2, 4)}, 0, "fail"),
+                                    ({"reward_errors/timeout_frac/right": (1, 100)}, 0, "warn"), ({}, 3, "warn")],
 )  # fmt: skip
-def test_rewards(metrics, none, status):
-    made = scored([1.0, 0, 0, 0], metrics=metrics, no_answer=torch.tensor([i < none for i in range(4)]))
+def test_rewards(sums, none, status):
+    made = scored([1.0, 0, 0, 0], sums=sums, no_answer=torch.tensor([i < none for i in range(4)]))
     assert rollout.rewards(made, [RIGHT]).status == status
 
 
