@@ -441,6 +441,9 @@ class LitGRPO(pl.LightningModule):
         # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
         # every completion. Otherwise what has no gradient is known before the forward pass, and is left out of it.
         needed, results = self.objective.requires(self.updates_per_rollout), ForwardResults()
+        if self.updates_per_rollout * self.objective.passes > 1:
+            # The entropy before the first update: later updates see tokens of the rollout only after weights changed.
+            needed |= {"entropy"}
         advantages_need_forward = bool(self.objective.requires(1))
         if advantages_need_forward:
             results = self.forward_runner.old_forward(batch, experience, needed)

@@ -55,7 +55,7 @@ class SignalMonitor(ThresholdMonitor):
     """
 
     keys: ClassVar[tuple[str, ...]] = (
-        "groups/zero_std_frac",
+        "groups/zero_advantage_frac",
         "groups/all_correct_frac",
         "groups/all_wrong_frac",
         "groups/count",
@@ -140,9 +140,9 @@ class SignalMonitor(ThresholdMonitor):
 
     def _groups(self, step: int) -> Iterable[Finding]:
         history, size = self.history, self.smooth
-        if history.count("groups/zero_std_frac") < size:
+        if history.count("groups/zero_advantage_frac") < size:
             return
-        zero, wrong = history.median("groups/zero_std_frac", size), history.median("groups/all_wrong_frac", size)
+        zero, wrong = history.median("groups/zero_advantage_frac", size), history.median("groups/all_wrong_frac", size)
         right = history.median("groups/all_correct_frac", size)
         assert zero is not None
         if wrong is not None and wrong > self.all_wrong:
@@ -161,10 +161,10 @@ class SignalMonitor(ThresholdMonitor):
             yield self.finding(
                 "zero_gradient",
                 "info" if solved else "warning",
-                f"{zero:.0%} of the groups have equal rewards and no gradient"
+                f"{zero:.0%} of the groups have no advantage, so no gradient"
                 + (", most of them because they are solved" if solved else ""),
-                ("groups/zero_std_frac", size, zero, self.zero_gradient),
-                onset=history.began("groups/zero_std_frac", lambda value: value > self.zero_gradient, step),
+                ("groups/zero_advantage_frac", size, zero, self.zero_gradient),
+                onset=history.began("groups/zero_advantage_frac", lambda value: value > self.zero_gradient, step),
             )
         groups = history.last("groups/count")
         if groups is not None and groups * (1 - zero) < self.batch:

@@ -83,8 +83,6 @@ def add_audit_metrics(
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():
             metrics.add(name, values.sum(), len(values))
-        down, count = prefix_pushed_down(experience, mean)
-        metrics.add("groups/prefix_pushed_down_frac", down, count)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -146,31 +144,38 @@ def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     }
 
 
-def prefix_pushed_down(experience: Experience, advantages: Sequence[float]) -> tuple[int, int]:
+def prefix_pushed_down(experience: Experience, pushes: Tensor) -> tuple[int, int]:
     """Count groups whose shared beginning is pushed down, and groups that share one.
 
-    The sum of A_i / n_i over the completions that share a prefix (GTPO, 2508.03772 Eq. 6), added over the shared
-    prefixes of the first :data:`PREFIX` tokens, is below 0: typical where correct completions are the longer ones.
+    What the loss does to the log-probabilities of the tokens that completions share at their beginning, summed, is
+    below 0 (GTPO, 2508.03772 Eq. 6): typical where correct completions are the longer ones and the loss divides by
+    length.
 
     Args:
-        experience: tensors of the rollout.
-        advantages: mean advantage of each completion, N numbers.
+        experience: tensors of the completions, groups whole.
+        pushes: weight by which the loss raises the log-probability of each token, -dL/d(log-probability), [N, P] for
+            the first P tokens, at most :data:`PREFIX`; 0 where there is none.
     """
     assert experience.token_ids is not None
-    lengths = experience.lengths.tolist()
-    rows = experience.token_ids[:, :PREFIX].tolist()
+    lengths, weights = experience.lengths.tolist(), pushes.double().tolist()
+    rows = experience.token_ids[:, : pushes.shape[1]].tolist()
     total: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+    size: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
     count: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     for i, group in enumerate(experience.group_ids.tolist()):
-        for t in range(1, min(lengths[i], PREFIX) + 1):
-            prefix = group, tuple(rows[i][:t])
-            total[prefix] += advantages[i] / lengths[i]
+        for t in range(min(lengths[i], pushes.shape[1])):
+            prefix = group, tuple(rows[i][: t + 1])
+            total[prefix] += weights[i][t]
+            size[prefix] += abs(weights[i][t])
             count[prefix] += 1
-    penalty: dict[int, float] = defaultdict(float)
+    push: dict[int, float] = defaultdict(float)
+    scale: dict[int, float] = defaultdict(float)
     for prefix, value in total.items():
         if count[prefix] > 1:
-            penalty[prefix[0]] += value
-    return sum(value < -1e-9 for value in penalty.values()), len(penalty)
+            push[prefix[0]] += value
+            scale[prefix[0]] += size[prefix]
+    # The weights are float32: terms that cancel leave a rounding error of this share of their size.
+    return sum(value < -1e-5 * scale[group] for group, value in push.items()), len(push)
 
 
 @torch.no_grad()

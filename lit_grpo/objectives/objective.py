@@ -29,7 +29,7 @@ from lit_grpo.objectives.aggregation import Aggregation, Counts, SeqMean
 from lit_grpo.objectives.filters import Filters
 from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.plan import StepPlan
-from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, WITHOUT_OLD, RatioKind
+from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, RatioKind
 from lit_grpo.objectives.regularizers import Regularizers
 from lit_grpo.objectives.sampler_correction import NoCorrection, SamplerCorrection
 from lit_grpo.objectives.shaping import Shaping
@@ -202,11 +202,11 @@ class Objective:
 
     def uses_old(self, updates_per_rollout: int) -> bool:
         """Tell whether pi_old must be known before the first update."""
-        # With a single update pi_old is the policy of the forward pass itself, so most methods save a pass.
-        if self.regularizers.kl_reward or self.sampler.needs_old_early or self.token_weights.lopti_eta:
-            return True
-        uses = self.ratio not in WITHOUT_OLD or self.sampler.kind != "none" or self.token_weights.reweight_alpha
-        return bool(uses) and updates_per_rollout > 1
+        # With a single update pi_old is the policy of the forward pass itself, so most methods save a pass. With
+        # several it is needed even where no part of the loss has it: how far the policy has moved, and how far it was
+        # from the sampler, would otherwise be measured against the policy in mid-update.
+        early = self.regularizers.kl_reward or self.sampler.needs_old_early or self.token_weights.lopti_eta
+        return bool(early) or updates_per_rollout > 1
 
     def loss_requires(self) -> frozenset[str]:
         """Return names of what :meth:`loss` needs of the current forward pass besides log-probabilities."""
@@ -376,7 +376,8 @@ class Objective:
         if self.token_weights.lopti_eta:
             old = masked(_required(exp, "old_logprobs"), exp.mask)
             pass_mask = lopti_mask(old, self.token_weights.lopti_eta, pass_index)
-        signal = masked(self._signal(exp, advantages, state), exp.mask)
+        signal, entropy_filtered = self._signal(exp, advantages, state)
+        signal = masked(signal, exp.mask)
 
         # A completion none of whose tokens gets a gradient is left out of the forward that has one.
         contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(kept, correct)[:, None])
@@ -400,6 +401,7 @@ class Objective:
             pass_mask=pass_mask,
             conflicts=conflicts,
             correct=correct,
+            entropy_filtered=entropy_filtered,
             old_logprobs=exp.old_logprobs,
             sampler_logprobs=exp.sampler_logprobs,
             ref_logprobs=exp.ref_logprobs,
@@ -421,10 +423,13 @@ class Objective:
             return torch.ones_like(kept)
         return correct if r.nll_coef and correct is not None else torch.zeros_like(kept)
 
-    def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> Tensor:
-        """Return the advantages, [N, T], with GTPO's entropy terms if they are on."""
+    def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages, [N, T], with GTPO's entropy terms if they are on.
+
+        Also the completions that GTPO's entropy filter takes out, [N] bool; None where the filter is off.
+        """
         if not self.entropy_signal.on:
-            return advantages
+            return advantages, None
         entropy = mean_entropy(_required(exp, "entropy"), exp.mask).to(advantages.dtype)
         signal = advantages - self.entropy_signal.entropy_gamma * entropy[:, None]
         if self.entropy_signal.entropy_filter:
@@ -434,8 +439,9 @@ class Objective:
                     where="model.objective.initial_entropy",
                     remedy="give initial_entropy, or call state.with_initial_entropy before the first rollout",
                 )
-            signal = signal * self.entropy_signal.delta(entropy, state.initial_entropy)[:, None]
-        return signal
+            delta = self.entropy_signal.delta(entropy, state.initial_entropy)
+            return signal * delta[:, None], delta == 0
+        return signal, None
 
     def loss(
         self,

@@ -32,6 +32,8 @@ class StepPlan:
     """Tokens that belong to this pass over the step, [N, T] bool; all of them except under Lopti."""
     conflicts: Tensor | None
     """GTPO's conflict tokens, [N, T] bool; None if ids or signs are not known."""
+    entropy_filtered: Tensor | None
+    """Completions that GTPO's entropy filter takes out, [N] bool; None where the filter is off."""
     correct: Tensor | None
     """Completions that count as correct, after label noise, [N] bool; None where no reward says what is right."""
     old_logprobs: Tensor | None = None

@@ -251,7 +251,7 @@ def test_diagnostics(batch: str) -> None:
     change = diagnostics.policy_change(lp, old, mask)
     mismatch, peaks = diagnostics.sampler_mismatch(old, sampled, mask)
     derived = diagnostics.derive({k: mean(v) for k, v in mismatch.items()})
-    shares = diagnostics.entropy_shares(exp.entropy, mask)
+    shares = diagnostics.entropies(exp.entropy, mask)
     conflicts = conflict_masks(exp.token_ids, exp.lengths, mask, advantages, groups)
     c = masked(old - sampled, mask).exp()
     got = {
