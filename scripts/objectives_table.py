@@ -60,7 +60,9 @@ step, over micro-batches and ranks. With one update per rollout the ratio is $\\
 and no pass for old log-probabilities is made.
 
 Symbols: $\\rho$ = π/π_old of a token, s_i its geometric mean over a completion, r reward, A advantage, n_i tokens, N
-completions, B tokens of the step, μ_g and σ_g mean and standard deviation of the rewards of one prompt.
+completions, B tokens of the step, μ_g and σ_g mean and standard deviation of the rewards of one prompt. Positives (A+,
+r > 0, sign(r) = 1) are the correct completions: those that the primary reward calls right, whatever the total reward.
+An objective that asks for them is refused in a run whose rewards do not say what is right.
 
 ## Recipes
 
