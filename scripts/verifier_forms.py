@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from lit_grpo.rewards import MathReward
 from lit_grpo.rewards.math.answer import Extract, final_answer
-from lit_grpo.rewards.math.grade import kind_of
+from lit_grpo.rewards.math.grade import kind_of, normal_form
 
 FILES = (
     "gsm8k_train", "gsm8k_test", "aime24", "aime25", "amc23", "college_math_ccby", "dapo_17k", "deepmath_5k",
@@ -82,7 +82,9 @@ def differ(one: str, other: str) -> bool:
     them writes is missing from or added to the other in the same order: golds with equal numbers may be two forms of one
     value, and so may a fraction and its decimal.
     """
-    texts = [re.sub(r"\\left|\\right|\\[,;!: ]|[\s${}]|\\d?frac|\\text|\\mathrm", "", gold).lower() for gold in (one, other)]
+    texts = [
+        re.sub(r"\\left|\\right|\\[,;!: ]|[\s${}]|\\d?frac|\\text|\\mathrm", "", gold).lower() for gold in (one, other)
+    ]
     if texts[0] == texts[1]:
         return False
     numbers = [[Fraction(n) for n in re.findall(r"\d+(?:\.\d+)?", gold.replace(",", ""))] for gold in (one, other)]
@@ -126,9 +128,11 @@ def sweep(name: str, golds: Sequence[str], reward: MathReward) -> Iterator[Line]
         wrong = [(g, t, v) for (f, g, t, is_own), v in zip(asked, verdicts, strict=True) if f == form and not is_own]
         if not own:
             continue
-        differing = sum(
-            final_answer(t, kind_of(g), extract=EXTRACT[form]) != v.answer for g, t, v in own + wrong if form in EXTRACT
-        )
+        differing = 0
+        if form in EXTRACT:
+            alone = [final_answer(t, kind_of(g), extract=EXTRACT[form]) or "" for g, t, _ in own + wrong]
+            found = [v.answer or "" for _, _, v in own + wrong]
+            differing = sum(a != f and normal_form(a) != normal_form(f) for a, f in zip(alone, found, strict=True))
         refused = [g for g, _, v in own if not v.correct]
         fooled = [(g, v.answer or "") for g, _, v in wrong if v.correct]
         yield Line(name, form, len(own), len(own) - len(refused), len(wrong), len(fooled), differing, refused, fooled)
@@ -139,9 +143,7 @@ def table(lines: Sequence[Line]) -> str:
     rows = [f"| file | golds | {' | '.join(FORMS)} |", "|---" * (len(FORMS) + 2) + "|"]
     for name in dict.fromkeys(line.file for line in lines):
         of_file = {line.form: line for line in lines if line.file == name}
-        cells = [
-            f"{f.right}/{f.golds}, {f.taken}/{f.pairs}" if (f := of_file.get(form)) else "" for form in FORMS
-        ]
+        cells = [f"{f.right}/{f.golds}, {f.taken}/{f.pairs}" if (f := of_file.get(form)) else "" for form in FORMS]
         rows.append(f"| {name} | {of_file['boxed'].golds} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

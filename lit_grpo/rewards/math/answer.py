@@ -33,17 +33,18 @@ _ANCHOR = re.compile(
     r"|答案(?:是|为|為)?[:：]?",
     re.IGNORECASE,
 )
-_BECAUSE = re.compile(r",?\s+(?:because|since|as we|which|where|but)\b|[.!?。](?:\s|$)|\n", re.IGNORECASE)
+_BECAUSE = re.compile(
+    r",?\s+(?:because|since|as we|which|where|but)\b|(?:[.?。]|!(?!\s*(?:[\\+\-*/=^)}\]]|(?-i:[a-z]))))(?:\s|$)|\n",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"(?:[.!?](?=\s)|[。！？\n])")
 _FINISHED = re.compile(r"[.!?。！)*]$")
-_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$((?:\\.|[^$\n\\])+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(
     r"[-−–+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+|\s+\d+\s*/\s*\d+)?\s*%?|[-−–]?\.\d+"
 )
 # A fraction in LaTeX is a number too; its parts are none.
-_VALUE = re.compile(
-    rf"(?:[-−–+]\s*)?(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*-?\d+\s*\}}\s*\{{\s*-?\d+\s*\}}|{_NUMBER.pattern}"
-)
+_VALUE = re.compile(rf"(?:[-−–+]\s*)?(?:\d+\s*)?\\[dtc]?frac\s*\{{\s*-?\d+\s*\}}\s*\{{\s*-?\d+\s*\}}|{_NUMBER.pattern}")
 _PIECE_BEFORE = re.compile(r"(?:[{^_]|\\sqrt|\\frac)\s*$")
 _PIECE_AFTER = re.compile(
     r"\s*(?:\}|_|\^(?!\s*\{?\s*\\?circ)|\\(?:sqrt|frac|pi|cdot|times|binom|log|ln|sin|cos|tan|infty)(?![a-zA-Z]))"
@@ -51,12 +52,16 @@ _PIECE_AFTER = re.compile(
 _TUPLE = re.compile(r"[(\[]\s*[-+−–\w./\\{}^]{1,40}\s*(?:,\s*[-+−–\w./\\{}^]{1,40}\s*){1,20}[)\]]")
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
 _UNIT = re.compile(r"\s*(?:\^?\\?circ|°|%|[A-Za-z]+(?:\^?\d)?)")
+_NO_UNITS = frozenset({"of", "is", "as", "at", "by", "if", "it", "he", "on", "or", "so", "to", "we"})
 _LEADING_WORDS = re.compile(r"^(?:[A-Za-z]+\s+)+(?=.*[\d\\=<>(\[])")
 # A sentence that withdraws or only tries what it names.
 _REFUSAL = re.compile(
     r"\b(?:cannot|can't|unable|neither|nor|never|try|trying|tried|suppose|assum\w+|guess\w*|maybe|perhaps|might)\b"
     r"|(?:\bnot|n't)\s+(?:[\s$\\(]*\d|right|correct|sure|it\b|the answer|work|fit|hold|know|clear|enough)",
     re.IGNORECASE,
+)
+_NO_PROSE = re.compile(
+    r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[^{}]*\}(?:\s*\{[^{}]*\})?"
 )
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
 _FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "sec", "csc", "cot", "min", "max", "inf", "theta"})
@@ -107,15 +112,16 @@ def final_answer(
         text: the completion, of any length.
         kind: kind of the gold answer; its value is not looked at.
         truncated: True if the length limit cut the text; then only a closed tag or box or an explicit answer counts.
-        extract: ``auto``: the last tag, else the last box, else the last ``####`` or "answer is", else the end of the
-            last sentence. ``tag``, ``boxed``: that form alone. ``last_number``: the last number of the text, without
-            its unit; None where it is a part of a formula, as the 3 of ``\sqrt{3}``.
-        answer_tag: name of the tag. A tag that is opened and never closed holds the rest of a text that was not cut:
-            a stop string ``</answer>`` may be left out of the text.
+        extract: ``auto``: the last complete tag; else what follows the last opening tag, if the text was not cut, since
+            a stop string ``</answer>`` may be left out of it; else the last box; else the last ``####`` or "answer is";
+            else the end of the last sentence. ``tag``, ``boxed``: a complete one of that form alone. ``last_number``:
+            the last number of the text, without its unit; None where it is a part of a formula, as the 3 of
+            ``\sqrt{3}``.
+        answer_tag: name of the tag.
     """
     text = _before_next_question(text, extract, answer_tag)
     if extract in ("auto", "tag"):
-        content, found = _last_tag(text, answer_tag, truncated)
+        content, found = _last_tag(text, answer_tag, rest=extract == "auto" and not truncated)
         if found or extract == "tag":
             return _answer_in_tag(content, kind) if content is not None else None
     if extract == "last_number":
@@ -140,7 +146,7 @@ def gold_answer(gold: str) -> str:
 
 def is_prose(text: str) -> bool:
     """Say whether a text has words that are neither LaTeX commands nor functions nor the unit of a number."""
-    bare = re.sub(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*\}", " ", text)
+    bare = _NO_PROSE.sub(" ", text)
     words = [w[0] for w in _WORD.finditer(bare) if w[0].lower() not in _FUNCTIONS]
     return len(words) > 1 or (len(words) == 1 and len(bare.split()) > 2)
 
@@ -158,24 +164,23 @@ def _before_next_question(text: str, extract: Extract, tag: str) -> str:
     return text
 
 
-def _last_tag(text: str, tag: str, truncated: bool) -> tuple[str | None, bool]:
-    """Return the content of the last complete tag, and whether there is a tag at all.
+def _last_tag(text: str, tag: str, rest: bool) -> tuple[str | None, bool]:
+    """Return the content of the last complete tag, and whether there is an opening tag at all.
 
-    Without a complete one, the content is the rest behind the last opening mark, or None where the text was cut.
+    Without a complete one, the content is None, or with ``rest`` what follows the last opening tag.
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
-    start = text.rfind(opening)
+    start = last = text.rfind(opening)
     if start < 0:
         return None, False
-    rest = text[start + len(opening) :]
     end = len(text)
     while start >= 0:
-        # Only up to the next opening mark, so that all searches together read the text once.
+        # Only up to the next opening tag, so that all searches together read the text once.
         close = text.find(closing, start, end)
         if close >= 0:
             return text[start + len(opening) : close], True
         start, end = text.rfind(opening, 0, start), start
-    return None if truncated else rest, True
+    return text[last + len(opening) :] if rest else None, True
 
 
 def _answer_in_tag(content: str, kind: Kind) -> str | None:
@@ -295,13 +300,21 @@ def _first_clause(text: str, kind: Kind) -> str | None:
         if following is None or not _JOINT.fullmatch(between) or not _JOINING.search(between):
             return ", ".join(map(_content, formulas))
         formulas.append(following)
+    if kind == "words" and (whole := _MATH.match(text)) and not text[whole.end() :].partition("\n")[0].strip(" .。"):
+        # "but" within a formula does not end it.
+        return _content(whole)
     end = _BECAUSE.search(text)
-    clause = _trim(text[: end.start()] if end else text)
+    # With its full stop, which tells the factorial in "n!." from an exclamation.
+    stop = len(text) if end is None else end.end() if end[0].strip() in {*".!?。"} else end.start()
+    clause = _trim(text[:stop])
     if not clause:
         return None
     if kind == "words":
         return clause
     formulas = list(_MATH.finditer(clause))
+    if formulas and _VALUE.fullmatch(clause[: formulas[0].start()].strip()):
+        # 20 $cm^2$ and 2 $\sqrt{3}$ are one value.
+        return clause
     if formulas:
         return _content(formulas[-1])
     if _LONE_OPTION.match(clause):
@@ -368,6 +381,8 @@ def _joined(clause: str, numbers: list[_Found]) -> str | None:
 def _with_unit(clause: str, number: _Found) -> str:
     """Return the number and the word behind it, which may be its unit."""
     unit = _UNIT.match(clause, number.end)
+    if unit and unit[0].strip() in _NO_UNITS:
+        unit = None
     return clause[number.start : unit.end() if unit else number.end]
 
 
@@ -379,4 +394,8 @@ def _trim(text: str) -> str:
     # All brackets together, since (0, 1] is whole.
     if text.endswith("]") and sum(text.count(sign) for sign in "])") > sum(text.count(sign) for sign in "[("):
         text = text.removesuffix("]").strip()
-    return text.rstrip(".。!！;；,，").strip().strip("*_`").strip()
+    bare = text.rstrip(".。;；,，")
+    # An exclamation mark before the full stop is a factorial.
+    if bare == text:
+        bare = text.rstrip(".。!！;；,，")
+    return bare.strip().strip("*_`").strip()
