@@ -26,13 +26,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lit_grpo.rewards import MathReward
 from lit_grpo.rewards.math.answer import Extract, final_answer
 from lit_grpo.rewards.math.grade import kind_of, normal_form
 
+DATA = Path(__file__).parents[2] / "shared/data"
 FILES = (
     "gsm8k_train", "gsm8k_test", "aime24", "aime25", "amc23", "college_math_ccby", "dapo_17k", "deepmath_5k",
     "gaokao2023en", "olymmath_en", "olympiadbench_math_en",
@@ -76,11 +76,11 @@ def golds_of(path: Path, every: int = 1) -> list[str]:
 
 
 def differ(one: str, other: str) -> bool:
-    """Say whether two golds surely are not the same answer, by rules that share nothing with the verifier.
+    r"""Say whether two golds surely are not the same answer, by rules that share nothing with the verifier.
 
-    They differ as text in lower case without spaces, dollars, LaTeX spacing and ``\\left``, and no number that one of
-    them writes is missing from or added to the other in the same order: golds with equal numbers may be two forms of one
-    value, and so may a fraction and its decimal.
+    Two plain numbers differ by value. Others differ if, apart from case, spaces, dollars, braces and a few commands,
+    they are written otherwise and do not hold the same numbers: with the same numbers they may be two forms of one
+    value. So a fraction may still be paired with its decimal, which the counts would then show.
     """
     texts = [
         re.sub(r"\\left|\\right|\\[,;!: ]|[\s${}]|\\d?frac|\\text|\\mathrm", "", gold).lower() for gold in (one, other)
@@ -150,7 +150,7 @@ def table(lines: Sequence[Line]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT.parent / "shared/data", help="the files NAME.jsonl.gz")
+    parser.add_argument("--folder", type=Path, default=DATA, help="the files NAME.jsonl.gz")
     parser.add_argument("--files", nargs="+", default=FILES, metavar="NAME", help="of these files only")
     parser.add_argument("--every", type=int, default=1, help="take each n-th row")
     parser.add_argument("--workers", type=int, default=2, help="worker processes")

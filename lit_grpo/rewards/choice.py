@@ -16,8 +16,8 @@ from lit_grpo.types import RewardInput, Score
 class ChoiceReward(Reward):
     r"""Reward of 1 if the final answer is the letter of the gold answer, alone or with its option's text, else 0.
 
-    ``C``, ``(C)``, ``\boxed{C}``, ``<answer>C</answer>``, ``**C.** Paris`` and "The answer is (C) Paris" all say C; "B or C" and "not C" say
-    nothing. Case counts only where a letter stands bare, since "a" is a word.
+    ``C``, ``(C)``, ``\boxed{C}``, ``<answer>C</answer>``, ``**C.** Paris`` and "The answer is (C) Paris" all say C;
+    "B or C" and "not C" say nothing. Case counts only where a letter stands bare, since "a" is a word.
 
     Args:
         letters: letters of the options.

@@ -21,9 +21,9 @@ class CountdownReward(Reward):
     """Reward of 1 for an expression over the given numbers that equals the target, else 0.
 
     The expression may hold ``+ - * /`` and brackets. The target is the prompt's answer, the numbers a column of its
-    row. The expression is found as :class:`lit_grpo.rewards.MathReward` finds an answer (tag, box, "answer is", end of the
-    text). ``expression = target`` is taken too, if the equation is true. It is read by a
-    parser of its own, never by ``eval``.
+    row. The expression is found as :class:`lit_grpo.rewards.MathReward` finds an answer (tag, box, "answer is", end of
+    the text). ``expression = target`` is taken too, if the equation is true. It is read by a parser of its own, never
+    by ``eval``.
 
     Args:
         numbers: column with the list of numbers.

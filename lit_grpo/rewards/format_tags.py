@@ -19,14 +19,15 @@ class FormatReward(Reward):
 
     The rules, from the laxest to the strictest:
 
-    - ``paper``: 10, 1 and 0 as in GTPO (2508.03772, appendix "Reward Settings"): ``full`` if every opening and closing tag
-      occurs in the text, ``partial`` if only some do. Their order and number and the text around them do not count.
+    - ``paper``: 10, 1 and 0 as in GTPO (2508.03772, appendix "Reward Settings"): ``full`` if every opening and closing
+      tag occurs in the text, ``partial`` if only some do. Their order, their number and the text around them do not
+      count.
     - ``released``: as the code that GTPO's authors published grades (``reward_math.py``): ``full`` if each
       ``<tag>...</tag>`` is there, in any order, and that of the last tag ends the text (a line feed may follow). Else
       ``partial`` if one of these pairs is there, one and a half times as much if a tag of another pair is there too; an
       opening or closing tag alone is worth 0.
-    - ``ordered``: each pair exactly once, in the given order, one after the other, with something inside; ``partial`` as
-      with ``paper``.
+    - ``ordered``: each pair exactly once, in the given order, one after the other, with something inside; ``partial``
+      as with ``paper``.
     - ``strict``: ``ordered``, and nothing but space outside the pairs.
 
     That is the form alone; whether the answer is right is another reward's affair. Where a right answer in a broken
@@ -91,7 +92,7 @@ class FormatReward(Reward):
         complete = [tag for tag in others if self._has_pair(text, tag)]
         # As `$` of a regular expression, which one line feed may follow.
         end = text.removesuffix("\n")
-        # The first opening tag reaches farthest: the released pattern ends at the end of the text, whatever lies between.
+        # From the first opening tag to the end of the text, whatever lies between: so the released pattern has it.
         opening = text.find(f"<{last}>")
         if end.endswith(f"</{last}>") and 0 <= opening <= len(end) - len(f"<{last}></{last}>"):
             complete.append(last)

@@ -79,25 +79,26 @@ class GatedReward(WrappingReward):
     """Reward of the wrapped one where another one, the gate, has full marks, else ``closed``.
 
     With a format reward as the gate it is "accuracy only with the full format", as GTPO's released code has it; GTPO's
-    paper has no such gate. The gate is part of the verdict: an answer that it shuts out counts as wrong for pass@k, filters
-    by difficulty and ``lit-grpo score``, and casts no vote in maj@k. Where the verdict should stay the verifier's own, put
-    the verifier before this reward in the list, with weight 0: the first that says what is right is asked.
+    paper has no such gate. The gate is part of the verdict: an answer that it shuts out counts as wrong for pass@k,
+    filters by difficulty and ``lit-grpo score``, and casts no vote in maj@k. Where the verdict should stay the
+    verifier's own, put the verifier before this reward in the list, with weight 0: the first that says what is right is
+    asked.
 
     ``inner`` is logged as with every wrapper: the wrapped reward's own mean, gate or no gate; ``open`` is the share of
     completions with full marks from the gate.
 
     Args:
         reward: the wrapped reward; its weight and name are not used.
-        gate: the reward that must have full marks, for instance a :class:`lit_grpo.rewards.FormatReward`. It adds nothing
-            to the total; list it as well if it should.
+        gate: the reward that must have full marks, for instance a :class:`lit_grpo.rewards.FormatReward`. It adds
+            nothing to the total; list it as well if it should.
         at_least: value from which on the gate is open; None: the greatest value that it can give.
         closed: value of a completion whose gate is shut.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: the wrapped reward does not say whether an answer is right, ``closed`` would be right, or the gate has no
-            greatest value and ``at_least`` is left out.
+        UserError: the wrapped reward does not say whether an answer is right, ``closed`` would be right, or the gate
+            has no greatest value and ``at_least`` is left out.
     """
 
     def __init__(

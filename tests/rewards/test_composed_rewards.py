@@ -138,7 +138,7 @@ PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", "
 @given(text=st.lists(PIECES, max_size=9).map("".join))
 @settings(max_examples=400, deadline=None)
 def test_the_released_rule_is_that_of_its_regular_expressions(text):
-    """GTPO's reward_math.py, of 5d33811: two searches for the pairs, and one for any tag of the pair that is missing."""
+    """GTPO's reward_math.py, of 5d33811: two searches for the pairs, and one for any tag of a pair that is missing."""
     pairs = {"think": "<think>.*?</think>", "answer": "<answer>.*?</answer>$"}
     there = {tag for tag, pattern in pairs.items() if re.search(pattern, text, re.DOTALL)}
     expected = 10.0 if len(there) == 2 else 0.0

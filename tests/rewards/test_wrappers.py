@@ -20,7 +20,6 @@ from lit_grpo.rewards import (
     ExactMatch,
     FormatReward,
     GatedReward,
-    MathReward,
     NumericReward,
     Reward,
     RewardBySource,
@@ -194,7 +193,8 @@ def test_a_gate_works_inside_and_around_rewards_by_source():
     assert around.for_source("sums") is around.for_source("sums")
     assert around.for_source("sums").needs_answer
     assert not around.for_source("other").needs_answer
-    assert [s.value for s in around.for_source("sums").score(batch[:2])] == [1.0, 0.0]
+    own = around.for_source("sums")
+    assert [s.value for s in score_all([own], batch[:2])[own.name]] == [1.0, 0.0]
     with pytest.raises(UserError, match="the source 'new'"):
         around.for_source("new")
     gate_by_source = GatedReward(NumericReward(), by_source(sums=ExactMatch(), other=NumericReward()))

@@ -1,8 +1,9 @@
 r"""The final answer of a text: where it stands and how it is cut out.
 
 Standard library only, linear in the length of the text, never raises. Order of trust: the last complete
-``<answer>...</answer>``; else the last ``\boxed``; else the last of ``#### ...`` and ``answer is ...``; else, only where
-the text is not cut off, what its last sentence ends in. An answer that was mentioned on the way is not a final answer.
+``<answer>...</answer>``; else the last ``\boxed``; else the last of ``#### ...`` and ``answer is ...``; else, only
+where the text is not cut off, what its last sentence ends in. An answer that was mentioned on the way is not a final
+answer.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ Kind = Literal["number", "option", "words", "other"]
 """Kind of a gold answer, which decides how prose around an answer is read; ``words`` is a gold that is prose itself."""
 
 Extract = Literal["auto", "boxed", "tag", "last_number"]
-"""Form in which an answer counts: the first that is there of tag, box, phrase and end of the text; or one form alone."""
+"""Form in which an answer counts: the first that is there of tag, box, phrase and end of the text; or one alone."""
 
 
 def check_extract(extract: str, answer_tag: str, where: str, allowed: Sequence[str]) -> None:
