@@ -338,7 +338,7 @@ def test_limits_of_functions():
 
 
 def test_a_regular_expression_that_explodes_costs_its_limit():
-    reward = ExactMatch(extract="(a|aa)+$", limit=0.3)
+    reward = ExactMatch(pattern="(a|aa)+$", limit=0.3)
     (score,) = reward.score([item("a" * 60 + "b", "x")])
     assert (score.value, score.timed_out, score.no_answer) == (0.0, True, True)
     with pytest.raises(UserError, match="limit is 0"):
@@ -353,4 +353,4 @@ def test_votes_are_in_a_normal_form():
     ]
     assert ChoiceReward().final_answers([item("(C)"), item("Answer: C"), item("B or C")]) == ["C", "C", None]
     assert CosineReward(ExactMatch(), max_tokens=10).final_answers([item(" x ")]) == ["x"]
-    assert ExactMatch(extract="(a|aa)+$", limit=0.2).final_answers([item("a" * 60 + "b")]) == [None]
+    assert ExactMatch(pattern="(a|aa)+$", limit=0.2).final_answers([item("a" * 60 + "b")]) == [None]

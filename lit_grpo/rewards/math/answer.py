@@ -122,7 +122,7 @@ def final_answer(
     """
     text = _before_next_question(text, extract, answer_tag)
     if extract in ("auto", "tag"):
-        content, found = _last_tag(text, answer_tag, rest=extract == "auto" and not truncated)
+        content, found = last_tag(text, answer_tag, rest=extract == "auto" and not truncated)
         if found or extract == "tag":
             return _answer_in_tag(content, kind) if content is not None else None
     if extract == "last_number":
@@ -165,7 +165,7 @@ def _before_next_question(text: str, extract: Extract, tag: str) -> str:
     return text
 
 
-def _last_tag(text: str, tag: str, rest: bool) -> tuple[str | None, bool]:
+def last_tag(text: str, tag: str, rest: bool = False) -> tuple[str | None, bool]:
     """Return the content of the last complete tag, and whether there is an opening tag at all.
 
     Without a complete one, the content is None, or with ``rest`` what follows the last opening tag.

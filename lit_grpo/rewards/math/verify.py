@@ -42,9 +42,9 @@ class MathReward(Reward):
     before it (without one, what follows an opening tag, if the completion was not cut off: a stop string may be left
     out of the text); else the last ``\boxed`` (several joined by "or" are a list); else what follows the last ``####``
     or "answer is"; else what the last sentence ends in, unless the completion was cut off or refuses. ``tag`` and
-    ``boxed``: a complete one of that form alone. ``last_number``: the last number, unless it is part of a formula or the
-    completion was cut off. Within a tag a box or "answer is" counts before the whole; an empty tag is no answer. What a
-    base model adds after inventing a next question is ignored.
+    ``boxed``: a complete one of that form alone. ``last_number``: the last number, unless it is part of a formula or
+    the completion was cut off. Within a tag a box or "answer is" counts before the whole; an empty tag is no answer.
+    What a base model adds after inventing a next question is ignored.
 
     Choices: a unit, percent sign or base may be left out, not exchanged (5 m is 500 cm, not 5 cm); degrees agree with
     radians; intervals agree with inequalities; a gold decimal of three or more digits is taken as rounded, and agrees
