@@ -12,8 +12,8 @@ from lit_grpo.types import RewardInput, Score
 class AdditionReward(Reward):
     """Reward of 1 if the text ends in the integer that is the gold answer, else 0.
 
-    ``7``, ``3+4=7`` and ``It is 7.`` all say 7. Where there is a complete ``<answer>...</answer>``, the text is what the
-    last one holds. Numbers are compared as integers of any length, so ``07`` is 7.
+    ``7``, ``3+4=7`` and ``It is 7.`` all say 7. Where there is a complete ``<answer>...</answer>``, what the last one
+    holds is the text. Numbers are compared as integers of any length, so ``07`` is 7.
 
     Args:
         weight: factor in the total reward.

@@ -10,7 +10,7 @@ _TAG = re.compile(r"<([A-Za-z][\w-]*)>")
 _ANSWER_TAGS = ("answer", "final_answer", "final-answer", "solution", "result")
 _REASONING_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "rationale", "analysis", "scratchpad")
 _BOX = re.compile(r"\\boxed(?![a-zA-Z])")
-# Four hashes are also a heading of level four; only in front of a place for an answer, or behind "after", are they a form.
+# Four hashes are also a heading; only in front of a place for an answer, or behind "after", are they a form.
 _HASHES = re.compile(
     r"(?:after|with|by|behind|following|use|using)\s+[\"'`“]?####(?!#)"
     r"|####[ \t]*(?:[<{\[\"'`”“…_]|\.\.\.|-?\d|(?:your|the|final|answer|number|result)\b)",
@@ -24,10 +24,10 @@ _PHRASE = re.compile(
 
 
 def asked_forms(rendered: Sequence[str]) -> tuple[str, ...]:
-    """Return the ways to write an answer, with ``{answer}`` in its place, that the prompts ask for.
+    r"""Return the ways to write an answer, with ``{answer}`` in its place, that the prompts ask for.
 
-    Several ways are one form in other layouts, of which a reward needs to read one. None where most of the prompts name no
-    form, or not the same one: a single question may speak of ``\\boxed`` for a reason of its own.
+    Several ways are one form in other layouts, of which a reward needs to read one. None where most of the prompts name
+    no form, or not the same one: a single question may speak of ``\boxed`` for a reason of its own.
 
     Args:
         rendered: prompts as the model reads them, system prompt and template included.

@@ -155,8 +155,8 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
     if not any(accepted) and asked:
         other, taken = _best_form(reward, prompts, GOLD_FORMATS, tokenizer)
         reads = f", but {sum(taken)} as {other!r}" if any(taken) else ""
-        return Result(name, "fail", f"the prompts ask for {best!r}, and {reward.name} takes none of {len(prompts)} golds "
-                      f"in that form{reads}", "let both name one form: the prompts in data.format, the reward by "
+        return Result(name, "fail", f"the prompts ask for {best!r}, and {reward.name} takes none of {len(prompts)} "
+                      f"golds in that form{reads}", "let both name one form: the prompts in data.format, the reward by "
                       "init_args.extract or pattern; --gold-format if the prompts ask for another one",
                       values)  # fmt: skip
     if not any(accepted):

@@ -66,7 +66,7 @@ _NO_PROSE = re.compile(
 )
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
 _FUNCTIONS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "sec", "csc", "cot", "min", "max", "inf", "theta"})
-_OPTION = re.compile(r"(?:option|choice|choose|answer|is|select|pick)\s*:?\s*(?:\\text\{)?[*(]*([A-J])[)}*]*\s*$")
+_OPTION = re.compile(r"(?i:option|choice|choose|answer|is|select|pick)\s*:?\s*(?:\\text\{)?[*(]*([A-J])[)}*]*\s*$")
 _LONE_OPTION = re.compile(r"^[\s*(]*([A-J])[\s).*]*$")
 
 # These bounds keep the search linear in a completion of any length and content.
@@ -209,7 +209,7 @@ def _answer_in_tag(content: str, kind: Kind) -> str | None:
 def _last_number(text: str) -> str | None:
     text = _MARKUP.sub(r"\1", text[-_WINDOW:])
     numbers = _numbers(text)
-    return numbers[-1].text if numbers and not numbers[-1].piece else None
+    return numbers[-1].text.strip() if numbers and not numbers[-1].piece else None
 
 
 class _Found(NamedTuple):
