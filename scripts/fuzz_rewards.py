@@ -39,7 +39,7 @@ from tests.rewards.math.verifier_cases import CASES
 LIMIT, GRACE = 1.0, 3.0
 SIGNS = r"""{ } ( ) [ ] \{ \} $ $$ \( \) \[ \] ^ _ = < > , ; : . | % & \\ \frac \sqrt \boxed{ \text{ \left( \right) \pm
 \cup \sum_{k=1}^{ \int_0^1 \begin{pmatrix} \end{pmatrix} ^{^{ 9^{9^{9 !!! \infty \pi e^{i 1/0 ½ ３ − 答案 #### **
-or and answer is Question: \u0000 \ud800 0x1 1e999 nan inf""".split()  # noqa: SIM905
+or and answer is <answer> </answer> Question: \u0000 \ud800 0x1 1e999 nan inf""".split()  # noqa: SIM905
 CODE = ["\n", "    ", "return", "lambda: ", "while True: pass", "def add(a, b):", "(", ")", ":", "'", '"""',
         "\\", "\x00", "os._exit(0)", "raise SystemExit", "yield ", "async ", "[0] * 10**9", "é", "\ud800"]  # fmt: skip
 

@@ -56,6 +56,10 @@ def _forms_in(text: str) -> tuple[str, ...]:
     else:
         return ()
     # Between the tags for reasoning stands the answer once more, since a small tokenizer may know no other text.
-    opened = next((name for name in reasoning if text.rstrip().endswith(f"<{name}>")), None)
-    thoughts = [("" if name == opened else f"<{name}>") + f"{{answer}}</{name}>" for name in reasoning]
-    return tuple(dict.fromkeys(("".join([*thoughts, inline]), "\n".join([*thoughts, lines]))))
+    thoughts = [f"<{name}>{{answer}}</{name}>" for name in reasoning]
+    forms = ["".join([*thoughts, inline]), "\n".join([*thoughts, lines])]
+    opened = next((name for name in names if text.rstrip().endswith(f"<{name}>")), None)
+    if opened is not None:
+        # The completion begins inside the tag that ends the prompt.
+        forms = [form.partition(f"<{opened}>")[2].lstrip("\n") or form for form in forms]
+    return tuple(dict.fromkeys(forms))

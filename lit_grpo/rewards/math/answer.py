@@ -114,10 +114,10 @@ def final_answer(
         kind: kind of the gold answer; its value is not looked at.
         truncated: True if the length limit cut the text; then only a closed tag or box or an explicit answer counts.
         extract: ``auto``: the last complete tag; else what follows the last opening tag, if the text was not cut, since
-            a stop string ``</answer>`` may be left out of it; else the last box; else the last ``####`` or "answer is";
-            else the end of the last sentence. ``tag``, ``boxed``: a complete one of that form alone. ``last_number``:
-            the last number of the text, without its unit; None where it is a part of a formula, as the 3 of
-            ``\sqrt{3}``.
+            a stop string ``</answer>`` may be left out of it; else, before a closing tag if there is one, the last box;
+            else the last ``####`` or "answer is"; else the end of the last sentence. ``tag``, ``boxed``: a complete one
+            of that form alone. ``last_number``: the last number of the text, without its unit; None where it is a part
+            of a formula, as the 3 of ``\sqrt{3}``.
         answer_tag: name of the tag.
     """
     text = _before_next_question(text, extract, answer_tag)
@@ -125,6 +125,9 @@ def final_answer(
         content, found = last_tag(text, answer_tag, rest=extract == "auto" and not truncated)
         if found or extract == "tag":
             return _answer_in_tag(content, kind) if content is not None else None
+        if (end := text.rfind(f"</{answer_tag}>")) >= 0:
+            # A prompt may end in the opening tag: then the answer stands before the closing one, and is whole.
+            text, truncated = text[:end], False
     if extract == "last_number":
         return None if truncated else _last_number(text)
     boxed, found = _last_box(text)
@@ -138,7 +141,9 @@ def final_answer(
 
 
 def gold_answer(gold: str) -> str:
-    """Return the answer within a gold, which may be a whole solution with a box or ``####``."""
+    """Return the answer within a gold, which may be a whole solution with an ``<answer>`` tag, a box or ``####``."""
+    tagged, _ = last_tag(gold, "answer")
+    gold = gold if tagged is None else tagged
     boxed, found = _last_box(gold)
     if found and boxed is not None:
         return boxed
@@ -207,8 +212,9 @@ def _answer_in_tag(content: str, kind: Kind) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    text = _MARKUP.sub(r"\1", text[-_WINDOW:])
-    numbers = _numbers(text)
+    # What stands around the last digit, so that a long text takes no longer than a short one.
+    last = max(map(text.rfind, "0123456789"))
+    numbers = _numbers(_MARKUP.sub(r"\1", text[max(0, last - _LONGEST_CLAUSE) : last + _LONGEST_CLAUSE]))
     return numbers[-1].text.strip() if numbers and not numbers[-1].piece else None
 
 

@@ -33,6 +33,8 @@ QWEN = NAMED_TEMPLATES["qwen_math"].text.replace("{system}", NAMED_TEMPLATES["qw
         (GTPO, ("<reasoning>{answer}</reasoning><answer>{answer}</answer>",
                 "<reasoning>{answer}</reasoning>\n<answer>\n{answer}\n</answer>")),
         (R1, ("{answer}</think><answer>{answer}</answer>", "{answer}</think>\n<answer>\n{answer}\n</answer>")),
+        ("Think in <think></think>. Answer in <answer></answer>. 3+4? <answer>",
+         ("{answer}</answer>", "{answer}\n</answer>")),
         ("Answer inside <answer> as \\boxed{}.",
          (r"<answer>\boxed{{answer}}</answer>", "<answer>\n\\boxed{{answer}}\n</answer>")),
         (QWEN, (r"\boxed{{answer}}",)),

@@ -16,7 +16,7 @@ from lit_grpo.rewards import (
     NumericReward,
     ReasoningGymReward,
 )
-from lit_grpo.rewards.math.answer import final_answer, last_tag
+from lit_grpo.rewards.math.answer import final_answer, gold_answer, last_tag
 from lit_grpo.rewards.math.grade import kind_of
 
 
@@ -113,7 +113,9 @@ def test_the_numeric_reward_finds_the_same_answers(reward_input, gold, text, rig
         ("<answer>7</answer> or <answer>9", "7", "7", "7", None, "9"),
         # Prompts are often repeated.
         ("I must use <answer> tags. The answer is 7.", "7", None, None, None, "7"),
-        ("9</answer>", "9</answer>", None, None, None, "9"),
+        # A prompt may end in the opening tag.
+        ("9</answer>", "9", "9", None, None, "9"),
+        ("The answer is 9.\n</answer> Is it 8?", "9", "9", None, None, "8"),
         (r"It is 7 times \sqrt{3}", None, None, None, None, None),
         ("It is 1,250.50 dollars, all in all.", "1,250.50 dollars", None, None, None, "1,250.50"),
         ("", None, None, None, None, None),
@@ -194,6 +196,13 @@ def test_the_last_complete_tag(text):
     assert found is ("<answer>" in text)
     rest = text.rpartition("<answer>")[2] if "<answer>" in text else None
     assert last_tag(text, "answer", rest=True)[0] == (pairs[-1] if pairs else rest)
+
+
+def test_golds_may_be_whole_solutions():
+    assert gold_answer("<reasoning>3 + 4</reasoning>\n<answer>\n7\n</answer>") == "7"
+    assert gold_answer(r"<answer>\boxed{7}</answer>") == "7"
+    assert gold_answer("3 + 4 = 7\n#### 7") == "7"
+    assert gold_answer("(0, 1]") == "(0, 1]"
 
 
 def test_golds_that_are_prose_are_told_from_formulas():
