@@ -152,7 +152,7 @@ class TestCompletionsWithoutAnAnswer:
             ) -> None:
                 kept.append((batch, pl_module.step_result.snapshot.experience))
 
-        rewards = [ExactMatch(extract=r"\d"), tiny.EvenReward(weight=0.0)]
+        rewards = [ExactMatch(pattern=r"\d"), tiny.EvenReward(weight=0.0)]
         data = tiny.data(rewards=rewards, rollouts=1, sampling=Sampling(max_new_tokens=2))
         tiny.trainer(callbacks=[watch, Keep()]).fit(tiny.module(objective=self.objective), datamodule=data)
         batch, experience = kept[0]
