@@ -77,8 +77,8 @@ class PromptFormat:
             ``.jinja`` a file with one.
         system_prompt: first message of the chat; with ``none`` it stands before the question, with an empty line
             between them; in a named template or one of your own it takes the place of ``{system}``.
-        question_format: text around ``{question}``. Other braces are left as they are, so ``\boxed{}`` needs no care. Of
-            a chat it is put around the last message of the user.
+        question_format: text around ``{question}``. Other braces are left as they are, so ``\boxed{}`` needs no care.
+            Of a chat it is put around the last message of the user.
         chat_template_kwargs: variables of the chat template, as ``{enable_thinking: false}`` of Qwen3's.
         max_prompt_tokens: longest prompt allowed, template and special tokens included. None: any length.
         on_long: ``error`` stops at the first longer prompt; ``drop`` leaves it out (``encode_all``).

@@ -86,26 +86,30 @@ def test_a_subset_is_the_same_everywhere_and_a_smaller_one_lies_in_a_larger() ->
 
 
 def test_golds_of_benchmarks_become_one_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert gold_text("3 * 4 = 12\n#### 1,200") == "1,200"
+    assert gold_text("3 * 4 = 12\n#### 1,200") == "1200"
     assert gold_text(["2", "-2"]) == "2, -2"
     assert gold_text(27.0) == "27.0"
     assert gold_text(None) is None
     rows = {
         "gsm8k": [{"question": "q", "answer": "so\n#### 5"}],
+        "math": [{"problem": "q", "solution": r"$2+3 = \boxed{5}$", "level": "Level 1"}],
         "olympiadbench": [{"id": 7, "question": "q", "final_answer": ["1", "3"]}],
         "gaokao2023": [{"question": "q", "answer": ""}, {"question": "r", "answer": "A"}],
     }
     for name, records in rows.items():
         monkeypatch.setattr(HubPrompts, "records", lambda self, records=records: ((r, "row") for r in records))
         (row,) = BenchmarkPrompts(name).rows()
-        assert (name, row.answer) in {("gsm8k", "5"), ("olympiadbench", "1, 3"), ("gaokao2023", "A")}
-        if name == "gsm8k":
-            assert row.extra["solution"] == "so\n#### 5"
+        assert (name, row.answer) in {("gsm8k", "5"), ("math", "5"), ("olympiadbench", "1, 3"), ("gaokao2023", "A")}
+        if name in ("gsm8k", "math"):
+            assert row.extra["solution"] == {"gsm8k": "so\n#### 5", "math": r"$2+3 = \boxed{5}$"}[name]
+            assert BenchmarkPrompts(name, split="train").rows()[0].extra["solution"] == row.extra["solution"]
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
     assert [row.question for row in BenchmarkPrompts("aime24", path=str(file)).rows()] == ["1+1?"]
     with pytest.raises(UserError, match="no benchmark 'aime'"):
         BenchmarkPrompts("aime")
+    with pytest.raises(UserError, match="aime24 has no questions to train on"):
+        BenchmarkPrompts("aime24", split="train")
 
 
 DATA = SHARED / "data"

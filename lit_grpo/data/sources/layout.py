@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from lit_grpo.data.sources.messages import is_chat
 from lit_grpo.errors import UserError, nearest
 
 LayoutName = Literal["auto", "columns", "trl", "verl", "openrlhf", "gsm8k"]
-AUTO = "auto"
+AUTO: Final = "auto"
 """Stands for a column that the layout decides."""
 # None cannot stand for a column that is not there, since a column may hold null.
 MISSING: Any = object()

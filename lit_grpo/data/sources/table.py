@@ -51,9 +51,9 @@ class TableSource(PromptSource):
             is, and of a solution that ends in the line ``#### 42`` what that line says.
         id_column: column of an id that is unique in the source. None: the column ``id`` if it is there, else
             ``name/number of the row``.
-        source_column: column of the name of the data set that a row is from, for metrics and rewards by source; ``auto``:
-            as the layout says (``data_source`` of verl, ``datasource`` of OpenRLHF). None: all rows have the name of
-            the source.
+        source_column: column of the name of the data set that a row is from, for metrics and rewards by source;
+            ``auto``: as the layout says (``data_source`` of verl, ``datasource`` of OpenRLHF). None: all rows have the
+            name of the source.
         where: values that the columns of a row must have for it to be kept, for instance ``{lang: en}``.
         limit: number of rows to keep, the first ones, counted after ``where``.
         name: name of the source. None: that of the file or data set.
@@ -154,9 +154,9 @@ class TableSource(PromptSource):
         forms = " and ".join(form for form, count in (("messages", seen.chats), ("text", seen.texts)) if count)
         answer = "no answer"
         if seen.answers:
-            behind = ", behind ####" if columns.hashes else f", as {self.answer_pattern.pattern!r}" * (
-                self.answer_pattern is not None
-            )  # fmt: skip
+            behind = ", behind ####" if columns.hashes else ""
+            if self.answer_pattern is not None:
+                behind = f", as {self.answer_pattern.pattern!r}"
             answer = f"answer from {columns.answer}{behind}"
             missing = len(self._rows) - seen.answers
             answer += f" (missing in {missing:,})" if missing else ""
@@ -326,7 +326,8 @@ class FileSource(TableSource):
             if not glob.has_magic(path) or Path(path).expanduser().exists():
                 found.append(path)
                 continue
-            fitting = sorted(glob.glob(str(Path(path).expanduser()), recursive=True))
+            # Path.glob takes no absolute pattern.
+            fitting = sorted(glob.glob(str(Path(path).expanduser()), recursive=True))  # noqa: PTH207
             if not fitting:
                 raise UserError(f"no file fits {path!r}", where=self.key, remedy="check the folder and the pattern")
             found += fitting
