@@ -25,11 +25,15 @@ _TAKEN_ARGUMENTS = (
 
 
 class NamedTemplate(NamedTuple):
-    """A prompt as plain text with ``{question}`` and, where it has a place for a system prompt, ``{system}``."""
+    """A prompt as plain text with ``{question}`` and, where it has a place for a system prompt, ``{system}``.
+
+    Or a system prompt alone, for the tokenizer's own chat template.
+    """
 
     text: str
+    """Empty: the tokenizer's own chat template."""
     system: str | None = None
-    """Text for ``{system}`` where the user gives none."""
+    """The system prompt where the user gives none."""
     markers: tuple[str, ...] = ()
     """Texts that must each be one token; a tokenizer that splits them belongs to a model that never saw them."""
 
@@ -48,6 +52,13 @@ NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
         "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
         "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
         "User: {question}\nAssistant: <think>"
+    ),
+    # GTPO (2508.03772, appendix 8.2, the box "Prompt").
+    "gtpo": NamedTemplate(
+        "",
+        "You are a helpful assistant for solving math problems.\n"
+        "Given a question, first think step by step between <reasoning> and </reasoning>.\n"
+        "Then, give the final answer between <answer> and </answer>.",
     ),
 }
 
@@ -71,12 +82,13 @@ class PromptFormat:
 
     Attributes:
         chat_template: ``auto``: the tokenizer's own template if it has one, else plain text. ``chat``: the tokenizer's
-            own template, which it must have. ``none``: plain text. ``qwen_math``, ``r1``: a named template, see
-            ``NAMED_TEMPLATES``. Text that holds ``{question}`` is a template of your own, with ``{system}`` where the
-            system prompt goes. Anything that holds ``{{`` or ``{%`` is a Jinja template, and anything that ends in
-            ``.jinja`` a file with one.
-        system_prompt: first message of the chat; with ``none`` it stands before the question, with an empty line
-            between them; in a named template or one of your own it takes the place of ``{system}``.
+            own template, which it must have. ``none``: plain text. ``qwen_math``, ``r1``, ``gtpo``: a named template,
+            see ``NAMED_TEMPLATES``; ``gtpo`` is a system prompt for the tokenizer's own. Text that holds ``{question}``
+            is a template of your own, with ``{system}`` where the system prompt goes. Anything that holds ``{{`` or
+            ``{%`` is a Jinja template, and anything that ends in ``.jinja`` a file with one.
+        system_prompt: first message of the chat; rows that have a system message of their own are then refused. With
+            ``none`` it stands before the question, with an empty line between them; in a named template or one of your
+            own it takes the place of ``{system}``.
         question_format: text around ``{question}``. Other braces are left as they are, so ``\boxed{}`` needs no care.
             Of a chat it is put around the last message of the user.
         chat_template_kwargs: variables of the chat template, as ``{enable_thinking: false}`` of Qwen3's.
@@ -110,6 +122,8 @@ class PromptFormat:
             raise UserError(f"on_long is {self.on_long!r}", where="on_long", remedy="write error or drop")
         self._jinja: str | None = None
         self._text: NamedTemplate | None = None
+        self._default_system: str | None = None
+        """System prompt that the name of the template stands for, for the tokenizer's own chat template."""
         self._read_template()
         self._check_system_prompt()
 
@@ -182,7 +196,7 @@ class PromptFormat:
         if self._text is not None:
             return False
         own = getattr(tokenizer, "chat_template", None)
-        if self.chat_template == "chat" and not own:
+        if self.chat_template in ("chat", *NAMED_TEMPLATES) and not own:
             raise UserError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__!r} has no chat "
                 "template",
@@ -210,7 +224,7 @@ class PromptFormat:
             template = str(own) if self.uses_chat(tokenizer) else ""
         settings = {
             "chat_template": template,
-            "system_prompt": self.system_prompt or "",
+            "system_prompt": self.system_prompt or self._default_system or "",
             "question_format": self.question_format,
         }
         # Left out where there are none, as in checkpoints of a time when there could be none.
@@ -274,18 +288,21 @@ class PromptFormat:
         messages = (
             [{"role": "user", "content": question}] if row.messages is None else with_question(row.messages, question)
         )
-        if self.system_prompt is None:
+        system = self._default_system if self.system_prompt is None else self.system_prompt
+        if system is None:
             return messages
         self._check_one_system_prompt(row)
-        return [{"role": "system", "content": self.system_prompt}, *messages]
+        return [{"role": "system", "content": system}, *messages]
 
     def _check_one_system_prompt(self, row: Row) -> None:
         # Which of the two the model should read cannot be known, and dropping either would go unnoticed.
-        if self.system_prompt is not None and row.messages is not None and system_of(row.messages) is not None:
+        ours = self.system_prompt is not None or self._default_system is not None
+        if ours and row.messages is not None and system_of(row.messages) is not None:
+            setting = "system_prompt" if self.system_prompt is not None else f"chat_template: {self.chat_template}"
             raise UserError(
-                f"row {row.id!r} has a system message of its own, and format.system_prompt is set",
+                f"row {row.id!r} has a system message of its own, and data.format has another ({setting})",
                 where=row.where or row.id,
-                remedy="leave system_prompt out, or take the system messages out of the rows; sets under data.val and "
+                remedy=f"leave {setting} out, or take the system messages out of the rows; sets under data.val and "
                 "data.test may have a format of their own",
             )
 
@@ -344,7 +361,11 @@ class PromptFormat:
         if value in _OWN_NAMES:
             return
         if value in NAMED_TEMPLATES:
-            self._text = NAMED_TEMPLATES[value]
+            named = NAMED_TEMPLATES[value]
+            if named.text:
+                self._text = named
+            else:
+                self._default_system = named.system
         # {{question}} is a Jinja template with a variable of that name, {question} a text template.
         elif re.search(r"(?<!\{)\{question\}(?!\})", value):
             self._text = NamedTemplate(value)
