@@ -61,7 +61,7 @@ class Preflight(Callback):
         experience = module.measure_rollout(batch)
         primary = rollout.correct_by(data.rewards)
         self.results += [
-            prompts.round_trip(encoded, batch, tokenizer, ends),
+            prompts.round_trip(encoded, batch, tokenizer, ends, data.sampling.stop),
             rollout.signal(batch, primary),
             rollout.spread(batch, primary, data.prompts_per_rollout),
             rollout.rewards(batch, data.rewards),
