@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_grpo.cli.main import main
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.errors import UserError
-from lit_grpo.types import Sampling
+from lit_grpo.policy.model.char_tokenizer import char_tokenizer
+from lit_grpo.types import Rollout, Sampling
+from tests import tiny
 
 PIECES = ("<", "/", "answer", ">", ">\n", "</answer>", "a", "ns", "wer", " ", "\n", "x", "</", "7")
 
@@ -108,3 +112,73 @@ def test_what_is_no_list_of_texts_is_refused() -> None:
     assert stop_strings(Sampling(), None) is None
     with pytest.raises(EngineError, match="needs the policy's tokenizer"):
         stop_strings(Sampling(stop=("a",)), None)
+
+
+class Look(tiny.Recorder):
+    """A recorder that a test can find: the command line makes it."""
+
+    trained: Rollout
+    evaluated: Rollout
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
+        Look.trained = batch
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Rollout, *_: Any) -> None:
+        Look.evaluated = batch
+
+
+RUN = """
+seed_everything: 1
+model: {policy: {tiny: {alphabet: "0123456789+=", layers: 1, width: 32, heads: 2}}, objective: {recipe: grpo}}
+data:
+  prompts: {class_path: lit_grpo.data.AdditionPrompts, init_args: {digits: 1, n: 8}}
+  val: {mine: {prompts: {class_path: lit_grpo.data.AdditionPrompts, init_args: {digits: 1, n: 8}}, samples: 4}}
+  rewards: [{class_path: tests.tiny.EvenReward}]
+  prompts_per_rollout: 8
+  group_size: 8
+  rollouts: 1
+  sampling: {max_new_tokens: 20, stop: ["7", "=="]}
+trainer: {accelerator: cpu, logger: false, enable_checkpointing: false, enable_progress_bar: false, max_epochs: 1,
+          num_sanity_val_steps: 0, val_check_interval: 1,
+          callbacks: [{class_path: tests.engines.test_stop_strings.Look}]}
+"""
+
+
+def test_training_and_evaluation_end_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    for batch in (Look.trained, Look.evaluated):
+        found = 0
+        for c in batch.completions:
+            # Padding, which an untrained model samples too, comes between the two signs.
+            text = char_tokenizer().decode(c.token_ids)
+            ends = text.endswith(("7", "=="))
+            assert not any(string in text[:-1] for string in ("7", "==")), "nothing behind it"
+            assert not ends or c.finish_reason == "stop"
+            found += ends
+        assert found > len(batch.texts) / 4
+        assert any(text.endswith("7") for text in batch.texts), "the reward sees the string"
+
+
+def test_the_preflight_takes_them_for_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    main(["check", "--no-step", "--config", "run.yaml"])
+    out = capsys.readouterr().out
+    assert "prompts and golds survive the tokenizer" in out
+    assert "without an end token" not in out
+
+
+@pytest.mark.parametrize("given", ['[""]', '["a", ""]'])
+def test_an_empty_one_is_one_screen(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    assert main(["fit", "--config", "run.yaml", "--data.sampling.stop", given]) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "not a list of texts that hold something" in said
+    assert "Traceback" not in said
