@@ -306,7 +306,8 @@ class RolloutDataModule(pl.LightningDataModule):
             # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
-        for line in (*source.columns_taken(), *found.summary_lines()):
+        read = (source, *(self.clean.decontaminate if training else ()))
+        for line in (*(line for one in read for line in one.columns_taken()), *found.summary_lines()):
             rank_zero_info(line)
 
     def _held_out(self) -> list[PromptSource]:

@@ -236,6 +236,12 @@ def test_turns_and_parts_and_what_is_asked() -> None:
         ({"prompt": "q", "answer": "# Title\n#### Part\ntext"}, {}, "# Title\n#### Part\ntext"),
         ({"prompt": "q", "answer": "so\n#### (1,234)"}, {}, "(1,234)"),
         ({"prompt": "q"}, {}, None),
+        ({"prompt": "q", "answer": ["5"]}, {}, "5"),
+        (
+            {"prompt": "q", "reward_model": {"ground_truth": {"target": ["5"]}}},
+            {"answer_column": "reward_model.ground_truth.target"},
+            "5",
+        ),
         ({"prompt": "q", "answer": "5"}, {"answer_column": None}, None),
     ],
 )
@@ -268,6 +274,12 @@ def test_a_layout_that_is_asked_for_needs_its_columns() -> None:
     assert read({"question": "q", "answer": "#### 1", "prompt": "p"}, layout="gsm8k").question == "q"
     error = refused(InMemoryPrompts([{"prompt": "q", "answer": "5"}], layout="verl"))
     assert "no column 'reward_model.ground_truth'; the columns are 'prompt', 'answer'" in error.what
+
+
+def test_golds_that_are_no_text_name_the_way_out() -> None:
+    error = refused(InMemoryPrompts([{"prompt": "q", "reward_model": {"ground_truth": {"target": ["5", "6"]}}}]))
+    assert error.remedy == "name a column inside it: answer_column: reward_model.ground_truth.target"
+    assert "but list" in refused(InMemoryPrompts([{"prompt": "q", "answer": ["5", "6"]}])).what
 
 
 def test_a_single_message_must_be_the_one_that_asks() -> None:

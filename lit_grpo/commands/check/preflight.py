@@ -44,6 +44,7 @@ class Preflight(Callback):
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
         encoded = data.train_prompts
         self.results += [
+            *prompts.columns(data.prompts.columns_taken(), encoded),
             prompts.template(encoded, data.format, tokenizer),
             prompts.special_tokens(encoded, tokenizer, ends),
         ]

@@ -19,6 +19,20 @@ GOLDS = 64
 """Number of gold answers that are tried at most."""
 
 
+def columns(taken: Sequence[str], prompts: Sequence[Prompt]) -> list[Result]:
+    """Show what was read from which column, and check that not all prompts came out the same.
+
+    Args:
+        taken: what the sources say, a line each; nothing where there are no columns.
+        prompts: the training prompts.
+    """
+    golds = {p.answer for p in prompts}
+    if taken and len(golds) > 1 and len({p.token_ids for p in prompts}) == 1:
+        return [Result("columns", "warn", f"{'; '.join(taken)}; all prompts are the same, with {len(golds)} answers",
+                       "the question stands in another column: question_column")]  # fmt: skip
+    return [Result("columns", "pass", line) for line in taken]
+
+
 def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> Result:
     """Check that prompts are chats where the model was trained on chats."""
     lengths = sorted(len(p.token_ids) for p in prompts)

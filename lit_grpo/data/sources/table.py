@@ -353,13 +353,18 @@ def _text(value: Any, column: str, where: str, what: str) -> str:
     """
     if isinstance(value, str):
         return _encodable(value, column, where)
+    # A list of one is written by libraries that allow several; of several nobody could say which counts.
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, int, float)):
+        return _text(value[0], column, where, what)
     # bool is a subclass of int; how true, a list or a mapping is to be written as an answer would be a guess.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     raise UserError(
         f"the {what} in column {column!r} is neither text nor a number but {type(value).__name__}",
         where=where,
-        remedy="write it as text, several answers as one comma-separated text",
+        remedy=f"name a column inside it: answer_column: {column}.{next(iter(value))}"
+        if isinstance(value, Mapping) and value
+        else "write it as text, several answers as one comma-separated text",
     )
 
 
