@@ -147,6 +147,17 @@ def test_each_layout_trains_from_a_path_alone(
     assert f"five.{ending} {SAID[layout]}" in caplog.text
 
 
+def test_variables_of_the_template_come_from_the_command_line(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = config(tmp_path, write(tmp_path, "t.jsonl", TRL), model)
+    template = CHAT + "{% if not enable_thinking %}<think>{% endif %}"
+    words = ["--data.format.chat_template", template, "--data.format.chat_template_kwargs.enable_thinking", "false"]
+    assert main(["fit", "--config", run, *words, "--data.rollouts", "1"]) == 0
+    assert sorted(Look.last.decoded)[0] == "<system>add;<user>0+1=;<assistant><think>"
+
+
 def test_a_chat_without_a_template_ends_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.data import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubPrompts
+from lit_grpo.data import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubPrompts, InMemoryPrompts
 from lit_grpo.data.sources.benchmarks import gold_text
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import EvaluationSet
@@ -19,7 +20,7 @@ from lit_grpo.evaluation.sets import EvaluationPart, Subset, resolve_sets
 from lit_grpo.rewards import ExactMatch, MathReward
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling
 from tests import tiny
-from tests.paths import SHARED
+from tests.paths import ROOT, SHARED
 
 TRAINING = Sampling(temperature=1.0, max_new_tokens=64)
 
@@ -110,6 +111,17 @@ def test_golds_of_benchmarks_become_one_text(monkeypatch: pytest.MonkeyPatch, tm
         BenchmarkPrompts("aime")
     with pytest.raises(UserError, match="aime24 has no questions to train on"):
         BenchmarkPrompts("aime24", split="train")
+
+
+def test_the_script_for_gsm8k_keeps_the_solutions() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/get_gsm8k"))
+    row = {"question": "q", "answer": "10 x 120 = 1,200\n#### 1,200"}
+    written = script["as_written"](row, "gsm8k_train/0")
+    assert written["answer"] == "1200"
+    assert written["solution"] == row["answer"]
+    (read,) = InMemoryPrompts([written]).rows()
+    assert (read.id, read.question, read.answer) == ("gsm8k_train/0", "q", "1200")
+    assert read.extra == {"solution": row["answer"], "source": "gsm8k"}
 
 
 DATA = SHARED / "data"

@@ -81,7 +81,7 @@ class VLLMEngine:
         tensor_parallel_size: ranks that share the model. Above 1, each rank of a torchrun launch makes its engine and
             calls it with the same arguments.
         enable_prefix_caching: share the prefill of equal beginnings.
-        tokenizer: the policy's, to decode with where ``sampling.stop`` is set; vLLM itself gets none. None: it never
+        policy_tokenizer: to decode with where ``sampling.stop`` is set; vLLM itself gets none. None: it never
             is set.
         engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here. With
             ``load_format="dummy"`` no weights are read, and sampling is refused before the first sync.
@@ -103,11 +103,11 @@ class VLLMEngine:
         max_num_seqs: int = 256,
         tensor_parallel_size: int = 1,
         enable_prefix_caching: bool = True,
-        tokenizer: Any = None,
+        policy_tokenizer: Any = None,
         **engine_args: Any,
     ) -> None:
         self._llm: Any = None
-        self._tokenizer = tokenizer
+        self._tokenizer = policy_tokenizer
         check_in_process()
         path = checked_path(model_path)
         args = {
@@ -161,7 +161,7 @@ class VLLMEngine:
         config = VLLMEngineConfig(**settings)
         options: dict[str, Any] = {
             "end_token_ids": context.end_token_ids,
-            "tokenizer": context.tokenizer,
+            "policy_tokenizer": context.tokenizer,
             "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
             "max_model_len": config.max_model_len or context.max_model_len,
             "seed": context.seed,

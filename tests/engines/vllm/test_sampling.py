@@ -41,7 +41,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: Any, model: Any) -> Any:
-    engine = start_engine(tmp_path_factory.mktemp("model"), model, tokenizer=stop_tokenizer())
+    engine = start_engine(tmp_path_factory.mktemp("model"), model, policy_tokenizer=stop_tokenizer())
     yield engine
     engine.close()
 
