@@ -29,6 +29,9 @@ class StopStrings:
         # stripping its space, so a few more are decoded.
         self._window = max(len(text.encode()) for text in self._strings) + 4
         last = {text[-1] for text in self._strings}
+        # A character that takes several tokens, which an ASCII one never does, is not to be seen in any of them.
+        if not all(character.isascii() for character in last):
+            last.add(_UNDECODABLE)
         self._last_characters = None if any(character.isspace() for character in last) else last
         """Characters of which a completing token holds one; None: not known, since decoders strip white space."""
         self._may_complete: dict[int, bool] = {}
@@ -54,8 +57,7 @@ class StopStrings:
         known = self._may_complete.get(token)
         if known is None:
             text = self._tokenizer.decode([token])
-            # Part of a character that takes several tokens.
-            known = not text or _UNDECODABLE in text or not self._last_characters.isdisjoint(text)
+            known = not self._last_characters.isdisjoint(text)
             self._may_complete[token] = known
         return known
 
