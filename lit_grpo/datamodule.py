@@ -22,7 +22,7 @@ from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
-from lit_grpo.rewards.base import primary_reward
+from lit_grpo.rewards.base import primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
@@ -62,8 +62,8 @@ class RolloutDataModule(pl.LightningDataModule):
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
-            groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
-            prompts of a rollout; what is no longer needed is cancelled).
+            groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many
+            times the prompts of a rollout; what is no longer needed is cancelled).
         on_incomplete_rollout: what happens where so many rounds are not enough: uniform groups, which have no gradient,
             fill the rollout up, with a warning and ``sampling/short`` (``fill``), or the run ends (``error``). Without
             a single mixed group it ends in any case.
@@ -176,6 +176,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     where="data.engine.sleep",
                     remedy="set data.engine.sleep: 0, or model.max_staleness: 0",
                 )
+            primary = primary_reward(self.rewards)
             learner.connect(
                 RunContext(
                     rollouts=self.rollouts * max(1, trainer.max_epochs or 1),
@@ -183,6 +184,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     prompts_per_rollout=self.prompts_per_rollout,
                     max_new_tokens=self.sampling.max_new_tokens,
                     reward_range=total_range(self.rewards),
+                    primary_range=None if primary is None else weighted_range(primary),
                     initial_completions=self.initial_completions,
                 )
             )
@@ -429,6 +431,7 @@ class RolloutDataModule(pl.LightningDataModule):
             rank=self._current_trainer.global_rank,
             world_size=self._current_trainer.world_size,
             dynamic=self._requirements.dynamic_sampling,
+            uniform_by=self._requirements.uniform_by,
             max_rounds=self.max_sampling_rounds,
             on_short=self.on_incomplete_rollout,
             gather=_Gather() if self._current_trainer.world_size > 1 else no_exchange,

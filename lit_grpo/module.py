@@ -42,6 +42,7 @@ from lit_grpo.learner.run_checks import (
     check_critic_settings,
     check_minibatches,
     check_objective,
+    check_verdicts,
     resolve_objective,
     with_monte_carlo_returns,
     with_reward_range,
@@ -216,6 +217,7 @@ class LitGRPO(pl.LightningModule):
         return LearnerRequirements(
             completions_from="dataset" if self.objective.demonstrations else "engine",
             dynamic_sampling=self.objective.dynamic_sampling,
+            uniform_by=self.objective.filters.uniform_by,
             max_staleness=self.max_staleness,
             sampled_experts=self.routing_replay == "sampler",
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
@@ -240,6 +242,7 @@ class LitGRPO(pl.LightningModule):
             has_critic=self.critic_config is not None,
         )
         check_objective(objective, self.updates_per_rollout * objective.passes, self._warmup_rollouts)
+        check_verdicts(objective, context.primary_range)
         check_critic_settings(
             self.critic_config,
             objective,
@@ -430,6 +433,7 @@ class LitGRPO(pl.LightningModule):
         """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
         started = time.perf_counter()
         staleness = self._check_staleness(batch)
+        self._check_verdicts(batch)
         metrics, experience = StepMetrics(), make_experience(batch, self.device)
         add_rollout_metrics(metrics, batch)
         warmup = self.policy_version < self._warmup_rollouts
@@ -437,13 +441,17 @@ class LitGRPO(pl.LightningModule):
         # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
         # every completion. Otherwise what has no gradient is known before the forward pass, and is left out of it.
         needed, results = self.objective.requires(self.updates_per_rollout), ForwardResults()
+        if self.updates_per_rollout * self.objective.passes > 1:
+            # The entropy before the first update: later updates see tokens of the rollout only after weights changed.
+            needed |= {"entropy"}
         advantages_need_forward = bool(self.objective.requires(1))
         if advantages_need_forward:
             results = self.forward_runner.old_forward(batch, experience, needed)
             experience = results.added_to(experience)
         advantages = self._compute_advantages(objective, experience)
         self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
-        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
+        by_verdict = "advantage" in objective.uses_correct
+        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size, by_verdict)
         steps = make_steps(
             self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
         )
@@ -528,6 +536,14 @@ class LitGRPO(pl.LightningModule):
                 "Lightning reads ahead of a loader without a length: use RolloutDataModule's loader or give yours one."
             )
         return staleness
+
+    def _check_verdicts(self, batch: Rollout) -> None:
+        keys = self.objective.uses_correct
+        if keys and batch.correct is None and not self.objective.demonstrations:
+            raise RuntimeError(
+                f"{self.objective.name} asks which completions are correct (by {', '.join(keys)}), and rollout "
+                f"{batch.index} does not say it: Rollout.correct is None"
+            )
 
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""

@@ -152,8 +152,16 @@ class Rollout:
     group_size: int
     temperature: float = 1.0
     """Temperature of the sampler. The learner computes its log-probabilities at the same one."""
+    correct: Tensor | None = None
+    """What the primary reward says of each completion (:meth:`lit_grpo.rewards.Reward.correct`), [N] bool; None where
+    no reward says what is right, and for demonstrations."""
+    flipped_reward: Tensor | None = None
+    """``reward`` if the primary reward had said the opposite: its value v is low + high - v within its range, and the
+    other rewards are as they are, [N] float32. None where no reward says what is right, or its range is not finite."""
     no_answer: Tensor | None = None
     """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
+    positions: tuple[int | str, ...] = ()
+    """Position of each prompt among those of all ranks, unique in the rollout; empty: 0, 1, 2, ..."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Times and counters of the rollout, already under their logged names."""
     # An object, and not its class: types import nothing of the package, and only the evaluator looks inside.
@@ -198,6 +206,14 @@ class Experience:
     """Completions that the length limit cut, [N] bool."""
     width: int = 0
     """T, the number of columns; if left 0, that of the first [N, T] tensor, or else the longest completion."""
+    correct: Tensor | None = None
+    """What the primary reward says of each completion, before label noise, [N] bool. None: no reward says what is
+    right; an objective that asks for it all the same takes rewards above 0 for correct."""
+    flipped_rewards: Tensor | None = None
+    """``rewards`` if the primary reward had said the opposite (label noise), [N] float. None: 1 - ``rewards``."""
+    sample_keys: Tensor | None = None
+    """A number that tells each completion from all others of the rollout, on any rank and in any selection of rows, [N]
+    int64. None: group and place in the group do."""
     token_ids: Tensor | None = None
     """Generated ids, [N, T] int64."""
     old_logprobs: Tensor | None = None

@@ -37,9 +37,10 @@ ENTROPY_COLLAPSE = DiagnosisKind(
 class EntropyMonitor(Monitor):
     """Monitor of the policy's mean next-token entropy H against that of the untouched model, H_ini.
 
-    H_ini is ``policy/entropy_initial`` where the module measures it (GTPO's rule does), else the mean of
-    ``policy/entropy_sequence`` over the first rollouts until ``initial_prompts`` prompts were seen, at most
-    ``initial_rollouts`` of them, since later ones are no longer those of the untouched model.
+    Both are the same kind of mean. Where the module measures H_ini (GTPO's rule does), that is
+    ``policy/entropy_initial``, a mean over completions, and H is ``policy/entropy_sequence``. Elsewhere H is
+    ``policy/entropy``, the mean over tokens, and H_ini its mean over the first rollouts until ``initial_prompts``
+    prompts were seen, at most ``initial_rollouts`` of them: later ones are no longer those of the untouched model.
 
     Findings: ``entropy_high`` (the smoothed H crosses ln 2 though H_ini lies below it, or exceeds ``high`` H_ini),
     ``entropy_rising`` (its slope leads to ``high`` H_ini within ``horizon`` rollouts), ``entropy_low`` (below ``low``
@@ -63,7 +64,7 @@ class EntropyMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "reward", "groups/all_wrong_frac")
+    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", "reward", "groups/all_wrong_frac")
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
         FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
@@ -95,11 +96,14 @@ class EntropyMonitor(Monitor):
         self.initial_entropy: float | None = None
         """H_ini in nats; None until it is known."""
         self._initial_sum, self._initial_groups, self._initial_seen = 0.0, 0.0, 0
+        self._key = "policy/entropy"
+        """Metric that is H: the kind of mean that H_ini is."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         self._measure_initial(metrics)
-        initial, now = self.initial_entropy, self.history.median("policy/entropy", self.smooth)
-        if initial is None or now is None or self.history.count("policy/entropy") < self.smooth:
+        key = self._key = "policy/entropy_sequence" if "policy/entropy_initial" in metrics else "policy/entropy"
+        initial, now = self.initial_entropy, self.history.median(key, self.smooth)
+        if initial is None or now is None or self.history.count(key) < self.smooth:
             return
         if now > self.high * initial:
             yield self._high("exceeds its bound", now, self.high * initial, initial)
@@ -113,7 +117,7 @@ class EntropyMonitor(Monitor):
         if "policy/entropy_initial" in metrics:
             self.initial_entropy = metrics["policy/entropy_initial"]
             return
-        value = metrics.get("policy/entropy_sequence", metrics.get("policy/entropy", math.nan))
+        value = metrics.get("policy/entropy", math.nan)
         enough = self._initial_groups >= self.initial_prompts or self._initial_seen >= self.initial_rollouts
         if enough or not math.isfinite(value):
             return
@@ -124,17 +128,17 @@ class EntropyMonitor(Monitor):
         self.initial_entropy = self._initial_sum / self._initial_groups
 
     def _high(self, what: str, now: float, bound: float, initial: float) -> Finding:
-        onset = self.history.began("policy/entropy", lambda value: value > bound, self.step)
+        onset = self.history.began(self._key, lambda value: value > bound, self.step)
         return self.finding(
             "entropy_high",
             "warning",
             f"entropy {what}: {now:.3g} nats, {initial:.3g} in the beginning",
-            ("policy/entropy", self.smooth, now, bound, initial),
+            (self._key, self.smooth, now, bound, initial),
             onset=onset,
         )
 
     def _rising(self, now: float, initial: float) -> Iterable[Finding]:
-        slope = self.history.slope("policy/entropy", self.trend)
+        slope = self.history.slope(self._key, self.trend)
         if slope is None or slope <= 0 or now <= initial:
             return
         ahead, bound = now + slope * self.horizon, self.high * initial
@@ -143,28 +147,28 @@ class EntropyMonitor(Monitor):
                 "entropy_rising",
                 "info",
                 f"entropy rises by {slope:.2g} nats a rollout and passes {bound:.3g} within {self.horizon} rollouts",
-                ("policy/entropy", self.trend, ahead, bound, now),
+                (self._key, self.trend, ahead, bound, now),
                 onset=self.step - self.trend,
             )
 
     def _low(self, step: int, initial: float) -> Iterable[Finding]:
         bound = max(self.low * initial, self.floor)
-        if not self.history.holds("policy/entropy", self.patience, lambda value: value < bound):
+        if not self.history.holds(self._key, self.patience, lambda value: value < bound):
             return
-        wrong = self.history.mean("groups/all_wrong_frac", self.patience) or 0.0
-        unsolved = wrong > self.unsolved or self.history.fallen("reward")
-        now = self.history.mean("policy/entropy", self.patience) or 0.0
-        evidence: list[tuple[str, int, float, float, float | None]] = [
-            ("policy/entropy", self.patience, now, bound, initial)
-        ]
-        if wrong > self.unsolved:
+        wrong = self.history.mean("groups/all_wrong_frac", self.patience)
+        unsolved = (wrong is not None and wrong > self.unsolved) or self.history.fallen("reward")
+        now = self.history.mean(self._key, self.patience) or 0.0
+        evidence: list[tuple[str, int, float, float, float | None]] = [(self._key, self.patience, now, bound, initial)]
+        if wrong is not None and wrong > self.unsolved:
             evidence.append(("groups/all_wrong_frac", self.patience, wrong, self.unsolved, None))
+        # Where no reward says what is right, nobody knows whether the prompts are solved.
+        solved = "" if wrong is None else ", on prompts that are solved"
+        where = " while prompts are left unsolved" if unsolved else solved
         yield self.finding(
             "entropy_low",
             "critical" if unsolved else "info",
-            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts"
-            + (" while prompts are left unsolved" if unsolved else ", on prompts that are solved"),
+            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
-            onset=self.history.began("policy/entropy", lambda value: value < bound, step),
+            onset=self.history.began(self._key, lambda value: value < bound, step),
             remedies=None if unsolved else ("take harder prompts, or end the run",),
         )

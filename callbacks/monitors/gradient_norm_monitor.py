@@ -50,7 +50,7 @@ class GradientNormMonitor(ThresholdMonitor):
         "optim/grad_norm",
         "critic/grad_norm",
         "optim/update_to_weight_ratio",
-        "groups/zero_std_frac",
+        "groups/zero_advantage_frac",
         "reward",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
@@ -121,8 +121,8 @@ class GradientNormMonitor(ThresholdMonitor):
         yield from self._non_finite(step, metrics)
         for key in ("optim/grad_norm", "critic/grad_norm"):
             yield from self._spikes(key, step)
-        flat = self.history.mean("groups/zero_std_frac", self.vanished_patience)
-        # Without rewards that differ there is nothing that a gradient could come from.
+        flat = self.history.mean("groups/zero_advantage_frac", self.vanished_patience)
+        # Without an advantage there is nothing that a gradient could come from.
         if flat is None or flat <= 0.9:
             yield from super().check(step, metrics)
         size = self.history.now("optim/update_to_weight_ratio", step)

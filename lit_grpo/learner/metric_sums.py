@@ -16,7 +16,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class StepMetrics:
-    """Sums and maxima of one rollout, reduced over ranks in two collectives.
+    """Sums, maxima and moments of one rollout, reduced over ranks in two collectives.
 
     Values stay on the device that is still computing them: only :meth:`compute` waits.
     """
@@ -24,6 +24,8 @@ class StepMetrics:
     def __init__(self) -> None:
         self.sums: dict[str, Sum] = {}
         self.maxima: dict[str, Tensor] = {}
+        self.moments: dict[str, Tensor] = {}
+        """Number, sum and sum of squares of the values under a key, [3]: their standard deviation is no mean."""
 
     def add(self, key: str, total: Tensor | float, count: Tensor | float = 1.0) -> None:
         """Add ``total`` and ``count`` to the sum under ``key``, whose mean is the one divided by the other."""
@@ -32,10 +34,11 @@ class StepMetrics:
         old = self.sums.get(key)
         self.sums[key] = Sum(total, count) if old is None else Sum(old.total + total, old.weight + count)
 
-    def replace(self, key: str, value: Tensor | float) -> None:
-        """Put ``value`` under ``key`` in place of everything added so far."""
-        self.sums.pop(key, None)
-        self.add(key, value)
+    def deviation(self, key: str, values: Tensor) -> None:
+        """Add ``values`` to those whose standard deviation, with the divisor N, is logged under ``key``."""
+        values = values.detach().double()
+        moments = torch.stack([values.new_tensor(float(values.numel())), values.sum(), values.square().sum()])
+        self.moments[key] = self.moments[key] + moments if key in self.moments else moments
 
     def maximum(self, key: str, value: Tensor | float) -> None:
         """Keep the largest value seen under ``key``; NaN wins."""
@@ -53,28 +56,43 @@ class StepMetrics:
         """Give every rank the keys of all ranks."""
         # A rank that had nothing to do in a step does not know the keys of its losses.
         keys: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(keys, (sorted(self.sums), sorted(self.maxima)))
-        for sums, maxima in keys:
+        torch.distributed.all_gather_object(keys, (sorted(self.sums), sorted(self.maxima), sorted(self.moments)))
+        for sums, maxima, moments in keys:
             for key in sums:
                 self.add(key, 0.0, 0.0)
             for key in maxima:
                 self.maximum(key, float("-inf"))
+            for key in moments:
+                self.deviation(key, torch.zeros(0))
 
     def compute(self, reduce_sum: Reduce | None = None, reduce_max: Reduce | None = None) -> dict[str, float]:
-        """Return means and maxima of the whole step. A mean over nothing is left out.
+        """Return means, maxima and standard deviations of the whole step. What is over nothing is left out.
 
         With more than one rank every rank must hold the same keys, see :meth:`agree`.
         """
         # Sorted: ranks add numbers by their place, and each may have met its keys in another order.
-        mean_keys, max_keys = sorted(self.sums), sorted(self.maxima)
-        values = _on_cpu([x for key in mean_keys for x in self.sums[key]] + [self.maxima[key] for key in max_keys])
-        sums, maxima = values[: 2 * len(mean_keys)].view(-1, 2), values[2 * len(mean_keys) :]
-        if reduce_sum is not None and mean_keys:
+        mean_keys, max_keys, deviation_keys = sorted(self.sums), sorted(self.maxima), sorted(self.moments)
+        added = [x for key in mean_keys for x in self.sums[key]]
+        added += [x for key in deviation_keys for x in self.moments[key]]
+        values = _on_cpu(added + [self.maxima[key] for key in max_keys])
+        sums, maxima = values[: len(added)], values[len(added) :]
+        if reduce_sum is not None and added:
             sums = reduce_sum(sums)
         if reduce_max is not None and max_keys:
             maxima = reduce_max(maxima)
-        out = {key: float(total / weight) for key, (total, weight) in zip(mean_keys, sums, strict=True) if weight > 0}
-        return out | {key: float(value) for key, value in zip(max_keys, maxima, strict=True)}
+        means, moments = sums[: 2 * len(mean_keys)].view(-1, 2), sums[2 * len(mean_keys) :].view(-1, 3)
+        out = {key: float(total / weight) for key, (total, weight) in zip(mean_keys, means, strict=True) if weight > 0}
+        out |= {key: _deviation(*row) for key, row in zip(deviation_keys, moments.tolist(), strict=True) if row[0]}
+        # -inf is the maximum over nothing, on this rank or on all.
+        known = {key: float(value) for key, value in zip(max_keys, maxima, strict=True)}
+        return out | {key: value for key, value in known.items() if value != float("-inf")}
+
+
+def _deviation(number: float, total: float, squares: float) -> float:
+    mean = total / number
+    variance = squares / number - mean**2
+    # The two terms are rounded: equal values may leave a trace of their own size, which is no deviation.
+    return variance**0.5 if not variance <= 1e-14 * mean**2 else 0.0
 
 
 def _on_cpu(scalars: list[Tensor]) -> Tensor:
@@ -99,19 +117,22 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     if not rollout.rewards:
         return
     metrics.add("reward", reward.sum(), count)
-    metrics.add("reward/std", reward.std(correction=0) * count if count else 0.0, count)
+    metrics.deviation("reward/std", reward)
     for name, values in rollout.rewards.items():
         metrics.add(f"reward/{name}", values.double().sum(), count)
-    correct = reward > 0
-    metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
-    metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
     if rollout.no_answer is not None:
         metrics.add("completions/no_answer_frac", rollout.no_answer.sum(), count)
     groups = reward.view(-1, rollout.group_size)
     flat = (groups == groups[:, :1]).all(1)
     metrics.add("groups/zero_std_frac", flat.sum(), len(groups))
-    metrics.add("groups/all_correct_frac", (flat & (groups[:, 0] > 0)).sum(), len(groups))
-    metrics.add("groups/all_wrong_frac", (flat & (groups[:, 0] <= 0)).sum(), len(groups))
+    if rollout.correct is not None:
+        correct = rollout.correct
+        # Empty completions count with their 0 tokens, as in completions/length, which so lies between the two.
+        metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
+        metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
+        verdicts = correct.view(-1, rollout.group_size)
+        metrics.add("groups/all_correct_frac", verdicts.all(1).sum(), len(verdicts))
+        metrics.add("groups/all_wrong_frac", (~verdicts).all(1).sum(), len(verdicts))
     _add_sources(metrics, rollout)
 
 

@@ -17,7 +17,8 @@ from lit_grpo.learner.batch import positions, probe
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics
-from lit_grpo.learner.rollout_metrics import add_direction, update_size
+from lit_grpo.learner.rollout_metrics import PREFIX, add_direction, prefix_pushed_down, update_size
+from lit_grpo.objectives.diagnostics import entropies, groups_without_advantage
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.forward.attention import to_device
@@ -164,27 +165,23 @@ class OptimizerStepper:
         for bundle in self.bundles:
             bundle.optimizer.zero_grad()
         loss = self._accumulate(batch, step, plan, metrics, first_update)
-        metrics.add("completions/filtered_frac", (~plan.kept).sum(), len(step.rows))
+        self._add_plan_metrics(step, plan, metrics)
         # Before any weight changes: gathered copies of sharded weights would survive the step, out of date.
         self.forward.reshard()
         if first_update is not None:
             first_update.check_truncation(self.guards)
             first_update.check(self.guards, self.reduce, dtype_of(self.forward.policy))
+        learning = self.bundles[1:] if step.warmup else self.bundles
         if plan.empty:
             self.counters.empty_steps += 1
-            metrics.add("loss", 0.0)
-            metrics.maximum("optim/grad_norm", 0.0)
+            # Nothing is left in the loss, so that it and its gradient are exactly 0.
+            self._add_norms(metrics, torch.zeros(()), learning, [torch.zeros(())] * len(learning))
             return
-        learning = self.bundles[1:] if step.warmup else self.bundles
         for bundle in learning:
             self.gradients.average(bundle.weights)
         norms = [clip_gradients(bundle.optimizer, bundle.max_grad_norm) for bundle in learning]
         loss = loss if self.reduce is None else self.reduce(loss)
-        metrics.replace("loss", loss)
-        logged = {"loss": float(loss)}
-        for bundle, norm in zip(learning, norms, strict=True):
-            metrics.maximum(f"{bundle.prefix}grad_norm", norm)
-            logged[f"{bundle.prefix}grad_norm"] = float(norm)
+        logged = self._add_norms(metrics, loss, learning, norms)
         # Loss and norms are those of all ranks by now, so every rank skips the step or none does.
         if not all(torch.isfinite(x) for x in (*norms, loss)):
             self._skip("loss or gradient not finite")
@@ -204,6 +201,7 @@ class OptimizerStepper:
         """Add up the gradients of all micro-batches, and return this rank's share of the step's loss, float64."""
         # Nothing in this loop waits for a GPU.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        pushes = torch.zeros(len(step.rows), min(PREFIX, plan.width), device=self.device)
         rows, active = step.rows, plan.active.cpu()
         # Completions that the objective multiplies by zero need no gradient, only their place in the metrics: a few of
         # them stand for all.
@@ -223,6 +221,8 @@ class OptimizerStepper:
                 rows_of_plan = plan.select(to_device(positions(rows, chosen), self.device))
                 out, stats = self.forward.loss(batch, step, chosen, rows_of_plan, multiplicity)
             if with_grad:
+                place = to_device(positions(rows, chosen), self.device)
+                pushes[place] = -out.token_weights[:, : pushes.shape[1]].to(pushes)
                 with self.gradients.no_sync():
                     # Averaging over ranks divides by their number; losses of ranks are shares that add up.
                     self.backward(out.loss * self.gradients.world_size)
@@ -231,12 +231,57 @@ class OptimizerStepper:
             add_direction(metrics, out.token_weights)
             if first_update is not None:
                 first_update.add(chosen, stats.logprobs, stats.entropy)
-                assert stats.entropy is not None
-                tokens = torch.tensor([len(batch.completions[i].token_ids) for i in chosen.tolist()])
-                weights = torch.ones(len(chosen), dtype=torch.float64) if multiplicity is None else multiplicity
-                entropies = stats.entropy.detach().sum(1) * to_device(weights, self.device)
-                metrics.add("policy/entropy", entropies.sum(), (tokens * weights).sum())
+            if step.pass_index == 0:
+                self._add_entropy(step, chosen, stats.entropy, multiplicity, metrics)
+        if step.experience.token_ids is not None:
+            down, shared = prefix_pushed_down(step.experience.select(rows), pushes)
+            metrics.add("groups/prefix_pushed_down_frac", down, shared)
         return loss
+
+    @staticmethod
+    def _add_norms(
+        metrics: StepMetrics, loss: Tensor, bundles: Sequence[OptimizerBundle], norms: Sequence[Tensor]
+    ) -> dict[str, float]:
+        """Add loss and gradient norms of one step, and return them by metric key."""
+        metrics.add("loss", loss)
+        logged = {"loss": float(loss)}
+        for bundle, norm in zip(bundles, norms, strict=True):
+            key = f"{bundle.prefix}grad_norm"
+            metrics.add(key, norm)
+            metrics.maximum(f"{key}_max", norm)
+            logged[key] = float(norm)
+        return logged
+
+    def _add_plan_metrics(self, step: OptimizerStep, plan: StepPlan, metrics: StepMetrics) -> None:
+        """Add what the plan of a step says of its completions and groups."""
+        metrics.add("completions/filtered_frac", (~plan.kept).sum(), len(step.rows))
+        # A second pass over the same completions would count them again.
+        if step.pass_index:
+            return
+        metrics.update(
+            {"groups/zero_advantage_frac": groups_without_advantage(plan, step.experience.group_ids[step.rows])}
+        )
+        if plan.entropy_filtered is not None:
+            metrics.add("completions/entropy_filtered_frac", plan.entropy_filtered.sum(), len(step.rows))
+            metrics.add("policy/entropy_threshold", step.objective.entropy_signal.entropy_threshold)
+
+    def _add_entropy(
+        self,
+        step: OptimizerStep,
+        chosen: Tensor,
+        current: Tensor | None,
+        multiplicity: Tensor | None,
+        metrics: StepMetrics,
+    ) -> None:
+        """Add the entropies of completions ``chosen`` before the first update of the rollout."""
+        experience, index = step.experience, to_device(chosen, self.device)
+        # Where no pass came before the updates there is one of them, and its policy is the one before it.
+        entropy = (None if step.update else current) if experience.entropy is None else experience.entropy[index]
+        if entropy is None:
+            return
+        mask, count = experience.mask[index], None if multiplicity is None else to_device(multiplicity, self.device)
+        threshold = step.objective.entropy_signal.entropy_threshold
+        metrics.update(entropies(entropy.detach(), mask, threshold, count))
 
     def _update_weights(self, bundles: Sequence[OptimizerBundle], metrics: StepMetrics, *, warmup: bool) -> None:
         sharded, counters = self.forward.policy.sharded, self.counters

@@ -23,7 +23,12 @@ SAMPLED = 4096
 
 @torch.no_grad()
 def add_audit_metrics(
-    metrics: StepMetrics, batch: Rollout, experience: Experience, advantages: Tensor, ranks: int = 1
+    metrics: StepMetrics,
+    batch: Rollout,
+    experience: Experience,
+    advantages: Tensor,
+    ranks: int = 1,
+    by_verdict: bool = False,
 ) -> None:
     """Add what a rollout and the tensors made from it say of each other; docs/metrics.md has the keys.
 
@@ -33,6 +38,7 @@ def add_audit_metrics(
         experience: its tensors.
         advantages: advantages of its tokens, [N, T].
         ranks: number of processes, each with its own prompts of the rollout.
+        by_verdict: whether advantages follow from which completions are correct and not from the total reward.
     """
     metrics.maximum("memory/peak_gib", peak_memory(experience.lengths.device))
     size, rewards = batch.group_size, batch.reward.tolist()
@@ -44,6 +50,8 @@ def add_audit_metrics(
     mean = _mean_advantages(experience, advantages).tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
+    # A correct completion may have the smaller total reward, where other rewards outweigh the one that judges.
+    quality = batch.correct.double().tolist() if by_verdict and batch.correct is not None else rewards
     distinct = inverted = mixed = 0
     for start in range(0, len(rewards), size):
         rows = range(start, start + size)
@@ -57,7 +65,7 @@ def add_audit_metrics(
                     equal += 1
                     contradict += rewards[i] != rewards[j]
                     contradict_advantage += not abs(mean[i] - mean[j]) <= gap
-        ordered = _advantages_follow_rewards([rewards[i] for i in rows], [mean[i] for i in rows])
+        ordered = _advantages_follow([quality[i] for i in rows], [mean[i] for i in rows])
         mixed += ordered is not None
         inverted += ordered is False
     groups = len(batch.prompts)
@@ -68,15 +76,13 @@ def add_audit_metrics(
     metrics.add("sanity/reward_contradiction_frac", contradict, equal)
     metrics.add("sanity/advantage_contradiction_frac", contradict_advantage, equal)
     metrics.add("sanity/inverted_advantage_frac", inverted, mixed)
-    rewarded = batch.reward > 0
-    truncated = torch.tensor([c.truncated for c in batch.completions])
-    for name, chosen in (("correct", rewarded), ("incorrect", ~rewarded)):
-        metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
+    if batch.correct is not None:
+        truncated = torch.tensor([c.truncated for c in batch.completions])
+        for name, chosen in (("correct", batch.correct), ("incorrect", ~batch.correct)):
+            metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():
             metrics.add(name, values.sum(), len(values))
-        down, count = prefix_pushed_down(experience, mean)
-        metrics.add("groups/prefix_pushed_down_frac", down, count)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -138,31 +144,38 @@ def repetition(token_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     }
 
 
-def prefix_pushed_down(experience: Experience, advantages: Sequence[float]) -> tuple[int, int]:
+def prefix_pushed_down(experience: Experience, pushes: Tensor) -> tuple[int, int]:
     """Count groups whose shared beginning is pushed down, and groups that share one.
 
-    The sum of A_i / n_i over the completions that share a prefix (GTPO, 2508.03772 Eq. 6), added over the shared
-    prefixes of the first :data:`PREFIX` tokens, is below 0: typical where correct completions are the longer ones.
+    What the loss does to the log-probabilities of the tokens that completions share at their beginning, summed, is
+    below 0 (GTPO, 2508.03772 Eq. 6): typical where correct completions are the longer ones and the loss divides by
+    length.
 
     Args:
-        experience: tensors of the rollout.
-        advantages: mean advantage of each completion, N numbers.
+        experience: tensors of the completions, groups whole.
+        pushes: weight by which the loss raises the log-probability of each token, -dL/d(log-probability), [N, P] for
+            the first P tokens, at most :data:`PREFIX`; 0 where there is none.
     """
     assert experience.token_ids is not None
-    lengths = experience.lengths.tolist()
-    rows = experience.token_ids[:, :PREFIX].tolist()
+    lengths, weights = experience.lengths.tolist(), pushes.double().tolist()
+    rows = experience.token_ids[:, : pushes.shape[1]].tolist()
     total: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+    size: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
     count: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     for i, group in enumerate(experience.group_ids.tolist()):
-        for t in range(1, min(lengths[i], PREFIX) + 1):
-            prefix = group, tuple(rows[i][:t])
-            total[prefix] += advantages[i] / lengths[i]
+        for t in range(min(lengths[i], pushes.shape[1])):
+            prefix = group, tuple(rows[i][: t + 1])
+            total[prefix] += weights[i][t]
+            size[prefix] += abs(weights[i][t])
             count[prefix] += 1
-    penalty: dict[int, float] = defaultdict(float)
+    push: dict[int, float] = defaultdict(float)
+    scale: dict[int, float] = defaultdict(float)
     for prefix, value in total.items():
         if count[prefix] > 1:
-            penalty[prefix[0]] += value
-    return sum(value < -1e-9 for value in penalty.values()), len(penalty)
+            push[prefix[0]] += value
+            scale[prefix[0]] += size[prefix]
+    # The weights are float32: terms that cancel leave a rounding error of this share of their size.
+    return sum(value < -1e-5 * scale[group] for group, value in push.items()), len(push)
 
 
 @torch.no_grad()
@@ -221,7 +234,7 @@ def _mean_advantages(experience: Experience, advantages: Tensor) -> Tensor:
     return masked(advantages.double(), experience.mask).sum(1) / experience.lengths.clamp_min(1)
 
 
-def _advantages_follow_rewards(rewards: list[float], advantages: list[float]) -> bool | None:
+def _advantages_follow(rewards: list[float], advantages: list[float]) -> bool | None:
     """Tell whether better completions have larger advantages on average; None where nothing differs."""
     middle = sum(rewards) / len(rewards)
     high = [a for r, a in zip(rewards, advantages, strict=True) if r > middle]

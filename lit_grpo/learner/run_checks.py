@@ -65,6 +65,42 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
         )
 
 
+def check_verdicts(objective: Objective, primary_range: tuple[float, float] | None) -> None:
+    """Refuse an objective that asks which completions are correct in a run whose rewards do not say it.
+
+    Args:
+        objective: the objective of the run.
+        primary_range: least and greatest that the reward that says what is right adds to the total; None: none says it.
+
+    Raises:
+        UserError: names the settings that ask, and what would answer them.
+    """
+    keys = () if objective.demonstrations else objective.uses_correct
+    if keys and primary_range is None:
+        alone = keys == ("uniform_by",)
+        raise UserError(
+            f"{objective.name} asks which completions are correct (by {', '.join(keys)}), and no reward says it",
+            where="data.rewards",
+            remedy="add one that does, for instance lit_grpo.rewards.MathReward (with weight 0 it changes nothing "
+            "else), or set correct_threshold of yours" + (", or uniform_by: reward" if alone else ""),
+        )
+    if not objective.shaping.label_noise or primary_range is None:
+        return
+    if not all(map(math.isfinite, primary_range)):
+        raise UserError(
+            "label_noise turns a value of the reward that says what is right into its opposite within the reward's "
+            "range, and that reward does not state its range",
+            where="model.objective.label_noise",
+            remedy="give its range: in a class of yours `range = (0.0, 1.0)`, of FunctionReward init_args.range",
+        )
+    if primary_range[0] == primary_range[1] and keys == ("label_noise",):
+        raise UserError(
+            "the reward that says what is right adds nothing to the total, so label_noise would change no advantage",
+            where="model.objective.label_noise",
+            remedy="give that reward a weight other than 0, or set label_noise: 0",
+        )
+
+
 def check_minibatches(prompts: int, size: int | None, updates: int) -> None:
     """Check that minibatches of ``size`` prompts (None: all) divide a rollout and are used equally often.
 

@@ -63,9 +63,9 @@ class ObjectiveConfig:
     single_sample_advantage: Literal["zero", "raw"] | None = None
     """Advantage of a group of one: 0, or its reward (group_std, group_var, batch_std, group_mean, rloo)."""
     positive_weight: float | None = None
-    """Advantage of rewards above 0 (sign)."""
+    """Advantage of correct completions (sign)."""
     negative_weight: float | None = None
-    """Advantage of the other rewards (sign)."""
+    """Advantage of the others (sign)."""
     optimal_baseline_weights: Literal["given", "length", "logit", "token_level"] | None = None
     """Weights W of the variance-minimising baseline (bstar)."""
     whiten_ddof: int | None = None
@@ -134,13 +134,16 @@ class ObjectiveConfig:
 
     # Filters
     drop_zero_variance: bool | None = None
-    """Drop groups whose rewards (before length penalties) are all equal. DAPO, Olmo 3, Reinforce-Rej."""
+    """Drop uniform groups (``uniform_by``). DAPO, Olmo 3, Reinforce-Rej."""
     dynamic_sampling: bool | None = None
     """Drop them, and sample more prompts until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
+    uniform_by: Literal["reward", "correct"] | None = None
+    """A group is uniform if its rewards (before length penalties) are all equal (``reward``, Olmo 3), or if all of its
+    completions are correct, or none (``correct``: DAPO, Reinforce-Rej)."""
     mask_truncated: bool | None = None
     """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
     keep_sign: Literal["all", "positives", "negatives"] | None = None
-    """Keep only completions with a reward above 0, or only the others."""
+    """Keep only correct completions, or only the others."""
     filtered_denominator: Literal["kept", "all"] | None = None
     """Whether dropped groups and completions stay in the denominators (released code of Reinforce-Rej, RAFT++)."""
 
@@ -186,7 +189,8 @@ class ObjectiveConfig:
 
     # Shaping
     label_noise: float | None = None
-    """Share of completions whose 0/1 reward is flipped."""
+    """Share of completions whose label is flipped: correct ones count as incorrect and the other way round, and the
+    value v of the reward that says so becomes low + high - v (1 - v for a reward from 0 to 1)."""
     label_noise_seed: int | None = None
     """Seed of the flipped labels."""
     truncated_reward: Literal["keep", "zero"] | None = None

@@ -29,7 +29,7 @@ from lit_grpo.objectives.aggregation import Aggregation, Counts, SeqMean
 from lit_grpo.objectives.filters import Filters
 from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.plan import StepPlan
-from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, WITHOUT_OLD, RatioKind
+from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, RatioKind
 from lit_grpo.objectives.regularizers import Regularizers
 from lit_grpo.objectives.sampler_correction import NoCorrection, SamplerCorrection
 from lit_grpo.objectives.shaping import Shaping
@@ -176,6 +176,11 @@ class Objective:
         return 100 if self.entropy_signal.entropy_filter and self.entropy_signal.initial_entropy is None else 0
 
     @property
+    def uses_correct(self) -> tuple[str, ...]:
+        """The settings that ask which completions are correct, by key; empty if the rewards alone are enough."""
+        return tuple(key for part in self.parts() for key in part.uses_correct)
+
+    @property
     def varies_by_token(self) -> bool:
         """Whether tokens of one completion can have different advantages or weights."""
         return self.token_weights.vary_by_token or self.advantage.per_token
@@ -197,11 +202,11 @@ class Objective:
 
     def uses_old(self, updates_per_rollout: int) -> bool:
         """Tell whether pi_old must be known before the first update."""
-        # With a single update pi_old is the policy of the forward pass itself, so most methods save a pass.
-        if self.regularizers.kl_reward or self.sampler.needs_old_early or self.token_weights.lopti_eta:
-            return True
-        uses = self.ratio not in WITHOUT_OLD or self.sampler.kind != "none" or self.token_weights.reweight_alpha
-        return bool(uses) and updates_per_rollout > 1
+        # With a single update pi_old is the policy of the forward pass itself, so most methods save a pass. With
+        # several it is needed even where no part of the loss has it: how far the policy has moved, and how far it was
+        # from the sampler, would otherwise be measured against the policy in mid-update.
+        early = self.regularizers.kl_reward or self.sampler.needs_old_early or self.token_weights.lopti_eta
+        return bool(early) or updates_per_rollout > 1
 
     def loss_requires(self) -> frozenset[str]:
         """Return names of what :meth:`loss` needs of the current forward pass besides log-probabilities."""
@@ -257,6 +262,15 @@ class Objective:
         base = self.shaping.base(exp, exp.rewards.double(), max(state.rollouts - 1, 0))
         return base, self.shaping.shape(exp, base)
 
+    def correct(self, exp: Experience, state: ObjectiveState) -> Tensor | None:
+        """Return which completions count as correct, after label noise, [N] bool.
+
+        None if the experience does not say it and nothing asks; if something asks, rewards above 0 count.
+        """
+        if exp.correct is None and not self.uses_correct:
+            return None
+        return self.shaping.correct(exp, max(state.rollouts - 1, 0))
+
     def advantage_inputs(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None) -> AdvantageInputs:
         """Make the inputs of the estimator: shaped rewards, with the KL term where it belongs."""
         _, shaped = self.rewards(exp, state)
@@ -268,7 +282,8 @@ class Objective:
             token_penalty = -self.regularizers.kl_coef * difference
             if not self.advantage.per_token:
                 shaped, token_penalty = shaped + token_penalty.sum(1), None
-        return AdvantageInputs(exp, shaped, Groups.of(exp.group_ids), token_penalty, state, reduce)
+        groups, correct = Groups.of(exp.group_ids), self.correct(exp, state)
+        return AdvantageInputs(exp, shaped, groups, token_penalty, state, reduce, correct)
 
     @torch.no_grad()
     def advantages(
@@ -319,7 +334,8 @@ class Objective:
         """
         groups = Groups.of(exp.group_ids)
         base, shaped = self.rewards(exp, state)
-        kept, counted = self.filters(base, shaped, exp.truncated, groups)
+        correct = self.correct(exp, state)
+        kept, counted = self.filters(base, correct, exp.truncated, groups)
         mask = exp.mask & kept[:, None]
         conflicts = None
         factors = torch.ones_like(advantages)
@@ -360,14 +376,16 @@ class Objective:
         if self.token_weights.lopti_eta:
             old = masked(_required(exp, "old_logprobs"), exp.mask)
             pass_mask = lopti_mask(old, self.token_weights.lopti_eta, pass_index)
-        signal = masked(self._signal(exp, advantages, state), exp.mask)
+        signal, entropy_filtered = self._signal(exp, advantages, state)
+        signal = masked(signal, exp.mask)
 
         # A completion none of whose tokens gets a gradient is left out of the forward that has one.
-        contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(base > 0)[:, None])
+        contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(kept, correct)[:, None])
         active = contributes.any(1)
         # One collective for all three. Every rank takes part, also one that has none of the step's completions.
-        totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
-        active_total, positive_tokens, tokens = over_ranks(totals, reduce).tolist()
+        in_nll = torch.zeros_like(kept) if correct is None else kept & correct
+        totals = torch.stack([active.sum(), (exp.lengths * in_nll).sum(), mask.sum()]).double()
+        active_total, correct_tokens, tokens = over_ranks(totals, reduce).tolist()
         regularizers = self.regularizers
         returns = self.returns(exp, state, reduce).to(advantages.dtype) if regularizers.value_coef else None
         value_range = state.reward_range
@@ -382,7 +400,8 @@ class Objective:
             token_weights=factors,
             pass_mask=pass_mask,
             conflicts=conflicts,
-            positive=base > 0,
+            entropy_filtered=entropy_filtered,
+            correct=correct,
             old_logprobs=exp.old_logprobs,
             sampler_logprobs=exp.sampler_logprobs,
             ref_logprobs=exp.ref_logprobs,
@@ -391,23 +410,26 @@ class Objective:
             router_logscores_old=exp.router_logscores_old,
             empty=active_total == 0,
             active_total=active_total,
-            nll_weight=regularizers.nll_coef / positive_tokens if positive_tokens else 0.0,
+            nll_weight=regularizers.nll_coef / correct_tokens if correct_tokens else 0.0,
             value_weight=regularizers.value_coef / tokens if tokens else 0.0,
             beta=self.trust_region.penalty_coefficient(state),
             value_range=value_range,
         )
 
-    def _regularised(self, positive: Tensor) -> Tensor:
+    def _regularised(self, kept: Tensor, correct: Tensor | None) -> Tensor:
         """Return which completions have a term besides the policy term, [N] bool."""
         r = self.regularizers
         if r.kl_loss or r.entropy_coef or r.value_coef or self.trust_region.penalizes:
-            return torch.ones_like(positive)
-        return positive if r.nll_coef else torch.zeros_like(positive)
+            return torch.ones_like(kept)
+        return correct if r.nll_coef and correct is not None else torch.zeros_like(kept)
 
-    def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> Tensor:
-        """Return the advantages, [N, T], with GTPO's entropy terms if they are on."""
+    def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages, [N, T], with GTPO's entropy terms if they are on.
+
+        Also the completions that GTPO's entropy filter takes out, [N] bool; None where the filter is off.
+        """
         if not self.entropy_signal.on:
-            return advantages
+            return advantages, None
         entropy = mean_entropy(_required(exp, "entropy"), exp.mask).to(advantages.dtype)
         signal = advantages - self.entropy_signal.entropy_gamma * entropy[:, None]
         if self.entropy_signal.entropy_filter:
@@ -417,8 +439,9 @@ class Objective:
                     where="model.objective.initial_entropy",
                     remedy="give initial_entropy, or call state.with_initial_entropy before the first rollout",
                 )
-            signal = signal * self.entropy_signal.delta(entropy, state.initial_entropy)[:, None]
-        return signal
+            delta = self.entropy_signal.delta(entropy, state.initial_entropy)
+            return signal * delta[:, None], delta == 0
+        return signal, None
 
     def loss(
         self,

@@ -259,7 +259,7 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_rej": Recipe(
         Objective(
             recipe="reinforce_rej", advantage=adv.Sign(), trust_region=tr.Clip(), aggregation=agg.TokenMean(),
-            filters=Filters(drop_zero_variance=True),
+            filters=Filters(drop_zero_variance=True, uniform_by="correct"),
             regularizers=Regularizers(kl_coef=0.001, entropy_coef=0.001),
         ),
         formula="-(1/B_kept) Σ_{mixed groups} Σ_t min(ρ r, clip(ρ) r) + .001 KL - .001 H, r = ±1",
@@ -281,7 +281,7 @@ RECIPES: dict[str, Recipe] = {
     "dapo": Recipe(
         Objective(
             recipe="dapo", advantage=adv.GroupStd(), trust_region=tr.Clip(0.2, 0.28), aggregation=agg.TokenMean(),
-            filters=Filters(dynamic_sampling=True),
+            filters=Filters(dynamic_sampling=True, uniform_by="correct"),
             shaping=Shaping(reward_map="signed", overlong_penalty=True),
         ),
         formula="-(1/B) Σ min(ρA, clip(ρ, .8, 1.28)A) over mixed groups, reward ±1 + overlong(n)",

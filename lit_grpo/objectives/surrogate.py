@@ -63,7 +63,8 @@ def loss(
         if regularizers.entropy_coef and entropy is not None:
             terms["entropy"] = -regularizers.entropy_coef * (weights * masked(entropy.to(dtype), in_loss)).sum()
         if regularizers.nll_coef:
-            terms["nll"] = -plan.nll_weight * masked(lp, in_loss & plan.positive[:, None]).sum()
+            assert plan.correct is not None
+            terms["nll"] = -plan.nll_weight * masked(lp, in_loss & plan.correct[:, None]).sum()
         if regularizers.value_coef and values is not None:
             assert plan.values is not None
             assert plan.returns is not None
@@ -78,7 +79,9 @@ def loss(
     with torch.no_grad():
         share = plan.active.sum() / plan.active_total if plan.active_total else plan.active.sum() * 0.0
         metrics = {f"loss/{k}": Sum(v.detach(), share) for k, v in terms.items()}
-        sums, maxima = diagnostics.step_metrics(plan, current, old, surrogate, sampler, entropy=entropy, tokens=tokens)
+        sums, maxima = diagnostics.step_metrics(
+            plan, current, old, surrogate, sampler, corrects=objective.sampler.kind != "none", tokens=tokens
+        )
     # Nobody upstream learns: without this the caller would hold the graph that served the token weights alone.
     if not logprobs.requires_grad and not any(x is not None and x.requires_grad for x in (entropy, values)):
         total = total.detach()

@@ -94,9 +94,9 @@ PANELS = (
     ),
     Panel(
         "groups",
-        "share of groups without a gradient",
+        "share of groups",
         (
-            ("groups/zero_std_frac", "all"),
+            ("groups/zero_advantage_frac", "no advantage"),
             ("groups/all_correct_frac", "all correct"),
             ("groups/all_wrong_frac", "all wrong"),
         ),

@@ -75,7 +75,7 @@ class Steps(pl.Callback):
             loss=module.step_metrics.get("loss"),
             grad_norm=module.step_metrics.get("optim/grad_norm"),
             reward=module.step_metrics.get("reward"),
-            zero_gradient_groups=module.step_metrics.get("groups/zero_std_frac"),
+            zero_gradient_groups=module.step_metrics.get("groups/zero_advantage_frac"),
         )
         if not self.talk.wait():
             trainer.should_stop = True

@@ -44,7 +44,7 @@ def healthy(steps: int = 120, seed: int = 0) -> list[Step]:
                 "policy/advantage_abs": 0.6,
                 "policy/advantage_abs_max": 2.5,
                 "groups/distinct_frac": noisy(0.9 - 0.1 * done, 0.02),
-                "groups/zero_std_frac": 0.1 + 0.25 * done,
+                "groups/zero_advantage_frac": 0.1 + 0.25 * done,
                 "groups/all_correct_frac": 0.05 + 0.25 * done,
                 "groups/all_wrong_frac": 0.05,
                 "groups/count": 64.0,

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +68,7 @@ def tmp(trainer):
 def test_a_record_holds_what_the_engine_drew_and_the_learner_made_of_it(tmp_path, monkeypatch):
     catch = Catch()
     # Two updates: old log-probabilities come from a pass of their own.
-    module: Any = tiny.module(objective=ObjectiveConfig(recipe="grpo"), updates_per_rollout=2)
-    leave = type(module)._log
-
-    def leave_entropy(*args):
-        leave(module, *args)
-        snapshot = module.step_result.snapshot
-        snapshot = replace(snapshot, entropy=snapshot.experience.old_logprobs - 1)
-        module.step_result = replace(module.step_result, snapshot=snapshot)
-
-    monkeypatch.setattr(module, "_log", leave_entropy)
+    module = tiny.module(objective=ObjectiveConfig(recipe="grpo"), updates_per_rollout=2)
     run(tmp_path, FlightRecorder(), catch, module=module, rollouts=2)
     batch, experience, advantages = catch.seen[2]
     record = flight.read_step(flight.step_file(tmp_path / flight.FOLDER, 2))
@@ -92,7 +82,7 @@ def test_a_record_holds_what_the_engine_drew_and_the_learner_made_of_it(tmp_path
         n = len(completion.token_ids)
         for name, whole in (
             ("learner_logprobs", experience.old_logprobs),
-            ("entropy", experience.old_logprobs - 1),
+            ("entropy", experience.entropy),
             ("advantages", advantages),
         ):
             assert torch.equal(torch.as_tensor(record.rows(name)[i]), whole[i, :n].float()), name

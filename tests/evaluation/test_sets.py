@@ -18,6 +18,7 @@ from lit_grpo.evaluation import EvaluationSet
 from lit_grpo.evaluation.grading import answer_classes, grade, selector_scores
 from lit_grpo.evaluation.sets import EvaluationPart, Subset, resolve_sets
 from lit_grpo.rewards import ExactMatch, MathReward
+from lit_grpo.rewards.base import verdicts
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling
 from tests import tiny
 from tests.paths import ROOT, SHARED
@@ -148,8 +149,10 @@ def test_right_answers_are_one_answer_and_wrong_ones_by_their_normal_form() -> N
     reward = MathReward(workers=1)
     try:
         items = [RewardInput(rollout.prompts[0], c, t) for c, t in zip(rollout.completions, rollout.texts, strict=True)]
-        rewards = {"math": torch.tensor([score.value for score in reward.score(items)])}
-        rollout = replace(rollout, rewards=rewards)
+        scores = reward.score(items)
+        found = verdicts([reward], {reward.name: scores}, [""] * len(scores))
+        rewards = {reward.name: torch.tensor([score.value for score in scores])}
+        rollout = replace(rollout, rewards=rewards, correct=torch.tensor(found))
         graded = grade(rollout, [reward], EvaluationPart("s", 6, TRAINING), list(range(6)))
     finally:
         reward.close()

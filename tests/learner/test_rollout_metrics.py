@@ -127,12 +127,18 @@ def test_short_completions_have_no_repetition():
 
 
 def test_a_shared_prefix_is_pushed_down_where_right_answers_are_longer():
-    def share(ids: list[list[int]], advantages: list[float]) -> tuple[int, int]:
-        return prefix_pushed_down(make_experience(rollout(ids, [1, 0], 2), "cpu"), advantages)
+    def share(ids: list[list[int]], pushes: list[list[float]]) -> tuple[int, int]:
+        return prefix_pushed_down(make_experience(rollout(ids, [1, 0], 2), "cpu"), torch.tensor(pushes))
 
-    assert share([[1, 2, 3, 4], [1, 5]], [1, -1]) == (1, 1)
-    assert share([[1, 5], [1, 2, 3, 4]], [1, -1]) == (0, 1)
-    assert share([[1, 2], [3, 4]], [1, -1]) == (0, 0)
+    # GRPO with 1/|o|: the right answer of 4 tokens gets +1/4 a token, the wrong one of 2 gets -1/2.
+    long_is_right = [[0.25] * 4, [-0.5, -0.5, 0, 0]]
+    assert share([[1, 2, 3, 4], [1, 5]], long_is_right) == (1, 1)
+    assert share([[1, 5], [1, 2, 3, 4]], [[0.5, 0.5, 0, 0], [-0.25] * 4]) == (0, 1)
+    assert share([[1, 2], [3, 4]], [[0.5, 0.5], [-0.5, -0.5]]) == (0, 0)
+    # A loss without 1/|o| gives both the same weight, and one that spares conflicts the wrong one none: nothing is
+    # pushed down by the very same completions.
+    assert share([[1, 2, 3, 4], [1, 5]], [[0.1] * 4, [-0.1, -0.1, 0, 0]]) == (0, 1)
+    assert share([[1, 2, 3, 4], [1, 5]], [[0.5, 0.25, 0.25, 0.25], [0, -0.5, 0, 0]]) == (0, 1)
 
 
 def test_update_size_is_the_step_that_was_taken():

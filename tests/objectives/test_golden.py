@@ -219,7 +219,9 @@ def length_gap(exp: Experience) -> float:
     prompts = [Prompt(str(i), "", (0,)) for i in rows]
     reward = exp.rewards[rows]
     metrics = StepMetrics()
-    add_rollout_metrics(metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1))
+    add_rollout_metrics(
+        metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1, correct=reward > 0)
+    )
     values = metrics.compute()
     return values.get("completions/incorrect_length", math.nan) - values.get("completions/correct_length", math.nan)
 
@@ -249,7 +251,7 @@ def test_diagnostics(batch: str) -> None:
     change = diagnostics.policy_change(lp, old, mask)
     mismatch, peaks = diagnostics.sampler_mismatch(old, sampled, mask)
     derived = diagnostics.derive({k: mean(v) for k, v in mismatch.items()})
-    shares = diagnostics.entropy_shares(exp.entropy, mask)
+    shares = diagnostics.entropies(exp.entropy, mask)
     conflicts = conflict_masks(exp.token_ids, exp.lengths, mask, advantages, groups)
     c = masked(old - sampled, mask).exp()
     got = {

@@ -64,7 +64,7 @@ def metrics(step: int) -> dict[str, float]:
         "completions/incorrect_length": 11.0 + 6 * bad,
         "optim/grad_norm": math.inf if step == END else 1.0 + 10.0 * bad,
         "completions/truncated_frac": min(1.0, 0.1 * bad),
-        "groups/zero_std_frac": 0.25,
+        "groups/zero_advantage_frac": 0.25,
         "policy/clip_frac/low": 0.0,
         "time/tokens_per_second": 1234.0,
         "time/sync": 0.1,

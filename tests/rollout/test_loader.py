@@ -295,17 +295,23 @@ outcomes = st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_siz
 
 
 @settings(max_examples=60, deadline=None)
-@given(outcomes, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 3))
-def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds, world, seed):
-    """Equal rewards (also equal 0.5) never, unequal always; whole groups, bounded, no prompt twice, on any ranks."""
+@given(
+    outcomes, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 3), st.sampled_from(["reward", "correct"])
+)
+def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds, world, seed, uniform_by):
+    """Equal rewards (also equal 0.5) never, unequal always; whole groups, bounded, no prompt twice, on any ranks.
+
+    By what is correct only 2 (a reward of 1) differs from the others: 0 and 0.5 are both wrong.
+    """
 
     def make(**changes: Any) -> RolloutLoader:
-        loader = dynamic(table, max_rounds=max_rounds, **changes)
+        loader = dynamic(table, max_rounds=max_rounds, uniform_by=uniform_by, **changes)
         loader.order = PromptOrder(len(table), seed)
         return loader
 
     order = [PromptOrder(len(table), seed)[i] for i in range(200)]
-    mixed = [len(set(table[k])) > 1 for k in order]
+    told = {k: {halves == 2 for halves in row} if uniform_by == "correct" else set(row) for k, row in enumerate(table)}
+    mixed = [len(told[k]) > 1 for k in order]
     if not any(mixed):
         with pytest.raises(StopRun, match="0 of 4"):
             next(iter(make()))
@@ -355,6 +361,7 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
         for i, c in enumerate(rollout.completions):
             assert c.token_ids[0] == table[rollout.prompts[i // 3].token_ids[0]][i % 3]
             assert float(rollout.reward[i]) == c.token_ids[0] / 2
+            assert bool(rollout.correct[i]) == (c.token_ids[0] == 2)
 
 
 def test_dynamic_sampling_asks_for_what_is_missing_over_the_share_so_far():

@@ -60,11 +60,10 @@ class Preflight(Callback):
         batch: Rollout = data.initial_completions(count)
         self._announce(trainer, "comparing with the learner")
         experience = module.measure_rollout(batch)
-        primary = rollout.correct_by(data.rewards)
         self.results += [
             prompts.round_trip(encoded, batch, tokenizer, ends, data.sampling.stop),
-            rollout.signal(batch, primary),
-            rollout.spread(batch, primary, data.prompts_per_rollout),
+            rollout.signal(batch, data.rewards),
+            rollout.spread(batch, data.prompts_per_rollout),
             rollout.rewards(batch, data.rewards),
             rollout.initial_entropy(experience, self._vocabulary(module.policy_config)),
             rollout.truncation(batch, data.sampling.max_new_tokens, module.guards.max_truncated),

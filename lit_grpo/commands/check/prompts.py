@@ -8,6 +8,7 @@ from typing import Any
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data import PromptFormat
 from lit_grpo.rewards import Reward
+from lit_grpo.rewards.base import verdicts
 from lit_grpo.rewards.combine import score_all
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout
 from lit_grpo.utils.text import shorten
@@ -221,4 +222,7 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
         ids = (*encoded, *end)
         batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), text))
     # A reward that raises on such a text has not accepted it.
-    return [score.value > 0 for score in score_all([reward], batch, "zero")[reward.name]] if batch else []
+    found = score_all([reward], batch, "zero")
+    verdict = verdicts([reward], found, [prompt.source for prompt in prompts])
+    # A reward without a threshold says only how near an answer comes: it accepts what it gives anything for.
+    return [score.value > 0 for score in found[reward.name]] if verdict is None else verdict

@@ -150,15 +150,15 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ),
     ("MismatchMonitor", "tokens_missing", "critical", grows(sanity__missing_tokens_frac=0.02)),
     ("MismatchMonitor", "groups_mixed", "critical", grows(sanity__mixed_prompts_frac=0.5)),
-    ("SignalMonitor", "zero_gradient", "warning", grows(groups__zero_std_frac=0.8, groups__all_wrong_frac=0.45)),
+    ("SignalMonitor", "zero_gradient", "warning", grows(groups__zero_advantage_frac=0.8, groups__all_wrong_frac=0.45)),
     (
         "SignalMonitor",
         "zero_gradient",
         "info",
-        grows(groups__zero_std_frac=0.8, groups__all_wrong_frac=0.0, groups__all_correct_frac=0.8),
+        grows(groups__zero_advantage_frac=0.8, groups__all_wrong_frac=0.0, groups__all_correct_frac=0.8),
     ),
-    ("SignalMonitor", "all_wrong", "warning", grows(groups__zero_std_frac=0.8, groups__all_wrong_frac=0.7)),
-    ("SignalMonitor", "all_wrong", "critical", grows(groups__zero_std_frac=1, groups__all_wrong_frac=1)),
+    ("SignalMonitor", "all_wrong", "warning", grows(groups__zero_advantage_frac=0.8, groups__all_wrong_frac=0.7)),
+    ("SignalMonitor", "all_wrong", "critical", grows(groups__zero_advantage_frac=1, groups__all_wrong_frac=1)),
     ("SignalMonitor", "small_batch", "info", grows(groups__count=16)),
     ("SignalMonitor", "reward_noise", "critical", grows(sanity__reward_contradiction_frac=0.37)),
     ("SignalMonitor", "reward_noise", "critical", without_critic(grows(sanity__advantage_contradiction_frac=0.37))),
@@ -243,6 +243,22 @@ def test_a_fall_without_a_fall_of_entropy_is_called_no_entropy_collapse():
     assert watcher.remedies[critical.name].objective == {"recipe": "grpo"}
 
 
+def test_a_run_that_learns_the_format_first_is_not_stopped_for_having_no_right_answer_yet():
+    run = changed(grows(groups__zero_std_frac=0.1, groups__all_correct_frac=0.0, groups__all_wrong_frac=1.0))
+    found = [f.severity for f in replay(make("SignalMonitor"), run) if f.kind == "all_wrong"]
+    assert found
+    assert set(found) == {"warning"}
+
+
+def test_without_a_verdict_nothing_is_said_of_solved_prompts():
+    run = changed(grows(policy__entropy=0.01, groups__all_wrong_frac=NAN, groups__all_correct_frac=NAN))
+    without = [{k: v for k, v in metrics.items() if not k.startswith("groups/all_")} for metrics in run]
+    (first, *_) = [f for f in replay(make("EntropyMonitor"), without) if f.kind == "entropy_low"]
+    assert first.severity == "info"
+    assert "solved" not in first.explanation
+    assert not [f for f in replay(make("SignalMonitor"), without) if f.kind == "all_wrong"]
+
+
 def test_every_monitor_and_every_kind_is_tried():
     assert {name for name, *_ in TROUBLES} == set(monitors.__all__)
     tried = {kind for _, kind, *_ in TROUBLES}
@@ -321,9 +337,23 @@ def test_missing_keys_are_silence():
 def test_the_initial_entropy_is_that_of_the_first_prompts():
     monitor = monitors.EntropyMonitor(initial_prompts=100)
     for t in range(1, 10):
-        monitor.observe(t, {"policy/entropy": 9.0, "policy/entropy_sequence": float(t), "groups/count": 64.0})
+        monitor.observe(t, {"policy/entropy": float(t), "policy/entropy_sequence": 9.0, "groups/count": 64.0})
     assert monitor.initial_entropy == 1.5
     assert monitors.EntropyMonitor().observe(1, {"policy/entropy": 1.0, "policy/entropy_initial": 0.7}) == []
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_entropy_is_compared_with_the_same_kind_of_mean(measured):
+    """Long completions of low entropy beside short ones of high: the mean over tokens is a quarter of the other."""
+    monitor = monitors.EntropyMonitor()
+    still = {"policy/entropy": 0.2, "policy/entropy_sequence": 0.8, "groups/count": 64.0, "reward": 0.5}
+    if measured:
+        still["policy/entropy_initial"] = 0.2 / 0.25
+    assert [f for t in range(1, 40) for f in monitor.observe(t, still)] == []
+    doubled = still | {"policy/entropy": 0.45, "policy/entropy_sequence": 1.8}
+    found = [f for t in range(40, 60) for f in monitor.observe(t, doubled)]
+    assert found[0].kind == "entropy_high"
+    assert found[0].evidence[0].metric == ("policy/entropy_sequence" if measured else "policy/entropy")
 
 
 def test_plumbing_is_named_before_theory_and_the_rest_is_evidence():

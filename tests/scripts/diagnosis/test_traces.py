@@ -2,7 +2,9 @@
 
 Nothing is trained, so a changed threshold shows here at once. Each file is a trace of ``scripts/diagnosis_benchmark.py
 --record``, turned into columns (null: not logged in that rollout), four digits, with the metrics that some monitor
-reads, times and memory left out.
+reads, times and memory left out. ``groups/zero_advantage_frac`` was not logged when they were recorded; it follows
+from the recipe and the other columns: groups of equal rewards for GRPO, solved ones for NL, unsolved ones for PL, none
+for CL and PPO.
 """
 
 from __future__ import annotations
