@@ -6,8 +6,8 @@ Shapes: N completions in a rollout (whole groups, ``N = groups * group_size``), 
 Times are seconds, entropies and log-probabilities are nats.
 """
 
-# This file imports nothing but torch, and that only where tensors are made: commands that score ready texts must start
-# at once.
+# This file imports torch alone besides the errors, and that only where tensors are made: commands that score ready
+# texts must start at once.
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lit_grpo.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+Message = Mapping[str, Any]
+"""One turn of a chat: ``role``, ``content`` (text), and whatever else the chat template reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Prompt:
     id: str
     """Identity of the prompt, stable over runs and unique in its source; its history is kept under it."""
     question: str
-    """The text as the source writes it, without chat template."""
+    """The text as the source writes it, without chat template; of a chat, the text of the last user message."""
     token_ids: tuple[int, ...]
     """Ids that are fed to the model: the template is applied once, and nothing encodes them again."""
     answer: str | None = None
@@ -37,6 +41,8 @@ class Prompt:
     """Name of the data set."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row, for rewards that need them."""
+    messages: tuple[Message, ...] | None = None
+    """The turns of the chat where the source has them; None where it has a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,18 @@ class Sampling:
     """Number of likeliest tokens to draw from; 0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion. The id itself is part of the completion."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion: with the token that completes the first of them, which is part of it. Special
+    tokens count as the text that they are written as."""
+
+    def __post_init__(self) -> None:
+        stop: Any = self.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise UserError(
+                f"stop is {stop!r}, not a list of texts that hold something",
+                where="sampling.stop",
+                remedy='write a list, as stop: ["</answer>"]',
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,20 @@ GOLDS = 64
 """Number of gold answers that are tried at most."""
 
 
+def columns(taken: Sequence[str], prompts: Sequence[Prompt]) -> list[Result]:
+    """Show what was read from which column, and check that not all prompts came out the same.
+
+    Args:
+        taken: what the sources say, a line each; nothing where there are no columns.
+        prompts: the training prompts.
+    """
+    golds = {p.answer for p in prompts}
+    if taken and len(golds) > 1 and len({p.token_ids for p in prompts}) == 1:
+        return [Result("columns", "warn", f"{'; '.join(taken)}; all prompts are the same, with {len(golds)} answers",
+                       "the question stands in another column: question_column")]  # fmt: skip
+    return [Result("columns", "pass", line) for line in taken]
+
+
 def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> Result:
     """Check that prompts are chats where the model was trained on chats."""
     lengths = sorted(len(p.token_ids) for p in prompts)
@@ -83,13 +97,24 @@ def _leading(ids: Sequence[int], token: int | None) -> int:
     return next((i for i, value in enumerate(ids) if value != token), len(ids)) if token is not None else 0
 
 
-def round_trip(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any, ends: Sequence[int]) -> Result:
-    """Check that texts survive the tokenizer, and that completions are what the engine says they are."""
+def round_trip(
+    prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any, ends: Sequence[int], stop: Sequence[str] = ()
+) -> Result:
+    """Check that texts survive the tokenizer, and that completions are what the engine says they are.
+
+    Args:
+        prompts: the training prompts.
+        rollout: completions of some of them.
+        tokenizer: the policy's tokenizer.
+        ends: ids that end a completion.
+        stop: texts that end a completion.
+    """
     unknown = getattr(tokenizer, "unk_token_id", None)
     unknown_in = [p.id for p in prompts if unknown is not None and unknown in p.token_ids]
     golds = {p.answer for p in prompts[:GOLDS] if p.answer}
     unwritable = sorted(gold for gold in golds if _round_trip(gold, tokenizer) != gold.strip())
     bad_end = sum(c.finish_reason == "stop" and (not c.token_ids or c.token_ids[-1] not in ends)
+                  and not any(text in tokenizer.decode(c.token_ids) for text in stop)
                   for c in rollout.completions)  # fmt: skip
     outside = sum(any(not 0 <= i < len(tokenizer) for i in c.token_ids) for c in rollout.completions)
     same = sum(

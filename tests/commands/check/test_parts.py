@@ -180,6 +180,17 @@ def test_special_tokens(ids, tokenizer, status):
     assert prompts.special_tokens([prompt(1, 50), prompt(*ids)], tokenizer, [2]).status == status
 
 
+def test_columns():
+    line = "a.jsonl (verl): prompt from prompt (messages), answer from reward_model.ground_truth, 2 rows"
+    two = [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 3), "2")]
+    (found,) = prompts.columns([line], two)
+    assert (found.status, found.found) == ("pass", line)
+    assert prompts.columns([], two) == []
+    (found,) = prompts.columns([line], [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 2), "2")])
+    assert found.status == "warn"
+    assert "all prompts are the same, with 2 answers" in found.found
+
+
 @pytest.mark.parametrize(
     ("form", "own", "status"), [("auto", None, "pass"), ("auto", "{{ x }}", "pass"), ("none", "{{ x }}", "warn")]
 )
