@@ -46,7 +46,7 @@ VERL = [
 ]
 OPENRLHF = [{"input": f"{i}+1=", "label": str(i + 1), "datasource": "sums"} for i in range(5)]
 GSM8K = [{"question": f"{i}+1=", "answer": f"so it is\n#### {i + 1},000"} for i in range(5)]
-LAYOUTS = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "gsm8k": GSM8K}
+LAYOUTS: dict[str, Any] = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "gsm8k": GSM8K}
 SAID = {
     "trl": "(trl): prompt from prompt (messages), answer from answer, 5 rows",
     "verl": "(verl): prompt from prompt (messages), answer from reward_model.ground_truth, source from data_source, "
@@ -263,7 +263,7 @@ def test_which_column_is_the_answer(row: dict[str, Any], arguments: dict[str, An
 def test_answers_that_disagree_are_an_error_that_lists_the_columns() -> None:
     for other, value in (("ground_truth", "6"), ("label", 1), ("solution", "6"), ("final_answer", "x")):
         # The second row: the first agrees.
-        rows = [{"prompt": "q", "answer": "5", other: "5"}, {"prompt": "r", "answer": "5", other: value}]
+        rows: list[Any] = [{"prompt": "q", "answer": "5", other: "5"}, {"prompt": "r", "answer": "5", other: value}]
         error = refused(InMemoryPrompts(rows))
         assert f"'answer' and {other!r} give different answers, '5' and '{value}'" in error.what
         assert f"the columns are 'prompt', 'answer', {other!r}" in error.what

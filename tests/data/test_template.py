@@ -112,7 +112,7 @@ THINK = CHAT + "{% if enable_thinking is defined and not enable_thinking %}<thin
 
 def test_variables_of_the_chat_template(plain, chat):
     chat.chat_template = THINK
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
     assert text_of(ROW, chat) == "<user>1+1=\n<assistant>"
     assert text_of(ROW, chat, **off) == "<user>1+1=\n<assistant><think>"
     assert text_of(ROW, plain, chat_template=THINK, **off) == "<user>1+1=\n<assistant><think>"
@@ -121,7 +121,8 @@ def test_variables_of_the_chat_template(plain, chat):
     assert "does not read thinking" in doubt
     assert PromptFormat(**off).identity(chat)["chat_template_kwargs"] == '{"enable_thinking": false}'
     assert "chat_template_kwargs" not in PromptFormat().identity(chat), "as in older checkpoints"
-    for arguments in ({}, {"chat_template": "r1"}, {"chat_template": "none"}):
+    refused: tuple[dict[str, Any], ...] = ({}, {"chat_template": "r1"}, {"chat_template": "none"})
+    for arguments in refused:
         with pytest.raises(UserError, match="chat_template_kwargs are variables of a chat template, and prompts are"):
             PromptFormat(**arguments, **off).encode(ROW, plain)
 

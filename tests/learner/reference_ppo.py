@@ -76,7 +76,9 @@ class Reference:
         ids = torch.tensor([[*batch.prompts[i // batch.group_size].token_ids, *batch.completions[i].token_ids]])
         state = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
         value = float((self.head.weight[0] * state).sum() + self.head.bias[0])
-        return value if self.s.low is None else self.s.low + (self.s.high - self.s.low) / (1 + math.exp(-value))
+        if self.s.low is None or self.s.high is None:
+            return value
+        return self.s.low + (self.s.high - self.s.low) / (1 + math.exp(-value))
 
     def prepare(self, batch: Rollout, warmup: bool) -> None:
         """Old log-probabilities and values, advantages and returns."""
@@ -117,8 +119,10 @@ class Reference:
     def update(self, batch: Rollout, rows: list[int], warmup: bool) -> None:
         """One optimizer step on some completions."""
         s = self.s
+        assert batch.correct is not None
+        correct = batch.correct.tolist()
         tokens = sum(len(self.old[i]) for i in rows)
-        right = sum(len(self.old[i]) for i in rows if batch.correct[i])
+        right = sum(len(self.old[i]) for i in rows if correct[i])
         loss = torch.zeros((), dtype=torch.float64)
         for i in rows:
             logprobs, values = self.look(batch, i, s.detach or (s.shared and warmup))
@@ -127,7 +131,7 @@ class Reference:
                     ratio, a = (logprob - self.old[i][t]).exp(), self.advantages[i][t]
                     bounded = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
                     loss = loss - torch.minimum(ratio * a, bounded * a) / tokens
-                    if batch.correct[i]:
+                    if correct[i]:
                         loss = loss - s.nll * logprob / right
                 error = (value - self.returns[i][t]) ** 2
                 if s.value_clip:

@@ -116,7 +116,7 @@ def test_weights_are_those_of_the_loops(case: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"pack": False}, {"pack": False, "share_prompts": False}])
-def test_the_value_after_the_last_token_is_that_of_the_text_alone(layout: dict[str, bool]) -> None:
+def test_the_value_after_the_last_token_is_that_of_the_text_alone(layout: dict[str, Any]) -> None:
     module: Any = tiny.module(
         objective=ObjectiveConfig(recipe="ppo", bootstrap_truncated=True),
         policy=PolicyConfig(tiny=tiny.TINY, **layout),

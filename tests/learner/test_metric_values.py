@@ -150,7 +150,7 @@ class Steps:
 
 def train(batch: Rollout, way: str, *, see: bool = True, **trainer: Any) -> tuple[dict[str, float], Steps]:
     settings = dict(WAYS[way])
-    objective = {k: settings.pop(k) for k in ("ratio", "sampler_correction") if k in settings}
+    objective: dict[str, Any] = {k: settings.pop(k) for k in ("ratio", "sampler_correction") if k in settings}
     if "ratio" not in objective:
         objective |= CLIP
     else:

@@ -31,7 +31,7 @@ def test_its_updates_are_those_of_the_on_policy_loss() -> None:
     sgd = OptimizerConfig(type="torch.optim.SGD", lr=0.05)
     objective = ObjectiveConfig(recipe="grpo", ratio="self")
     module, _ = fit(batches=[batch], objective=objective, optimizer=sgd, updates_per_rollout=steps, max_grad_norm=None)
-    other = tiny.module()
+    other: Any = tiny.module()
     other.configure_model()
     model: Any = other.policy.model
     rewards = batch.reward.double().view(2, 4)

@@ -222,7 +222,8 @@ def test_gtpo_as_in_its_paper_and_as_released(
 ) -> None:
     exp, now = batch(seed, groups=3, size=4, width=6)
     # Two ids, so that runs of conflicts are long and overlap.
-    exp = replace(exp, token_ids=exp.token_ids % 2)  # type: ignore[operator]
+    assert exp.token_ids is not None
+    exp = replace(exp, token_ids=exp.token_ids % 2)
     own = {} if math.isinf(gate) else {"initial_entropy": initial}
     made = Objective.from_recipe("gtpo", **changes, **own)
     want = gtpo(exp, form, initial=initial, gate=gate, threshold=threshold, which=which)

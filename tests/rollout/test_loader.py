@@ -179,11 +179,15 @@ def test_what_is_sampled_does_not_depend_on_the_number_of_ranks():
     for k, (ids_of_prompts, tokens) in enumerate(whole):
         assert halves[0][k][0] + halves[1][k][0] == ids_of_prompts
         assert halves[0][k][1] + halves[1][k][1] == tokens
+
     # Nor does what is drawn for each completion later: label noise.
-    keys = [make_experience(r, "cpu").sample_keys for r in loader(EchoEngine(), 1)]
-    parts = [
-        make_experience(r, "cpu").sample_keys for i in range(2) for r in loader(EchoEngine(), 1, rank=i, world_size=2)
-    ]
+    def keys_of(rollout: Any) -> torch.Tensor:
+        found = make_experience(rollout, "cpu").sample_keys
+        assert found is not None
+        return found
+
+    keys = [keys_of(r) for r in loader(EchoEngine(), 1)]
+    parts = [keys_of(r) for i in range(2) for r in loader(EchoEngine(), 1, rank=i, world_size=2)]
     assert torch.equal(torch.cat(parts), keys[0])
     assert len(set(keys[0].tolist())) == 8
 

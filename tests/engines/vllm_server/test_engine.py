@@ -186,10 +186,10 @@ def test_ids_go_in_and_come_out_unchanged(
     def echoing(bodies: Any) -> Any:
         return generate({key: body | {"return_token_ids": True} for key, body in bodies.items()})
 
-    def recording(request: Request, sample: int, answer: Any) -> Any:
+    def recording(request: Request, sample: int, answer: Any, stops: Any) -> Any:
         assert tuple(answer["prompt_token_ids"]) == request.token_ids
         seen.append(tuple(answer["choices"][0]["token_ids"]))
-        return complete(request, sample, answer)
+        return complete(request, sample, answer, stops)
 
     asked = [Request(i, prompt, (seed, seed ^ 1)) for i, prompt in enumerate(prompts)]
     with pytest.MonkeyPatch.context() as patch:
