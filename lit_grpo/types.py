@@ -63,7 +63,8 @@ class Sampling:
 
     temperature: float = 1.0
     """Divides the logits before a token is drawn; 0 means greedy."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = 1024
+    """Most tokens of a completion, its end included; what would be longer is cut, as a rule before its answer."""
     top_p: float = 1.0
     top_k: int = 0
     """Number of likeliest tokens to draw from; 0 means all tokens."""
@@ -162,8 +163,13 @@ class Rollout:
     """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
     positions: tuple[int | str, ...] = ()
     """Position of each prompt among those of all ranks, unique in the rollout; empty: 0, 1, 2, ..."""
+    sampled_tokens: int | None = None
+    """Generated tokens of everything that this rank sampled for the rollout; None: those of its completions."""
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Means that are logged, as (total, number) by logged name, so that they add over ranks: what rewards say besides
+    their values, over everything that this rank sampled for the rollout."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Times and counters of the rollout, already under their logged names."""
+    """Times and counters of the rollout, already under their logged names; counters are those of all ranks."""
     # An object, and not its class: types import nothing of the package, and only the evaluator looks inside.
     evaluation: object = None
     """Grades of an evaluation's batch, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
@@ -227,6 +233,8 @@ class Experience:
     """Entropy of the full next-token distribution before the first update."""
     values: Tensor | None = None
     """Critic's value of the state before each token."""
+    final_values: Tensor | None = None
+    """Critic's value of the state after the last token of truncated completions, [N]; 0 or NaN for the others."""
     sum_squared_probs: Tensor | None = None
     """Sum over the vocabulary of pi squared, before the first update."""
     score_sqnorm: Tensor | None = None

@@ -201,7 +201,6 @@ class SupervisedSource:
             rewards={},
             reward=torch.ones(len(prompts)),
             group_size=1,
-            metrics={"completions/tokens": float(sum(len(c.token_ids) for c in completions))},
         )
 
     @property

@@ -127,7 +127,8 @@ def test_rewards_are_weighted_and_kept_apart():
     rollout = producer(EchoEngine(), rewards).produce(prompts(2), Sampling(), 2, index=0)
     assert set(rollout.rewards) == {"even_reward", "constant"}
     torch.testing.assert_close(rollout.reward, 0.5 * rollout.rewards["even_reward"] - 2.0)
-    assert rollout.metrics["reward_errors/timeout_frac/constant"] == 0.5
+    timeouts, scored = rollout.sums["reward_errors/timeout_frac/constant"]
+    assert timeouts / scored == 0.5
 
 
 @pytest.mark.parametrize("fault", ["twice", "missing"])
@@ -178,6 +179,13 @@ def test_what_is_sampled_does_not_depend_on_the_number_of_ranks():
     for k, (ids_of_prompts, tokens) in enumerate(whole):
         assert halves[0][k][0] + halves[1][k][0] == ids_of_prompts
         assert halves[0][k][1] + halves[1][k][1] == tokens
+    # Nor does what is drawn for each completion later: label noise.
+    keys = [make_experience(r, "cpu").sample_keys for r in loader(EchoEngine(), 1)]
+    parts = [
+        make_experience(r, "cpu").sample_keys for i in range(2) for r in loader(EchoEngine(), 1, rank=i, world_size=2)
+    ]
+    assert torch.equal(torch.cat(parts), keys[0])
+    assert len(set(keys[0].tolist())) == 8
 
 
 def test_every_prompt_once_an_epoch_in_another_order_each_time():
@@ -337,6 +345,8 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
             ids = [c.token_ids for c in one.completions[3 * g : 3 * g + 3]]
             assert [c.token_ids for c in by_prompt[prompt.id]] == ids
     assert sorted(p.id for p in one.prompts) == sorted(p.id for r in rollouts for p in r.prompts)
+    positions = [(p.id, at) for r in rollouts for p, at in zip(r.prompts, r.positions, strict=True)]
+    assert sorted(positions) == sorted(zip((p.id for p in one.prompts), one.positions, strict=True))
     assert one.metrics["sampling/prompts"] == taken
     assert all(len(r.prompts) == 4 // world for r in rollouts), "the same number on each rank"
     used = sorted(p.id for r in rollouts for p in r.prompts)
@@ -411,8 +421,8 @@ def test_metrics_of_all_rounds_are_added_up():
     rollout = next(iter(dynamic(table)))
     sampled = int(rollout.metrics["sampling/prompts"])
     assert sampled > 4
-    assert rollout.metrics["completions/tokens"] == sampled * 2 * 2
-    assert rollout.metrics["reward_errors/timeout_frac/sum_reward"] == 0.0
+    assert rollout.sampled_tokens == sampled * 2 * 2
+    assert rollout.sums["reward_errors/timeout_frac/sum_reward"][0] == 0
     assert 0.5 <= rollout.metrics["sampling/reward"] * 2 <= 1.0
 
 
