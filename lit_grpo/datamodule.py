@@ -130,7 +130,9 @@ class RolloutDataModule(pl.LightningDataModule):
                 where="data.sampling",
                 remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
             )
-        check_rewards(self.rewards)
+        # Whether any is needed is known when there is an objective: supervised fine-tuning learns without.
+        if self.rewards:
+            check_rewards(self.rewards)
         if self.curriculum is not None:
             primary_reward_of(self.rewards, "data.curriculum")
 
@@ -164,6 +166,7 @@ class RolloutDataModule(pl.LightningDataModule):
         trainer, learner = self._current_trainer, self.learner
         # Supervised fine-tuning samples and scores nothing: without an evaluation it needs no engine and no rewards.
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
+            check_rewards(self.rewards)
             check_engine(self.engine_config, self._needs_experts)
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:

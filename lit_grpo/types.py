@@ -182,6 +182,10 @@ class Rollout:
                 f"a rollout holds whole groups: {len(self.prompts)} prompts x {self.group_size} samples, "
                 f"but {len(self.completions)} completions"
             )
+        for name in ("correct", "flipped_reward"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.completions):
+                raise ValueError(f"{name} has {len(value)} entries for {len(self.completions)} completions")
 
     @property
     def policy_version(self) -> int:

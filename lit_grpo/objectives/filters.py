@@ -35,7 +35,12 @@ class Filters(Part):
 
     def labels(self) -> dict[str, str]:
         uniform = "dynamic" if self.dynamic_sampling else "drop" if self.drop_zero_variance else "keep"
-        return {"uniform_groups": uniform, "mask_truncated": on_off(self.mask_truncated), "keep_sign": self.keep_sign}
+        return {
+            "uniform_groups": uniform,
+            "uniform_by": self.uniform_by,
+            "mask_truncated": on_off(self.mask_truncated),
+            "keep_sign": self.keep_sign,
+        }
 
     def idle(self, *, critic: bool) -> dict[str, str]:
         return {} if self.zero_variance else {"uniform_by": "uniform groups are not dropped"}

@@ -114,6 +114,7 @@ def test_uniform_groups_are_told_by_reward_or_by_verdict() -> None:
 def test_recipes_tell_uniform_groups_as_their_sources_do() -> None:
     found = {name: r.objective.filters.uniform_by for name, r in RECIPES.items() if r.objective.filters.zero_variance}
     assert found == {"dapo": "correct", "reinforce_rej": "correct", "olmo3": "reward"}
+    assert Objective.from_recipe("dapo", uniform_by="reward").name == "dapo+uniform_by=reward"
 
 
 @pytest.mark.parametrize(

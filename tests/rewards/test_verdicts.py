@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.rewards import ExactMatch, FormatReward, Reward, RewardBySource, SourceReward
+from lit_grpo.rewards import ExactMatch, FormatReward, FunctionReward, Reward, RewardBySource, SourceReward
 from lit_grpo.rewards.base import flipped_totals, total_range, verdicts, weighted_range
 from lit_grpo.types import Score
 
@@ -80,6 +80,13 @@ def test_the_opposite_verdict_stays_within_the_range_of_its_own_source() -> None
 
 def test_without_a_range_there_is_no_opposite() -> None:
     assert flipped_totals([Reversed()], scores(reversed=[1.0]), [""]) is None
+
+
+def test_a_function_can_state_its_range() -> None:
+    function = "tests.rewards.user_functions.polite"
+    assert flipped_totals([FunctionReward(function)], scores(polite=[0.25]), [""]) is None
+    stated = FunctionReward(function, range=(0.0, 2.0))
+    assert flipped_totals([stated], scores(polite=[0.25]), [""]) == [1.75]
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(2.0, (-2.0, 6.0)), (-1.0, (-3.0, 1.0)), (0.0, (0.0, 0.0))])

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from lit_grpo.cli.main import main
 from lit_grpo.data import AdditionPrompts, InMemoryPrompts, JsonlPrompts
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
@@ -143,6 +145,28 @@ def test_two_rollouts_from_gsm8ks_own_rows(tmp_path: Path) -> None:
     assert len(recorder.metrics) == 2
     wanted = [f"<reasoning>{i}+1 is {i + 1}</reasoning>\n<answer>{i + 1}</answer>" for i in range(5)]
     assert sorted(texts) == sorted(wanted * 2)
+
+
+def test_the_command_line_needs_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "1+1=", "answer": "1+1=2\n#### 2"}
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(json.dumps(row) for _ in range(5)))
+    alphabet = "0123456789+=<>/\n #abcdefghijklmnopqrstuvwxyz"
+    settings = {
+        "model": {"policy": {"tiny": {"alphabet": alphabet, "layers": 1, "width": 32}}, "objective": {"recipe": "sft"}},
+        "data": {
+            "prompts": {"class_path": "lit_grpo.data.JsonlPrompts", "init_args": {"path": "gsm8k.jsonl"}},
+            "prompts_per_rollout": 5,
+            "group_size": 1,
+            "rollouts": 2,
+            "demonstrations": {"template": GTPO.template},
+            "sampling": {"max_new_tokens": 56},
+        },
+        "trainer": {"accelerator": "cpu", "logger": False, "enable_checkpointing": False},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    assert main(["fit", "--config", "run.yaml", "--model.objective.recipe", "grpo"]) == 2, "this one scores"
 
 
 def test_bad_solutions_are_refused_with_their_place() -> None:
