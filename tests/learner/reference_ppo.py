@@ -107,7 +107,9 @@ class Reference:
         """One optimizer step on some completions."""
         s = self.s
         tokens = sum(len(self.old[i]) for i in rows)
-        right = sum(len(self.old[i]) for i in rows if batch.correct[i])
+        assert batch.correct is not None
+        correct = batch.correct.tolist()
+        right = sum(len(self.old[i]) for i in rows if correct[i])
         loss = torch.zeros((), dtype=torch.float64)
         for i in rows:
             logprobs, values = self.look(batch, i, s.detach or (s.shared and warmup))
@@ -116,7 +118,7 @@ class Reference:
                     ratio, a = (logprob - self.old[i][t]).exp(), self.advantages[i][t]
                     bounded = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
                     loss = loss - torch.minimum(ratio * a, bounded * a) / tokens
-                    if batch.correct[i]:
+                    if correct[i]:
                         loss = loss - s.nll * logprob / right
                 error = (value - self.returns[i][t]) ** 2
                 if s.value_clip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ REWARDS = [20.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 0.0]
 LENGTHS = [2, 3, 1, 2, 3, 3, 2, 1]
 
 
-def experience(**changes: object) -> Experience:
+def experience(**changes: Any) -> Experience:
     correct = torch.tensor(CORRECT)
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     exp = Experience(
@@ -197,7 +198,8 @@ def test_a_prompt_twice_in_a_rollout_has_the_same_flips_in_every_minibatch(keys:
         plan = made.plan(part, advantages[rows], state)
         assert torch.equal(plan.kept, advantages[rows][:, 0] < 0)
         kept += int(plan.kept.sum())
-    assert kept == int((exp.correct == flips).sum())  # type: ignore[operator]
+    assert exp.correct is not None
+    assert kept == int((exp.correct == flips).sum())
     # The two groups of one prompt are drawn apart.
     assert not torch.equal(flips[0::4], flips[2::4])
     assert 0.2 < flips.double().mean() < 0.4
