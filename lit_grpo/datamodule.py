@@ -130,7 +130,9 @@ class RolloutDataModule(pl.LightningDataModule):
                 where="data.sampling",
                 remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
             )
-        check_rewards(self.rewards)
+        # Whether any is needed is known when there is an objective: supervised fine-tuning learns without.
+        if self.rewards:
+            check_rewards(self.rewards)
         if self.curriculum is not None:
             primary_reward_of(self.rewards, "data.curriculum")
 
@@ -164,6 +166,7 @@ class RolloutDataModule(pl.LightningDataModule):
         trainer, learner = self._current_trainer, self.learner
         # Supervised fine-tuning samples and scores nothing: without an evaluation it needs no engine and no rewards.
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
+            check_rewards(self.rewards)
             check_engine(self.engine_config, self._needs_experts)
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
@@ -261,8 +264,13 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def _max_new_tokens(self) -> int:
         """The largest limit of new tokens, of training and of all evaluations."""
+        return max(sampling.max_new_tokens for sampling in self._samplings)
+
+    @property
+    def _samplings(self) -> list[Sampling]:
+        """All ways in which completions are drawn, in training and in all evaluations."""
         parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
-        return max(self.sampling.max_new_tokens, *(part.sampling.max_new_tokens for part in parts), 0)
+        return [self.sampling, *(part.sampling for part in parts)]
 
     @property
     def train_set(self) -> PromptSet:
@@ -303,7 +311,8 @@ class RolloutDataModule(pl.LightningDataModule):
             # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
-        for line in found.summary_lines():
+        read = (source, *(self.clean.decontaminate if training else ()))
+        for line in (*(line for one in read for line in one.columns_taken()), *found.summary_lines()):
             rank_zero_info(line)
 
     def _held_out(self) -> list[PromptSource]:
@@ -375,6 +384,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 seed=rng.run_seed(),
                 beside_learner=self._num_prefetch > 0,
                 wants_experts=self._needs_experts,
+                wants_stop_strings=any(sampling.stop for sampling in self._samplings),
             )
             engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(

@@ -12,7 +12,7 @@ from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 REMEDIES_HIGH = (
-    "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter and entropy_gamma)",
+    "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter: all and entropy_gamma)",
     "halve the learning rate",
     "return to the last checkpoint before the crossing",
 )

@@ -104,12 +104,23 @@ def _on_cpu(scalars: list[Tensor]) -> Tensor:
     return out
 
 
-def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Add the metrics of a rollout that need nothing of the learner: lengths, rewards and groups."""
+def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout, ranks: int = 1) -> None:
+    """Add the metrics of a rollout that need nothing of the learner: lengths, rewards and groups.
+
+    Args:
+        metrics: added to.
+        rollout: this rank's part of the rollout.
+        ranks: number of processes.
+    """
     reward = rollout.reward.double()
     lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
     count = len(reward)
     metrics.add("completions/length", lengths.sum(), count)
+    # A sum over ranks is divided by their number, each having a weight of 1.
+    tokens = lengths.sum() if rollout.sampled_tokens is None else rollout.sampled_tokens
+    metrics.add("completions/tokens", tokens * ranks)
+    for key, (total, number) in rollout.sums.items():
+        metrics.add(key, total, number)
     metrics.maximum("completions/length_max", lengths.max() if count else 0.0)
     metrics.add("completions/truncated_frac", sum(c.truncated for c in rollout.completions), count)
     metrics.add("completions/empty_frac", (lengths == 0).sum(), count)

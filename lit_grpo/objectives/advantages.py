@@ -62,8 +62,6 @@ class Estimator(Part):
     """True if a critic must give values."""
     per_token: ClassVar[bool] = False
     """True if the result is [N, T] and a KL penalty enters token by token."""
-    pretrained_critic: ClassVar[bool] = False
-    """True if the method was published with a critic trained before the policy."""
     single_sample_advantage: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one, of estimators that compare with the group: 0, or its reward."""
 

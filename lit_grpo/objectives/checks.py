@@ -109,9 +109,3 @@ def check_run(o: Objective, group_size: int, updates: int, has_critic: bool) -> 
         )
     if has_critic and not o.advantage.critic:
         refuse("advantage", f"{o.name} uses no critic, but the run has one", "remove the critic")
-    if updates > 1 and o.on_policy_only:
-        refuse(
-            "recipe",
-            f"{o.name} is on-policy only (no importance ratio), but updates_per_rollout is {updates}",
-            "use one update per rollout, or a method with a ratio and a trust region",
-        )

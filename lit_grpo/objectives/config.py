@@ -81,6 +81,9 @@ class ObjectiveConfig:
     """Clamp the critic's values from below before GAE (gae, gae_length)."""
     value_high: float | None = None
     """Clamp the critic's values from above before GAE (gae, gae_length)."""
+    bootstrap_truncated: bool | None = None
+    """Whether what a truncated completion might still have earned counts: after its last token the critic's value of
+    the text so far stands, not 0 (gae, gae_length)."""
     length_alpha: float | None = None
     """alpha of lambda_i = 1 - 1/(alpha n_i) (gae_length)."""
 
@@ -163,12 +166,16 @@ class ObjectiveConfig:
     # Entropy signal
     entropy_gamma: float | None = None
     """gamma of GTPO's A - gamma <H>; 0 is off."""
-    entropy_filter: bool | None = None
-    """GTPO's filter of completions with high entropy."""
+    entropy_filter: Literal["none", "negatives", "all"] | None = None
+    """GTPO's filter: completions whose mean entropy <H> is above ``entropy_threshold`` get no gradient; of all
+    completions, or of those with A < 0 alone (2508.03772 section 6.2, OnlyNeg)."""
     entropy_threshold: float | None = None
-    """Threshold of GTPO's entropy filter, in nats."""
+    """Threshold of GTPO's entropy filter on <H> of a completion, in nats. The paper tries 0.7, 1.05 and 2."""
+    entropy_gate: float | None = None
+    """The entropy filter acts only if the untouched model's mean entropy H_init is below this, in nats (Eq. 10); .inf:
+    always, and H_init is not measured."""
     initial_entropy: float | None = None
-    """Mean entropy of the untouched model; measured over the first 100 prompts if left out."""
+    """H_init, the mean entropy of the untouched model, in nats; left out, it is measured over the first 100 prompts."""
 
     # Regularizers
     kl_coef: float | None = None

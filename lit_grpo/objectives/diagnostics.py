@@ -21,7 +21,7 @@ policy/advantage_abs: mean |A| over tokens in the loss; ``policy/advantage_abs_m
 policy/entropy: mean over generated tokens of the next-token entropy at temperature 1, before the first update
 policy/entropy_sequence: mean over completions with a token of <H>_i, their mean entropy, before the first update
 policy/entropy_high_frac: share of those whose <H>_i is above ``entropy_threshold`` (ln 2 unless it is set)
-policy/entropy_threshold: that threshold, where GTPO's entropy filter is on
+policy/entropy_threshold: that threshold, where GTPO's entropy filter is on and its gate is open
 policy/conflict_frac: share of tokens in GTPO's conflict masks
 loss/<term>: share of the term in the loss: policy, kl_ref, kl_old, entropy, nll, value
 completions/filtered_frac: share of completions that a filter took out of the loss
@@ -164,13 +164,6 @@ def entropies(
     }
 
 
-def rows_by_verdict(correct: Tensor | None, mask: Tensor) -> dict[str, Tensor]:
-    """Return the tokens of ``mask`` [n, T] of correct and of incorrect completions; {} where that is not known."""
-    if correct is None:
-        return {}
-    return {"correct": mask & correct[:, None], "incorrect": mask & ~correct[:, None]}
-
-
 def groups_without_advantage(plan: StepPlan, group_ids: Tensor) -> Sum:
     """Count groups of a step none of whose tokens has an advantage in the loss, and groups.
 
@@ -182,6 +175,13 @@ def groups_without_advantage(plan: StepPlan, group_ids: Tensor) -> Sum:
     groups = torch.unique(group_ids)
     silent = len(groups) - len(torch.unique(group_ids[live]))
     return Sum(*(torch.tensor(float(count), dtype=torch.float64) for count in (silent, len(groups))))
+
+
+def rows_by_verdict(correct: Tensor | None, mask: Tensor) -> dict[str, Tensor]:
+    """Return the tokens of ``mask`` [n, T] of correct and of incorrect completions; {} where that is not known."""
+    if correct is None:
+        return {}
+    return {"correct": mask & correct[:, None], "incorrect": mask & ~correct[:, None]}
 
 
 def value_signs(

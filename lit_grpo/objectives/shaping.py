@@ -15,6 +15,9 @@ from lit_grpo.objectives.part import Part, check_fraction, on_off
 from lit_grpo.objectives.tensors import masked, token_mean
 from lit_grpo.types import Experience
 
+SHORT_LIMIT = 256
+"""Generation limit below which DAPO's penalty on overlong completions is likely to hit right answers; ours."""
+
 
 @dataclass(frozen=True)
 class Shaping(Part):
@@ -60,6 +63,23 @@ class Shaping(Part):
         if not self.overlong_penalty:
             reasons |= dict.fromkeys(("overlong_max", "overlong_cache"), "overlong_penalty is off")
         return reasons
+
+    def cautions(self, max_new_tokens: int) -> list[str]:
+        """Return warnings, one sentence each, about settings that are allowed and yet hardly meant.
+
+        Args:
+            max_new_tokens: most tokens of a completion in the run.
+        """
+        # DAPO's shape is a cache of 4096 below a limit of 20480: right answers seldom end in it. Of a short limit they
+        # do, and one that ends at the limit gets -1, as much as a wrong answer costs.
+        if not self.overlong_penalty or self.overlong_max or max_new_tokens >= SHORT_LIMIT:
+            return []
+        cache = self.overlong_cache or max(max_new_tokens // 5, 1)
+        return [
+            f"overlong_penalty is for thousands of tokens: with max_new_tokens {max_new_tokens} it begins after "
+            f"{max_new_tokens - cache} and is -1 at the limit, for right answers too. Set "
+            "model.objective.overlong_penalty: false, or overlong_max and overlong_cache."
+        ]
 
     @property
     def uses_correct(self) -> tuple[str, ...]:

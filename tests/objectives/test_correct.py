@@ -199,7 +199,7 @@ def test_a_prompt_twice_in_a_rollout_has_the_same_flips_in_every_minibatch(keys:
         assert torch.equal(plan.kept, advantages[rows][:, 0] < 0)
         kept += int(plan.kept.sum())
     assert exp.correct is not None
-    assert kept == int((exp.correct == flips).sum())
+    assert kept == int(exp.correct.eq(flips).sum())
     # The two groups of one prompt are drawn apart.
     assert not torch.equal(flips[0::4], flips[2::4])
     assert 0.2 < flips.double().mean() < 0.4

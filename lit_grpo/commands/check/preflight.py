@@ -44,6 +44,7 @@ class Preflight(Callback):
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
         encoded = data.train_prompts
         self.results += [
+            *prompts.columns(data.prompts.columns_taken(), encoded),
             prompts.template(encoded, data.format, tokenizer),
             prompts.special_tokens(encoded, tokenizer, ends),
         ]
@@ -60,7 +61,7 @@ class Preflight(Callback):
         self._announce(trainer, "comparing with the learner")
         experience = module.measure_rollout(batch)
         self.results += [
-            prompts.round_trip(encoded, batch, tokenizer, ends),
+            prompts.round_trip(encoded, batch, tokenizer, ends, data.sampling.stop),
             rollout.signal(batch, data.rewards),
             rollout.spread(batch, data.prompts_per_rollout),
             rollout.rewards(batch, data.rewards),

@@ -132,8 +132,9 @@ def rewards(rollout: Rollout, given: Sequence[Reward]) -> Result:
     values: dict[str, float] = dict(means)
     for group, verb in (("failed_frac", "failed"), ("timeout_frac", "ran into its time limit")):
         for r in given:
-            share = rollout.metrics.get(f"reward_errors/{group}/{r.name}", 0.0)
-            if share:
+            failed, scored = rollout.sums.get(f"reward_errors/{group}/{r.name}", (0.0, 1.0))
+            if failed:
+                share = failed / scored
                 values[f"reward_errors/{group}/{r.name}"] = share
                 return Result("rewards", "warn" if share < 0.05 else "fail", f"{r.name} {verb} on {percent(share)}",
                               "look at such a completion; raise the reward's limit or mend it", values)  # fmt: skip

@@ -117,11 +117,11 @@ def test_truncation(cut, most, status):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": 0.5}, 0, "fail"),
-                                    ({"reward_errors/timeout_frac/right": 0.01}, 0, "warn"), ({}, 3, "warn")],
+    ("sums", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": (2, 4)}, 0, "fail"),
+                                    ({"reward_errors/timeout_frac/right": (1, 100)}, 0, "warn"), ({}, 3, "warn")],
 )  # fmt: skip
-def test_rewards(metrics, none, status):
-    made = scored([1.0, 0, 0, 0], metrics=metrics, no_answer=torch.tensor([i < none for i in range(4)]))
+def test_rewards(sums, none, status):
+    made = scored([1.0, 0, 0, 0], sums=sums, no_answer=torch.tensor([i < none for i in range(4)]))
     assert rollout.rewards(made, [RIGHT]).status == status
 
 
@@ -178,6 +178,17 @@ def prompt(*ids: int, answer: str = "7", name: str = "p"):
 )  # fmt: skip
 def test_special_tokens(ids, tokenizer, status):
     assert prompts.special_tokens([prompt(1, 50), prompt(*ids)], tokenizer, [2]).status == status
+
+
+def test_columns():
+    line = "a.jsonl (verl): prompt from prompt (messages), answer from reward_model.ground_truth, 2 rows"
+    two = [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 3), "2")]
+    (found,) = prompts.columns([line], two)
+    assert (found.status, found.found) == ("pass", line)
+    assert prompts.columns([], two) == []
+    (found,) = prompts.columns([line], [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 2), "2")])
+    assert found.status == "warn"
+    assert "all prompts are the same, with 2 answers" in found.found
 
 
 @pytest.mark.parametrize(
@@ -237,14 +248,14 @@ class Odd(ExactMatch):
     """Wants its answers in a form of its own."""
 
     def __init__(self) -> None:
-        super().__init__(extract=r"<<(\d+)>>")
+        super().__init__(pattern=r"<<(\d+)>>")
 
 
 @pytest.mark.parametrize(
     ("reward", "form", "status", "said"),
     [(ExactMatch(), None, "pass", "all 10 golds as '{answer}'"), (AdditionReward(), None, "pass", "none of 10 wrong"),
-     (ExactMatch(extract=r"boxed{(\d+)}"), None, "pass", r"\\boxed{{answer}}"),
-     (ExactMatch(extract=r":(\d+)$"), None, "pass", ":{answer}"), (Lenient(), None, "fail", "10 of 10 wrong answers"),
+     (ExactMatch(pattern=r"boxed{(\d+)}"), None, "pass", r"\\boxed{{answer}}"),
+     (ExactMatch(pattern=r":(\d+)$"), None, "pass", ":{answer}"), (Lenient(), None, "fail", "10 of 10 wrong answers"),
      (Picky(), None, "fail", "9 of 10 golds; not that of 'p4': '4'"), (Odd(), None, "warn", "none of 10 golds"),
      (Odd(), "<<{answer}>>", "pass", "<<{answer}>>"), (Odd(), "{answer}", "fail", "none of 10 golds")],
 )  # fmt: skip
@@ -256,7 +267,7 @@ def test_verifier(reward, form, status, said):
 
 def test_a_form_that_the_model_cannot_write_is_passed_over():
     digits = char_tokenizer("0123456789:")
-    (found,) = prompts.verifier(GOLDS, [ExactMatch(extract=r":(\d+)$")], digits, None)
+    (found,) = prompts.verifier(GOLDS, [ExactMatch(pattern=r":(\d+)$")], digits, None)
     assert found.values["format"] == ":{answer}"
     assert prompts.verifier(GOLDS, [Odd()], digits, None)[0].status == "warn"
     assert prompts.round_trip([prompt(1, answer="x")], completions(GOOD), digits, [2]).status == "fail"
