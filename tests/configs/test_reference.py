@@ -104,7 +104,7 @@ def test_five_steps_of_the_library_are_those_of_the_single_file(reference, kl_co
     assert module.optimizer_steps == STEPS * updates
     ours = [m["loss"] for m in recorder.metrics]
     # Adam divides by the root of the second moment, so rounding of tiny gradients shows up to a share of lr.
-    assert ours == pytest.approx([steps[-1] for steps in losses], abs=2e-5)
+    assert ours == pytest.approx([sum(steps) / len(steps) for steps in losses], abs=2e-5)
     assert module.policy is not None
     weights = flat(module.policy.model)
     assert (flat(model) - start).abs().max() > STEPS * LR / 2, "the weights moved far more than the tolerance"

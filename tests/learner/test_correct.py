@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.data import InMemoryPrompts
 from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
@@ -286,3 +287,26 @@ def test_a_run_logs_what_its_judging_reward_said(updates: int) -> None:
         assert metrics["groups/all_wrong_frac"] == sum(not any(g) for g in groups) / 4
         lengths = [len(c.token_ids) for c, r in zip(batch.completions, right, strict=True) if r]
         assert metrics["completions/correct_length"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_a_run_with_label_noise_pushes_what_it_keeps_down_though_minibatches_split_a_prompt_that_comes_twice() -> None:
+    """NL on two prompts, each four times in a rollout: sign of the advantage and filter are of the same draw."""
+    plans: list[Any] = []
+    module = tiny.module(
+        objective=ObjectiveConfig(recipe="nl", label_noise=0.4), updates_per_rollout=4, minibatch_prompts=2
+    )
+    made = Objective.plan
+
+    def plan(self: Objective, *args: Any, **settings: Any) -> Any:
+        plans.append(made(self, *args, **settings))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "plan", plan)
+        two = InMemoryPrompts([{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}])
+        data = tiny.data(prompts=two, prompts_per_rollout=8, rollouts=2, rewards=[Bounded()])
+        tiny.trainer().fit(module, datamodule=data)
+    assert len(plans) >= 8
+    for one in plans:
+        assert (one.advantages[one.kept][one.tokens[one.kept]] < 0).all()
+        assert torch.equal(one.kept, ~one.correct)
