@@ -16,8 +16,8 @@ HALVES: dict[str, dict[int, str]] = {
     "char_tags": {0: TUNING, 1: TUNING},
     "char_countdown": {100: HELD_OUT, 101: HELD_OUT},
 }
-"""Set by setting and seed: thresholds may be chosen on ``tuning`` alone. Two tasks are held out whole; of the real model
-one half of the runs is."""
+"""Set by setting and seed: thresholds may be chosen on ``tuning`` alone. Two tasks are held out whole; of the real
+model one half of the runs is."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ PLAN: dict[str, dict[str, str]] = {
         " dropped_eos",
     },
     "char_countdown": {
-        "100": "grpo dapo gspo_four_updates ppo rate_30 pl high_entropy coin paid_length temperature solved nan shifted",
+        "100": "grpo dapo gspo_four_updates ppo rate_30 pl high_entropy coin paid_length temperature solved nan"
+        " shifted",
         "101": "grpo_four_updates dr_grpo staleness grpo_slow rate_10 nl low_entropy noise hacked bad_critic cut_off"
         " shuffled",
     },
