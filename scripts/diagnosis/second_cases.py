@@ -76,8 +76,8 @@ STRENGTH = {
         2e-6, warmup=5, sign=2.0, brevity=lambda: sab.PaidBrevity(260, 2.0), per_token=0.01, short=48
     ),
     "smol_sums": Strength(1e-5, sign=2.0, short=2),
-    "char_tags": Strength(3e-4, brevity=lambda: sab.PaidForm("<a>", 1.0), short=12),
-    "char_countdown": Strength(3e-4, brevity=lambda: sab.PaidForm(r"\d+[-+*/]\d+$", 1.0), short=3),
+    "char_tags": Strength(3e-4, brevity=lambda: sab.PaidForm("<a>", 3.0), short=12),
+    "char_countdown": Strength(3e-4, low_entropy=-5.0, brevity=lambda: sab.PaidForm(r"\d+[-+*/]\d+$", 1.0), short=3),
 }
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -121,6 +121,8 @@ def _sick(s: Strength) -> dict[str, dict[str, Any]]:
     }
 
 
+# A kind is left out where it does no harm: on tags the likeliest answer is the right one, so a negative entropy bonus of
+# any size speeds learning up, and a form that pays no more than a right answer is given up again.
 PLAN: dict[str, dict[str, str]] = {
     # Kinds by the seeds that they are run with.
     "qwen_gsm8k": {
@@ -131,7 +133,7 @@ PLAN: dict[str, dict[str, str]] = {
         "100": "grpo dapo lora gspo_four_updates rate_30 pl nl noise stale high_entropy",
     },
     "char_tags": {
-        "0": "grpo dapo gspo_four_updates ppo rate_10 nl low_entropy noise hacked stale inverted cut_off bad_critic",
+        "0": "grpo dapo gspo_four_updates ppo rate_10 nl temperature noise hacked stale inverted cut_off bad_critic",
         "1": "grpo_four_updates dr_grpo staleness grpo_slow rate_30 pl cl high_entropy coin paid_length hopeless"
         " dropped_eos",
     },

@@ -49,7 +49,7 @@ def test_a_run_is_recorded_from_end_to_end(tmp_path, monkeypatch):
     assert not any(key.startswith(("time/", "memory/")) for key in trace["metrics"][0])
     assert trace["facts"]["objective"]["recipe"] == "grpo"
     assert (trace["facts"]["prompts_per_rollout"], trace["facts"]["group_size"]) == (16, 8)
-    assert trace["facts"]["rewards"] == {"accuracy": 1.0, "format": 0.2, "style": 1.0}
+    assert trace["facts"]["rewards"] == {"accuracy": 1.0, "format": 0.2, "style": 3.0}
     # What is there is not done again; one that was cut early is.
     assert is_recorded(path)
     assert main([*common, "--setting", "char_tags", "--only", "hacked"]) == 0
