@@ -87,7 +87,7 @@ CASES: tuple[Case, ...] = (
     _healthy("ppo", "ppo"),
     _healthy("nl_gentle", "nl", 1e-4),
     _wrong("nl", "C_NL", "nl", 1e-3, onset="reward", warmup_steps=30, rollback=True),
-    _wrong("pl", "C_PL", "pl", 1e-3, onset="reward", warmup_steps=30, objective={"pool": "batch"}, rollback=True),
+    _wrong("pl", "C_PL", "pl", 1e-3, onset="reward", warmup_steps=30, objective={"set_scope": "batch"}, rollback=True),
     _wrong("cl", "C_NL C_PL", "cl", 2e-3, onset="reward", warmup_steps=30, rollback=True),
     _wrong("learning_rate", "learning_rate_too_high", lr=2e-3, onset="reward", warmup_steps=30, rollback=True),
     _wrong("reward_noise_25", "reward_noise", make=lambda: sab.RewardNoise(0.25)),

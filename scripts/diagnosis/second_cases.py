@@ -99,7 +99,7 @@ def _sick(s: Strength) -> dict[str, dict[str, Any]]:
         "rate_10": {"right": "learning_rate_too_high", "rate": 10.0, **by_itself},
         "rate_30": {"right": "learning_rate_too_high", "rate": 30.0, **by_itself},
         "nl": {"right": "C_NL", "recipe": "nl", "rate": s.sign, **by_itself},
-        "pl": {"right": "C_PL", "recipe": "pl", "rate": s.sign, "objective": {"pool": "batch"}, **by_itself},
+        "pl": {"right": "C_PL", "recipe": "pl", "rate": s.sign, "objective": {"set_scope": "batch"}, **by_itself},
         "cl": {"right": "C_NL C_PL", "recipe": "cl", "rate": s.sign, **by_itself},
         "low_entropy": {"right": "entropy_collapse", "objective": {"entropy_coef": s.low_entropy}, **by_itself},
         "high_entropy": {"right": "entropy_explosion", "objective": {"entropy_coef": s.high_entropy}, **by_itself},
@@ -121,7 +121,7 @@ def _sick(s: Strength) -> dict[str, dict[str, Any]]:
     }
 
 
-# A kind is left out where it does no harm: on tags the likeliest answer is the right one, so a negative entropy bonus of
+# A kind is left out where it does no harm: on tags the likeliest answer is right, so a negative entropy bonus of
 # any size speeds learning up, and a form that pays no more than a right answer is given up again.
 PLAN: dict[str, dict[str, str]] = {
     # Kinds by the seeds that they are run with.

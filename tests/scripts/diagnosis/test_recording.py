@@ -7,7 +7,11 @@ import json
 
 import pytest
 
+from lit_grpo import LitGRPO
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import PolicyConfig, TinyModel
+from scripts.diagnosis.cases import CASES as FIRST
 from scripts.diagnosis.recording import columns_of, is_recorded, main, read_trace
 from scripts.diagnosis.second_cases import CASES, HALVES, second_plan
 from scripts.diagnosis.settings import SETTINGS, char_tags
@@ -76,3 +80,15 @@ def test_numbers_of_gsm8k_are_compared_as_numbers():
     setting = SETTINGS["qwen_gsm8k"]
     assert setting.right("So it is \\boxed{1,200}.", "1200", {}, False)
     assert not setting.right("So it is \\boxed{1,201}.", "1200", {}, False)
+
+
+@pytest.mark.parametrize("case", [*FIRST, *CASES.values()], ids=lambda case: case.name)
+def test_the_objective_of_every_case_can_be_made(case):
+    module = LitGRPO(
+        policy=PolicyConfig(tiny=TinyModel()),
+        objective=ObjectiveConfig(recipe=case.recipe, **case.objective),
+        **case.module,
+    )
+    module.objective.check(
+        group_size=8, updates_per_rollout=module.updates_per_rollout, has_critic=module.critic_config is not None
+    )
