@@ -77,7 +77,7 @@ STRENGTH = {
     ),
     "smol_sums": Strength(1e-5, sign=2.0, short=2),
     "char_tags": Strength(3e-4, brevity=lambda: sab.PaidForm("<a>", 3.0), short=12),
-    "char_countdown": Strength(3e-4, low_entropy=-5.0, brevity=lambda: sab.PaidForm(r"\d+[-+*/]\d+$", 1.0), short=3),
+    "char_countdown": Strength(3e-4, low_entropy=-5.0, brevity=lambda: sab.PaidForm(r"\d+$", 3.0), short=3),
 }
 
 HEALTHY: dict[str, dict[str, Any]] = {
