@@ -172,8 +172,9 @@ class FlightRecorder(pl.Callback):
             "prompt_tokens": _flat(p.token_ids for p in prompts),
         }
         tensors |= {f"reward/{name}": values[:count].float().cpu() for name, values in batch.rewards.items()}
-        if batch.no_answer is not None:
-            tensors["no_answer"] = batch.no_answer[:count].cpu()
+        for name in ("correct", "no_answer"):
+            if (flags := getattr(batch, name, None)) is not None:
+                tensors[name] = flags[:count].cpu()
         tensors |= self._of_learner(pl_module, lengths)
         rollout = {
             "group_size": size,

@@ -38,6 +38,9 @@ class RunContext:
     """Most tokens that a training completion may have."""
     reward_range: RewardRange = UNKNOWN_RANGE
     """Least and greatest total reward, before any shaping by the objective."""
+    primary_range: RewardRange | None = None
+    """Least and greatest that the reward that says what is right adds to the total; None: no reward says it, so that
+    rollouts have no ``correct``."""
     initial_completions: Callable[[int], Rollout] | None = None
     """Samples completions of the first n training prompts with the untouched model, the same on every rank. None: there
     is no engine to sample them."""
@@ -51,7 +54,9 @@ class LearnerRequirements:
     """Where completions come from: an ``engine`` samples them, or they are the solutions of the ``dataset`` (supervised
     fine-tuning)."""
     dynamic_sampling: bool = False
-    """Whether groups of equal rewards are replaced by sampling more prompts."""
+    """Whether uniform groups are replaced by sampling more prompts."""
+    uniform_by: Literal["reward", "correct"] = "reward"
+    """By what a group is uniform: equal total rewards, or all completions correct or none."""
     max_staleness: int = 0
     """Number of rollouts that may be sampled before their turn, with weights that are older by as many."""
     sampled_experts: bool = False

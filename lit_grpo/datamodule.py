@@ -22,7 +22,7 @@ from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
-from lit_grpo.rewards.base import primary_reward
+from lit_grpo.rewards.base import primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
@@ -62,8 +62,8 @@ class RolloutDataModule(pl.LightningDataModule):
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
-            groups of a rollout have unequal rewards, at most this many times (one process: at most this many times the
-            prompts of a rollout; what is no longer needed is cancelled).
+            groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many
+            times the prompts of a rollout; what is no longer needed is cancelled).
         on_incomplete_rollout: what happens where so many rounds are not enough: uniform groups, which have no gradient,
             fill the rollout up, with a warning and ``sampling/short`` (``fill``), or the run ends (``error``). Without
             a single mixed group it ends in any case.
@@ -130,7 +130,9 @@ class RolloutDataModule(pl.LightningDataModule):
                 where="data.sampling",
                 remedy="set top_p: 1.0 and top_k: 0 (eval_sampling may use them)",
             )
-        check_rewards(self.rewards)
+        # Whether any is needed is known when there is an objective: supervised fine-tuning learns without.
+        if self.rewards:
+            check_rewards(self.rewards)
         if self.curriculum is not None:
             primary_reward_of(self.rewards, "data.curriculum")
 
@@ -164,6 +166,7 @@ class RolloutDataModule(pl.LightningDataModule):
         trainer, learner = self._current_trainer, self.learner
         # Supervised fine-tuning samples and scores nothing: without an evaluation it needs no engine and no rewards.
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
+            check_rewards(self.rewards)
             check_engine(self.engine_config, self._needs_experts)
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
@@ -176,6 +179,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     where="data.engine.sleep",
                     remedy="set data.engine.sleep: 0, or model.max_staleness: 0",
                 )
+            primary = primary_reward(self.rewards)
             learner.connect(
                 RunContext(
                     rollouts=self.rollouts * max(1, trainer.max_epochs or 1),
@@ -183,6 +187,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     prompts_per_rollout=self.prompts_per_rollout,
                     max_new_tokens=self.sampling.max_new_tokens,
                     reward_range=total_range(self.rewards),
+                    primary_range=None if primary is None else weighted_range(primary),
                     initial_completions=self.initial_completions,
                 )
             )
@@ -259,8 +264,13 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def _max_new_tokens(self) -> int:
         """The largest limit of new tokens, of training and of all evaluations."""
+        return max(sampling.max_new_tokens for sampling in self._samplings)
+
+    @property
+    def _samplings(self) -> list[Sampling]:
+        """All ways in which completions are drawn, in training and in all evaluations."""
         parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
-        return max(self.sampling.max_new_tokens, *(part.sampling.max_new_tokens for part in parts), 0)
+        return [self.sampling, *(part.sampling for part in parts)]
 
     @property
     def train_set(self) -> PromptSet:
@@ -301,7 +311,8 @@ class RolloutDataModule(pl.LightningDataModule):
             # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
         self._sets[key] = found
-        for line in found.summary_lines():
+        read = (source, *(self.clean.decontaminate if training else ()))
+        for line in (*(line for one in read for line in one.columns_taken()), *found.summary_lines()):
             rank_zero_info(line)
 
     def _held_out(self) -> list[PromptSource]:
@@ -373,6 +384,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 seed=rng.run_seed(),
                 beside_learner=self._num_prefetch > 0,
                 wants_experts=self._needs_experts,
+                wants_stop_strings=any(sampling.stop for sampling in self._samplings),
             )
             engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
@@ -422,6 +434,7 @@ class RolloutDataModule(pl.LightningDataModule):
             rank=self._current_trainer.global_rank,
             world_size=self._current_trainer.world_size,
             dynamic=self._requirements.dynamic_sampling,
+            uniform_by=self._requirements.uniform_by,
             max_rounds=self.max_sampling_rounds,
             on_short=self.on_incomplete_rollout,
             gather=_Gather() if self._current_trainer.world_size > 1 else no_exchange,

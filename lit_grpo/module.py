@@ -42,9 +42,12 @@ from lit_grpo.learner.run_checks import (
     check_critic_settings,
     check_minibatches,
     check_objective,
+    check_verdicts,
     resolve_objective,
+    warmup_rollouts,
     with_monte_carlo_returns,
     with_reward_range,
+    with_untouched_entropy,
 )
 from lit_grpo.learner.step_size import measure_step
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
@@ -225,6 +228,7 @@ class LitGRPO(pl.LightningModule):
         return LearnerRequirements(
             completions_from="dataset" if self.objective.demonstrations else "engine",
             dynamic_sampling=self.objective.dynamic_sampling,
+            uniform_by=self.objective.filters.uniform_by,
             max_staleness=self.max_staleness,
             sampled_experts=self.routing_replay == "sampler",
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
@@ -242,13 +246,17 @@ class LitGRPO(pl.LightningModule):
         self._context, self.objective = context, objective
 
     def _fit_to_run(self, objective: Objective, context: RunContext) -> Objective:
-        objective = objective.for_run(context.max_new_tokens)
+        for caution in objective.shaping.cautions(context.max_new_tokens):
+            rank_zero_warn(caution)
+        objective = objective.for_run(context.max_new_tokens, self.updates_per_rollout)
         objective.check(
             group_size=context.group_size,
             updates_per_rollout=self.updates_per_rollout,
             has_critic=self.critic_config is not None,
         )
-        check_objective(objective, self.updates_per_rollout * objective.passes, self._warmup_rollouts)
+        warmup = 0 if self.critic_config is None else warmup_rollouts(self.critic_config, objective)
+        check_objective(objective, self.updates_per_rollout * objective.passes, warmup)
+        check_verdicts(objective, context.primary_range)
         check_critic_settings(
             self.critic_config,
             objective,
@@ -274,10 +282,10 @@ class LitGRPO(pl.LightningModule):
         if self._context is not None:
             objective = self._fit_to_run(objective, self._context)
             state = with_reward_range(objective, state, self._context.reward_range)
+        state = with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
         if "ref_logprobs" in objective.requires(self.updates_per_rollout) and self.reference_policy is None:
             raise UserError(f"{objective.name} needs a reference model, and this run has made none")
-        self.objective_config, self.objective = config, objective
-        self.objective_state = objective.adopt_state(state)
+        self.objective_config, self.objective, self.objective_state = config, objective, state
         # Both are made anew: whether experts are replayed depends on the passes of the objective.
         self._forward_runner = self._optimizer_stepper = None
 
@@ -374,7 +382,7 @@ class LitGRPO(pl.LightningModule):
 
     @property
     def _warmup_rollouts(self) -> int:
-        return 0 if self.critic_config is None else self.critic_config.warmup_rollouts
+        return 0 if self.critic_config is None else warmup_rollouts(self.critic_config, self.objective)
 
     def _needs(self, name: str) -> bool:
         return name in self.objective.requires(self.updates_per_rollout)
@@ -439,8 +447,9 @@ class LitGRPO(pl.LightningModule):
         """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
         started = time.perf_counter()
         staleness = self._check_staleness(batch)
+        self._check_verdicts(batch)
         metrics, experience = StepMetrics(), make_experience(batch, self.device)
-        add_rollout_metrics(metrics, batch)
+        add_rollout_metrics(metrics, batch, self.trainer.world_size)
         warmup = self.policy_version < self._warmup_rollouts
         objective = with_monte_carlo_returns(self.objective) if warmup else self.objective
         # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
@@ -455,7 +464,8 @@ class LitGRPO(pl.LightningModule):
             experience = results.added_to(experience)
         advantages = self._compute_advantages(objective, experience)
         self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
-        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size)
+        by_verdict = "advantage" in objective.uses_correct
+        add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size, by_verdict)
         steps = make_steps(
             self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
         )
@@ -549,6 +559,14 @@ class LitGRPO(pl.LightningModule):
             )
         return staleness
 
+    def _check_verdicts(self, batch: Rollout) -> None:
+        keys = self.objective.uses_correct
+        if keys and batch.correct is None and not self.objective.demonstrations:
+            raise RuntimeError(
+                f"{self.objective.name} asks which completions are correct (by {', '.join(keys)}), and rollout "
+                f"{batch.index} does not say it: Rollout.correct is None"
+            )
+
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""
         # Derived from the rollout and not drawn: every rank, and a run that was resumed, must cut it alike.
@@ -616,10 +634,13 @@ class LitGRPO(pl.LightningModule):
             values["policy/entropy_initial"] = self.objective_state.initial_entropy
         if self.objective_state.beta is not None:
             values["policy/kl_beta"] = self.objective_state.beta
+        entropy = values.get("policy/entropy_sequence")
+        if self.policy_version == 1 and entropy is not None:
+            self.objective_state = replace(self.objective_state, first_rollout_entropy=entropy)
         # Beside the learner's work, sampling costs only what the learner waits for it.
         phases = ("wait", "sync") if "time/learner_idle" in batch.metrics else ("generate", "reward", "sync")
         busy = seconds + sum(batch.metrics.get(f"time/{phase}", 0.0) for phase in phases)
-        values["time/tokens_per_second"] = batch.metrics.get("completions/tokens", 0.0) / busy if busy > 0 else 0.0
+        values["time/tokens_per_second"] = values["completions/tokens"] / busy if busy > 0 else 0.0
         self._step_metrics = dict(values)
         assert self.step_result is not None
         self.step_result = replace(self.step_result, metrics=self._step_metrics)
@@ -722,10 +743,15 @@ class LitGRPO(pl.LightningModule):
         """Measure <H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
 
         Raises:
-            UserError: there is no data module to sample the completions.
+            UserError: there is no data module to sample the completions, or the model has been trained on already and
+                the first rollout measured nothing.
         """
         count = self.objective.initial_entropy_prompts
         if not count or self.objective_state.initial_entropy is not None:
+            return
+        # A run that is resumed under an objective that asks for it: the untouched model is gone.
+        if self.policy_version:
+            self.objective_state = with_untouched_entropy(self.objective, self.objective_state, self.policy_version)
             return
         if self._context is None or self._context.initial_completions is None:
             raise UserError(

@@ -6,8 +6,8 @@ Shapes: N completions in a rollout (whole groups, ``N = groups * group_size``), 
 Times are seconds, entropies and log-probabilities are nats.
 """
 
-# This file imports nothing but torch, and that only where tensors are made: commands that score ready texts must start
-# at once.
+# This file imports torch alone besides the errors, and that only where tensors are made: commands that score ready
+# texts must start at once.
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lit_grpo.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+Message = Mapping[str, Any]
+"""One turn of a chat: ``role``, ``content`` (text), and whatever else the chat template reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Prompt:
     id: str
     """Identity of the prompt, stable over runs and unique in its source; its history is kept under it."""
     question: str
-    """The text as the source writes it, without chat template."""
+    """The text as the source writes it, without chat template; of a chat, the text of the last user message."""
     token_ids: tuple[int, ...]
     """Ids that are fed to the model: the template is applied once, and nothing encodes them again."""
     answer: str | None = None
@@ -37,6 +41,8 @@ class Prompt:
     """Name of the data set."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row, for rewards that need them."""
+    messages: tuple[Message, ...] | None = None
+    """The turns of the chat where the source has them; None where it has a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +63,25 @@ class Sampling:
 
     temperature: float = 1.0
     """Divides the logits before a token is drawn; 0 means greedy."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = 1024
+    """Most tokens of a completion, its end included; what would be longer is cut, as a rule before its answer."""
     top_p: float = 1.0
     top_k: int = 0
     """Number of likeliest tokens to draw from; 0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion. The id itself is part of the completion."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion: with the token that completes the first of them, which is part of it. Special
+    tokens count as the text that they are written as."""
+
+    def __post_init__(self) -> None:
+        stop: Any = self.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise UserError(
+                f"stop is {stop!r}, not a list of texts that hold something",
+                where="sampling.stop",
+                remedy='write a list, as stop: ["</answer>"]',
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +153,23 @@ class Rollout:
     group_size: int
     temperature: float = 1.0
     """Temperature of the sampler. The learner computes its log-probabilities at the same one."""
+    correct: Tensor | None = None
+    """What the primary reward says of each completion (:meth:`lit_grpo.rewards.Reward.correct`), [N] bool; None where
+    no reward says what is right, and for demonstrations."""
+    flipped_reward: Tensor | None = None
+    """``reward`` if the primary reward had said the opposite: its value v is low + high - v within its range, and the
+    other rewards are as they are, [N] float32. None where no reward says what is right, or its range is not finite."""
     no_answer: Tensor | None = None
     """Completions without a parsable answer, [N] bool; None where no reward looks for one."""
+    positions: tuple[int | str, ...] = ()
+    """Position of each prompt among those of all ranks, unique in the rollout; empty: 0, 1, 2, ..."""
+    sampled_tokens: int | None = None
+    """Generated tokens of everything that this rank sampled for the rollout; None: those of its completions."""
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Means that are logged, as (total, number) by logged name, so that they add over ranks: what rewards say besides
+    their values, over everything that this rank sampled for the rollout."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Times and counters of the rollout, already under their logged names."""
+    """Times and counters of the rollout, already under their logged names; counters are those of all ranks."""
     # An object, and not its class: types import nothing of the package, and only the evaluator looks inside.
     evaluation: object = None
     """Grades of an evaluation's batch, a :class:`lit_grpo.evaluation.grading.Graded`; None in training."""
@@ -150,6 +182,10 @@ class Rollout:
                 f"a rollout holds whole groups: {len(self.prompts)} prompts x {self.group_size} samples, "
                 f"but {len(self.completions)} completions"
             )
+        for name in ("correct", "flipped_reward"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.completions):
+                raise ValueError(f"{name} has {len(value)} entries for {len(self.completions)} completions")
 
     @property
     def policy_version(self) -> int:
@@ -180,6 +216,14 @@ class Experience:
     """Completions that the length limit cut, [N] bool."""
     width: int = 0
     """T, the number of columns; if left 0, that of the first [N, T] tensor, or else the longest completion."""
+    correct: Tensor | None = None
+    """What the primary reward says of each completion, before label noise, [N] bool. None: no reward says what is
+    right; an objective that asks for it all the same takes rewards above 0 for correct."""
+    flipped_rewards: Tensor | None = None
+    """``rewards`` if the primary reward had said the opposite (label noise), [N] float. None: 1 - ``rewards``."""
+    sample_keys: Tensor | None = None
+    """A number that tells each completion from all others of the rollout, on any rank and in any selection of rows, [N]
+    int64. None: group and place in the group do."""
     token_ids: Tensor | None = None
     """Generated ids, [N, T] int64."""
     old_logprobs: Tensor | None = None
@@ -193,6 +237,8 @@ class Experience:
     """Entropy of the full next-token distribution before the first update."""
     values: Tensor | None = None
     """Critic's value of the state before each token."""
+    final_values: Tensor | None = None
+    """Critic's value of the state after the last token of truncated completions, [N]; 0 or NaN for the others."""
     sum_squared_probs: Tensor | None = None
     """Sum over the vocabulary of pi squared, before the first update."""
     score_sqnorm: Tensor | None = None

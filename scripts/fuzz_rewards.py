@@ -2,22 +2,18 @@
 """Throw broken and hostile input at the math verifier, the countdown parser and the code sandbox.
 
     python scripts/fuzz_rewards.py [--count 20000] [--seed 0] [--workers 2]
-    python scripts/fuzz_rewards.py --golds ../shared/data
 
 Inputs are mutations of a corpus (answers of every kind, expressions, programs and attacks): cut, doubled, joined, with
 signs and brackets put in. Of all inputs, 70 % go to the verifier, 25 % to countdown, 5 % to the sandbox. Found is:
 an exception, a crashed worker, an answer past its limit, a countdown value that exact arithmetic denies, a file
 written, a process left over, or a program that passes tests it cannot pass. Prints one JSON line for each part; exit
 code 1 if anything was found.
-
-With --golds: every gold answer of the folder's files, in a box, against itself, and against the gold of another row.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import gzip
 import json
 import operator
 import os
@@ -35,7 +31,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lit_grpo.rewards import CodeReward, CountdownReward, MathReward
-from lit_grpo.rewards.math.text import clean, parse_number
 from lit_grpo.types import Completion, Prompt, RewardInput
 from tests.rewards.code.code_attacks import ESCAPES, FOOLING, HOLDING_UP, TESTS
 from tests.rewards.math.more_verifier_cases import MORE
@@ -44,7 +39,7 @@ from tests.rewards.math.verifier_cases import CASES
 LIMIT, GRACE = 1.0, 3.0
 SIGNS = r"""{ } ( ) [ ] \{ \} $ $$ \( \) \[ \] ^ _ = < > , ; : . | % & \\ \frac \sqrt \boxed{ \text{ \left( \right) \pm
 \cup \sum_{k=1}^{ \int_0^1 \begin{pmatrix} \end{pmatrix} ^{^{ 9^{9^{9 !!! \infty \pi e^{i 1/0 ½ ３ − 答案 #### **
-or and answer is Question: \u0000 \ud800 0x1 1e999 nan inf""".split()  # noqa: SIM905
+or and answer is <answer> </answer> Question: \u0000 \ud800 0x1 1e999 nan inf""".split()  # noqa: SIM905
 CODE = ["\n", "    ", "return", "lambda: ", "while True: pass", "def add(a, b):", "(", ")", ":", "'", '"""',
         "\\", "\x00", "os._exit(0)", "raise SystemExit", "yield ", "async ", "[0] * 10**9", "é", "\ud800"]  # fmt: skip
 
@@ -212,35 +207,11 @@ def _processes() -> set[str]:
     return found
 
 
-def check_golds(folder: Path, rng: random.Random, workers: int) -> dict[str, Any]:
-    """Every gold in a box agrees with itself and not with another row's."""
-    reward = MathReward(limit=10.0, workers=workers)
-    own, other, refused_self, accepted = 0, 0, [], []
-    for path in sorted(folder.glob("*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            golds = [str(json.loads(line)["answer"]) for line in lines]
-        verdicts = reward.verify(golds, [f"So it is \\boxed{{{gold}}}." for gold in golds])
-        refused_self += [[path.name, g] for g, v in zip(golds, verdicts, strict=True) if not v.correct]
-        own += len(golds)
-        pairs = list(zip(golds, rng.sample(golds, len(golds)), strict=True))
-        values = {gold: parse_number(clean(gold)) for gold in golds}
-        # Two golds may be equal in other words; two plain numbers of different value cannot.
-        plain = [(g, o) for g, o in pairs if (x := values[g]) and (y := values[o]) and x.value != y.value]
-        verdicts = reward.verify([g for g, _ in plain], [f"\\boxed{{{o}}}" for _, o in plain])
-        accepted += [[path.name, *p] for p, v in zip(plain, verdicts, strict=True) if v.correct]
-        other += len(plain)
-    reward.close()
-    return {"part": "golds", "inputs": own + other, "against itself": own, "against another": other,
-            "REFUSED ITSELF": len(refused_self), "ACCEPTED ANOTHER": len(accepted),
-            "samples": [*refused_self[:5], *accepted[:5]]}  # fmt: skip
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20_000, help="inputs in all")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
-    parser.add_argument("--golds", metavar="FOLDER", type=Path, help="check the gold answers there instead")
     options = parser.parse_args()
     rng, bad = random.Random(options.seed), False
     code, sums = options.count // 20, options.count // 4
@@ -249,7 +220,7 @@ def main() -> int:
         lambda: fuzz_sandbox(code, rng, options.workers),
         lambda: fuzz_verifier(options.count - sums - code, rng, options.workers),
     ]
-    for part in parts if options.golds is None else [lambda: check_golds(options.golds, rng, options.workers)]:
+    for part in parts:
         began = time.perf_counter()
         found = part()
         found["seconds"] = round(time.perf_counter() - began, 1)

@@ -36,6 +36,9 @@ model:
     aggregation: seq_mean     # another part: logged as dapo+aggregation=seq_mean
 ```
 
+Without importance sampling under several updates the name ends in `+no_importance_sampling`:
+[learner.md](learner.md#updates-on-one-rollout) has the settings of updates, minibatches and `ratio`.
+
 ```python
 from lit_grpo.objectives import Objective
 
@@ -57,9 +60,77 @@ step, over micro-batches and ranks. With one update per rollout the ratio is $\\
 and no pass for old log-probabilities is made.
 
 Symbols: $\\rho$ = π/π_old of a token, s_i its geometric mean over a completion, r reward, A advantage, n_i tokens, N
-completions, B tokens of the step, μ_g and σ_g mean and standard deviation of the rewards of one prompt.
+completions, B tokens of the step, μ_g and σ_g mean and standard deviation of the rewards of one prompt. Positives (A+,
+r > 0, sign(r) = 1) are the correct completions: those that the primary reward calls right, whatever the total reward.
+An objective that asks for them is refused in a run whose rewards do not say what is right.
 
 ## Recipes
+
+"""
+
+PUBLISHED = """## As published
+
+A recipe sets the objective. What else a method was published with (batch, updates, rates, lengths) is the run's to set,
+and stands here and in `configs/recipes`, with how the objective differs. "Second-hand" is what we have from other texts
+than the one named. Adam's betas: [learner.md](learner.md#optimizer).
+
+"""
+
+VARIANTS = """## GTPO's variants
+
+The figures of the paper (2508.03772) and its released code, as overrides:
+
+```yaml
+# The conflict correction alone, Eq. 8 ("No <H> - No delta").
+model: {objective: {recipe: gtpo, entropy_gamma: 0.0, entropy_filter: none}}
+```
+
+```yaml
+# Fig. 4 a: other strengths of the regulariser (0.1, 0.01, 0.001, 1e-6), and no filter ("NO delta").
+model: {objective: {recipe: gtpo, entropy_gamma: 0.01, entropy_filter: none}}
+```
+
+```yaml
+# Fig. 4 b: another threshold on <H>. The filter still acts only on models that start below ln 2 (entropy_gate, Eq. 10).
+model: {objective: {recipe: gtpo, entropy_threshold: 1.05}}
+```
+
+```yaml
+# Fig. 4 c, OnlyNeg: the filter on completions with A < 0 alone, at 2.0, 1.05 or 0.7.
+model: {objective: {recipe: gtpo, entropy_filter: negatives, entropy_threshold: 0.7}}
+```
+
+```yaml
+# Fig. 4 d: GRPO with GTPO's entropy filter and regulariser.
+model: {objective: {recipe: grpo, entropy_gamma: 0.1, entropy_filter: all, entropy_threshold: 1.05}}
+```
+
+```yaml
+# The released code (winstonsmith1897/GTPO): A = r - mean without std; threshold 0.7, always on; masks multiplied where
+# they overlap; each completion divided by its conflict tokens, and no 1/N.
+model:
+  objective:
+    recipe: gtpo
+    advantage: group_mean
+    entropy_threshold: 0.7
+    entropy_gate: .inf
+    conflict_overlap: product
+    aggregation: conflict_tokens
+```
+
+H_init is measured before the first rollout, on completions of the first 100 prompts. A filter that is switched on in
+mid-run (a remedy of `HealthMonitor`, `LitGRPO.change_objective`) compares with the mean over the first rollout, which
+every run keeps for that; the run says so.
+
+## Out of scope
+
+- **Preference pairs** (DPO, SimPO; the landscape paper reads SimPO as reweighted likelihood, Eq. 23 to 26): a rollout
+  here is groups of sampled completions with a reward each, and a pair loss needs another kind of data, batch and
+  filter. What that reading is about, positives against negatives of one prompt without a reference, is `cl` and `tncl`.
+- **Monte Carlo values of single tokens** (VinePPO): every intermediate state would be sampled from again, several
+  times, between rollout and update. A critic (`ppo`, `vapo`) gives values of tokens, `gae_lambda: 1` Monte Carlo
+  returns of whole completions. A `custom_advantage` may return [N, T].
+- **Trained process rewards**: a reward here judges a completion.
 
 """
 
@@ -135,8 +206,6 @@ def parts(objective: Objective) -> str:
     kl = objective.labels()["kl"]
     if kl != "off":
         out.append(f"KL {kl.replace('_', ' ')}")
-    if objective.on_policy_only:
-        out.append("one update per rollout")
     return "; ".join(out)
 
 
@@ -146,6 +215,16 @@ def recipes_table() -> str:
     for name, recipe in RECIPES.items():
         cells = (f"`{name}`", recipe.formula, parts(recipe.objective), recipe.use, recipe.failure, recipe.source)
         rows.append("| " + " | ".join(map(cell, cells)) + " |")
+    return "\n".join(rows) + "\n\n"
+
+
+def published_table() -> str:
+    """What recipes were published with; recipes of one text share a row."""
+    texts: dict[str, list[str]] = {}
+    for name, recipe in RECIPES.items():
+        texts.setdefault(recipe.published, []).append(f"`{name}`")
+    rows = ["| recipe | published with |", "|---|---|"]
+    rows += [f"| {', '.join(names)} | {cell(text)} |" for text, names in texts.items()]
     return "\n".join(rows) + "\n\n"
 
 
@@ -193,13 +272,13 @@ def render() -> str:
     """The whole page."""
     ratios = "\n".join(f"- `{kind}`" for kind in registry.RATIOS)
     ratio_doc = inspect.getdoc(sys.modules["lit_grpo.objectives.ratios"]) or ""
-    body = INTRO + recipes_table() + "## Parts\n\n"
+    body = INTRO + recipes_table() + PUBLISHED + published_table() + "## Parts\n\n"
     body += choices_table("Advantage", "advantage", registry.ADVANTAGES)
     body += f"### Ratio\n\n`ratio:`\n\n```text\n{ratio_doc}\n```\n\n" if ratio_doc else ratios
     body += choices_table("Trust region", "trust_region", registry.TRUST_REGIONS)
     body += choices_table("Sampler correction", "sampler_correction", registry.SAMPLER_CORRECTIONS)
     body += choices_table("Aggregation", "aggregation", registry.AGGREGATIONS)
-    return body + always_there() + OWN_PARTS + metrics()
+    return body + always_there() + VARIANTS + OWN_PARTS + metrics()
 
 
 def main() -> int:

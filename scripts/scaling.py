@@ -182,6 +182,7 @@ class Rollouts:
                 texts=[""] * len(reward),
                 rewards={"alternating": reward},
                 reward=reward,
+                correct=reward > 0,
                 group_size=p.group_size,
             )
 

@@ -49,7 +49,8 @@ def data(**changes: Any) -> RolloutDataModule:
 
 def context(rollouts: int, **changes: Any) -> RunContext:
     """The shape of a run of two groups of four, for modules that are trained without a data module."""
-    settings: dict[str, Any] = {"group_size": 4, "prompts_per_rollout": 2, "max_new_tokens": 6}
+    settings: dict[str, Any] = {"group_size": 4, "prompts_per_rollout": 2, "max_new_tokens": 6,
+                                "primary_range": (0.0, 1.0)}  # fmt: skip
     return RunContext(rollouts=rollouts, **(settings | changes))
 
 
@@ -87,6 +88,8 @@ def rollout(rewards: list[float], lengths: list[int], group_size: int, *, seed: 
         "texts": [""] * len(rewards),
         "rewards": {"even": torch.tensor(rewards)},
         "reward": torch.tensor(rewards),
+        "correct": torch.tensor(rewards) >= 1,
+        "flipped_reward": 1 - torch.tensor(rewards),
         "group_size": group_size,
     }
     return Rollout(**(settings | changes))

@@ -16,7 +16,7 @@ class Remedy:
 
     Attributes:
         lr_scale: the learning rate of every optimizer, and what its schedule makes of it, is multiplied by this.
-        objective: overrides of the objective (``{clip_high: 0.28}``, ``{entropy_filter: true, entropy_gamma: 0.1}``).
+        objective: overrides of the objective (``{clip_high: 0.28}``, ``{entropy_filter: all, entropy_gamma: 0.1}``).
             With ``recipe`` it is another objective, without the overrides of the old one.
     """
 

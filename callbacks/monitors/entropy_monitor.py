@@ -12,7 +12,7 @@ from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 REMEDIES_HIGH = (
-    "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter and entropy_gamma)",
+    "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter: all and entropy_gamma)",
     "halve the learning rate",
     "return to the last checkpoint before the crossing",
 )
@@ -155,17 +155,19 @@ class EntropyMonitor(Monitor):
         bound = max(self.low * initial, self.floor)
         if not self.history.holds(self._key, self.patience, lambda value: value < bound):
             return
-        wrong = self.history.mean("groups/all_wrong_frac", self.patience) or 0.0
-        unsolved = wrong > self.unsolved or self.history.fallen("reward")
+        wrong = self.history.mean("groups/all_wrong_frac", self.patience)
+        unsolved = (wrong is not None and wrong > self.unsolved) or self.history.fallen("reward")
         now = self.history.mean(self._key, self.patience) or 0.0
         evidence: list[tuple[str, int, float, float, float | None]] = [(self._key, self.patience, now, bound, initial)]
-        if wrong > self.unsolved:
+        if wrong is not None and wrong > self.unsolved:
             evidence.append(("groups/all_wrong_frac", self.patience, wrong, self.unsolved, None))
+        # Where no reward says what is right, nobody knows whether the prompts are solved.
+        solved = "" if wrong is None else ", on prompts that are solved"
+        where = " while prompts are left unsolved" if unsolved else solved
         yield self.finding(
             "entropy_low",
             "critical" if unsolved else "info",
-            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts"
-            + (" while prompts are left unsolved" if unsolved else ", on prompts that are solved"),
+            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
             onset=self.history.began(self._key, lambda value: value < bound, step),
             remedies=None if unsolved else ("take harder prompts, or end the run",),

@@ -29,10 +29,11 @@ class SignalMonitor(ThresholdMonitor):
     """Monitor of groups without a gradient, of the batch that is left, and of rewards that contradict themselves.
 
     Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
-    is lost; only ``info`` where most of them are solved), ``all_wrong`` (the share without any reward is above
-    ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts), ``small_batch`` (fewer than ``batch`` groups
-    with a gradient), ``reward_noise`` (equal completions to one prompt get different rewards, or different advantages),
-    ``reward_inverted`` (better completions get the smaller advantage), ``reward_failures`` (rewards time out or fail).
+    is lost; only ``info`` where most of them are solved), ``all_wrong`` (the share without any correct completion is
+    above ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts, unless other rewards still give most of
+    these groups a gradient), ``small_batch`` (fewer than ``batch`` groups with a gradient), ``reward_noise`` (equal
+    completions to one prompt get different rewards, or different advantages), ``reward_inverted`` (better completions
+    get the smaller advantage), ``reward_failures`` (rewards time out or fail).
 
     The noise test is exact for a reward that depends on the completion alone: such a reward never contradicts itself,
     so a few contradicting pairs are proof. It needs equal completions, which short answers give in plenty. With a
@@ -40,8 +41,8 @@ class SignalMonitor(ThresholdMonitor):
 
     Args:
         zero_gradient: largest share of groups with equal rewards.
-        all_wrong: largest share of groups without any reward.
-        hopeless: share of groups without any reward that is critical if it lasts.
+        all_wrong: largest share of groups without any correct completion.
+        hopeless: share of such groups that is critical if it lasts.
         patience: rollouts in a row that ``hopeless`` must last.
         batch: fewest groups with a gradient in a rollout.
         smooth: rollouts that medians are taken over.
@@ -146,10 +147,12 @@ class SignalMonitor(ThresholdMonitor):
         assert zero is not None
         if wrong is not None and wrong > self.all_wrong:
             lasts = history.holds("groups/all_wrong_frac", self.patience, lambda value: value > self.hopeless)
+            # A run that learns the format first has no right answer for long, and yet learns.
+            lasts = lasts and zero > self.zero_gradient
             yield self.finding(
                 "all_wrong",
                 "critical" if lasts else "warning",
-                f"{wrong:.0%} of the groups have no completion with a reward",
+                f"{wrong:.0%} of the groups have no correct completion",
                 ("groups/all_wrong_frac", size, wrong, self.hopeless if lasts else self.all_wrong),
                 onset=history.began("groups/all_wrong_frac", lambda value: value > self.all_wrong, step),
             )

@@ -236,20 +236,20 @@ def score(
     items: Sequence[tuple[RewardInput, Any]], rewards: Sequence[Reward], on_error: OnError, file: TextIO
 ) -> Totals:
     """Score items and write one line for each, in order."""
-    from lit_grpo.rewards.base import primary_reward
+    from lit_grpo.rewards.base import primary_reward, verdicts
     from lit_grpo.rewards.combine import score_all
 
     started = time.perf_counter()
-    primary = primary_reward(rewards)
     num_correct = num_timed_out = num_failed = 0
     sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
     for start in range(0, len(items), _CHUNK):
         chunk = items[start : start + _CHUNK]
         log.debug("scoring lines %d to %d of %d", start + 1, start + len(chunk), len(items))
         scores = score_all(rewards, [item for item, _ in chunk], on_error)
+        found = verdicts(rewards, scores, [item.prompt.source for item, _ in chunk])
         for i, (_, identity) in enumerate(chunk):
             of_item = {name: column[i] for name, column in scores.items()}
-            correct = primary.correct(of_item[primary.name].value) if primary else None
+            correct = None if found is None else found[i]
             timed_out, failed = any(s.timed_out for s in of_item.values()), any(s.failed for s in of_item.values())
             line: dict[str, Any] = {
                 "correct": correct,
@@ -269,7 +269,7 @@ def score(
         # Flushed chunk by chunk, so that a pipe or a reader sees results as they come.
         file.flush()
     means = {name: total / max(1, len(items)) for name, total in sums.items()}
-    graded = primary is not None
+    graded = primary_reward(rewards) is not None
     return Totals(len(items), num_correct, graded, num_timed_out, num_failed, means, time.perf_counter() - started)
 
 

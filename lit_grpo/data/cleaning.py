@@ -65,7 +65,7 @@ def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
     """
     by_question: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        by_question[normal(row.question)].append(row)
+        by_question[_asked(row)].append(row)
     dropped: dict[str, Dropped] = {}
     for group in by_question.values():
         answers: dict[str, Row] = {}
@@ -139,6 +139,13 @@ class EvaluationIndex:
         size = self.ngram
         starts = (i for i in range(len(given) - size + 1) if (given[i], given[i + size - 1]) in self._ends)
         return {tuple(given[i : i + size]) for i in starts}
+
+
+def _asked(row: Row) -> str:
+    """Return what two rows that ask the same have in common: of a chat, every message."""
+    if row.messages is None or len(row.messages) == 1:
+        return normal(row.question)
+    return "\n".join(f"{message['role']}: {normal(message['content'])}" for message in row.messages)
 
 
 def normal(text: str | None) -> str:

@@ -47,7 +47,7 @@ class PromptSet:
         removed = [prompt for prompt in self.prompts if prompt.id not in ids]
         self.prompts = [prompt for prompt in self.prompts if prompt.id in ids]
         for p in removed:
-            row = Row(p.id, p.question, p.answer, p.extra, self.locations.get(p.id, ""), p.source)
+            row = Row(p.id, p.question, p.answer, p.extra, self.locations.get(p.id, ""), p.source, p.messages)
             self.dropped.append(Dropped(row, reason))
 
     def summary_lines(self) -> list[str]:
@@ -71,6 +71,8 @@ class PromptSet:
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             digest.update(repr((prompt.id, prompt.question, prompt.answer)).encode())
+            if prompt.messages is not None:
+                digest.update(repr([sorted(message.items()) for message in prompt.messages]).encode())
         return {"count": len(self.prompts), "digest": digest.hexdigest(), "weights": dict(self.weights or {})}
 
 
@@ -157,9 +159,9 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """
     # The order of the prompts is kept as a position in them, which would mean others.
     form, before = now["format"], saved["format"]
-    for key, value in form.items():
-        if before.get(key) != value:
-            was, is_now = shorten(repr(before.get(key)), 60), shorten(repr(value), 60)
+    for key in dict.fromkeys([*form, *before]):
+        if before.get(key, "") != form.get(key, ""):
+            was, is_now = shorten(repr(before.get(key)), 60), shorten(repr(form.get(key)), 60)
             raise UserError(
                 f"the checkpoint was trained with another {key}: {was}, not {is_now}",
                 where=f"data.format.{key}",

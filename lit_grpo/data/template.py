@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lit_grpo.data.sources.base import Row
+from lit_grpo.data.sources.messages import system_of, with_question
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.types import Prompt
 
 _SLOT = "{question}"
 _OWN_NAMES = ("auto", "chat", "none")
+_TAKEN_ARGUMENTS = (
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("messages", "processor_kwargs"),
+)
+"""Arguments of ``apply_chat_template`` that are no variables of the template; what they do is decided here."""
 
 
 class NamedTemplate(NamedTuple):
-    """A prompt as plain text with ``{question}`` and, where it has a place for a system prompt, ``{system}``."""
+    """A prompt as plain text with ``{question}`` and, where it has a place for a system prompt, ``{system}``.
+
+    Or a system prompt alone, for the tokenizer's own chat template.
+    """
 
     text: str
+    """Empty: the tokenizer's own chat template."""
     system: str | None = None
-    """Text for ``{system}`` where the user gives none."""
+    """The system prompt where the user gives none."""
     markers: tuple[str, ...] = ()
     """Texts that must each be one token; a tokenizer that splits them belongs to a model that never saw them."""
 
@@ -40,6 +52,13 @@ NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
         "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
         "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
         "User: {question}\nAssistant: <think>"
+    ),
+    # GTPO (2508.03772, appendix 8.2, the box "Prompt").
+    "gtpo": NamedTemplate(
+        "",
+        "You are a helpful assistant for solving math problems.\n"
+        "Given a question, first think step by step between <reasoning> and </reasoning>.\n"
+        "Then, give the final answer between <answer> and </answer>.",
     ),
 }
 
@@ -63,13 +82,16 @@ class PromptFormat:
 
     Attributes:
         chat_template: ``auto``: the tokenizer's own template if it has one, else plain text. ``chat``: the tokenizer's
-            own template, which it must have. ``none``: plain text. ``qwen_math``, ``r1``: a named template, see
-            ``NAMED_TEMPLATES``. Text that holds ``{question}`` is a template of your own, with ``{system}`` where the
-            system prompt goes. Anything that holds ``{{`` or ``{%`` is a Jinja template, and anything that ends in
-            ``.jinja`` a file with one.
-        system_prompt: first message of the chat; with ``none`` it stands before the question, with an empty line
-            between them; in a named template or one of your own it takes the place of ``{system}``.
+            own template, which it must have. ``none``: plain text. ``qwen_math``, ``r1``, ``gtpo``: a named template,
+            see ``NAMED_TEMPLATES``; ``gtpo`` is a system prompt for the tokenizer's own. Text that holds ``{question}``
+            is a template of your own, with ``{system}`` where the system prompt goes. Anything that holds ``{{`` or
+            ``{%`` is a Jinja template, and anything that ends in ``.jinja`` a file with one.
+        system_prompt: first message of the chat; rows that have a system message of their own are then refused. With
+            ``none`` it stands before the question, with an empty line between them; in a named template or one of your
+            own it takes the place of ``{system}``.
         question_format: text around ``{question}``. Other braces are left as they are, so ``\boxed{}`` needs no care.
+            Of a chat it is put around the last message of the user.
+        chat_template_kwargs: variables of the chat template, as ``{enable_thinking: false}`` of Qwen3's.
         max_prompt_tokens: longest prompt allowed, template and special tokens included. None: any length.
         on_long: ``error`` stops at the first longer prompt; ``drop`` leaves it out (``encode_all``).
     """
@@ -77,6 +99,7 @@ class PromptFormat:
     chat_template: str = "auto"
     system_prompt: str | None = None
     question_format: str = _SLOT
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: int | None = None
     on_long: Literal["error", "drop"] = "error"
 
@@ -89,10 +112,18 @@ class PromptFormat:
             )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise UserError(f"max_prompt_tokens is {self.max_prompt_tokens}", where="max_prompt_tokens")
+        if taken := sorted(set(self.chat_template_kwargs) & set(_TAKEN_ARGUMENTS)):
+            raise UserError(
+                f"chat_template_kwargs sets {taken[0]}, which is no variable of a chat template",
+                where="chat_template_kwargs",
+                remedy="name variables of the template, such as enable_thinking; the template itself is chat_template",
+            )
         if self.on_long not in {"error", "drop"}:
             raise UserError(f"on_long is {self.on_long!r}", where="on_long", remedy="write error or drop")
         self._jinja: str | None = None
         self._text: NamedTemplate | None = None
+        self._default_system: str | None = None
+        """System prompt that the name of the template stands for, for the tokenizer's own chat template."""
         self._read_template()
         self._check_system_prompt()
 
@@ -106,12 +137,10 @@ class PromptFormat:
 
         Raises:
             PromptTooLongError: the prompt is longer than ``max_prompt_tokens``, whatever ``on_long`` says.
-            UserError: no chat template where one is needed, text the tokenizer refuses, an empty prompt, or two
-                beginning-of-sequence tokens.
+            UserError: no chat template where one is needed, a system message beside ``system_prompt``, text the
+                tokenizer refuses, an empty prompt, or two beginning-of-sequence tokens.
         """
-        # Not str.format: other braces, as of \boxed{}, must stay.
-        question = self.question_format.replace(_SLOT, row.question)
-        ids = self._token_ids(question, tokenizer, row)
+        ids = self._token_ids(tokenizer, row)
         where = row.where or row.id
         if not ids:
             raise UserError(f"row {row.id!r} gives an empty prompt", where=where, remedy="mend or remove the row")
@@ -130,7 +159,8 @@ class PromptFormat:
                 where=where,
                 remedy="raise max_prompt_tokens, or leave such rows out with on_long: drop",
             )
-        return Prompt(row.id, row.question, tuple(ids), row.answer, row.source or source, row.extra)
+        name = row.source or source
+        return Prompt(row.id, row.question, tuple(ids), row.answer, name, row.extra, row.messages)
 
     def encode_all(self, rows: Iterable[Row], tokenizer: Any, source: str = "") -> EncodedPrompts:
         """Encode every row, in order; with ``on_long: drop`` too long ones are left out and given back.
@@ -166,7 +196,7 @@ class PromptFormat:
         if self._text is not None:
             return False
         own = getattr(tokenizer, "chat_template", None)
-        if self.chat_template == "chat" and not own:
+        if self.chat_template in ("chat", *NAMED_TEMPLATES) and not own:
             raise UserError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__!r} has no chat "
                 "template",
@@ -192,11 +222,15 @@ class PromptFormat:
         template = self._text.text if self._text is not None else self._jinja
         if template is None:
             template = str(own) if self.uses_chat(tokenizer) else ""
-        return {
+        settings = {
             "chat_template": template,
-            "system_prompt": self.system_prompt or "",
+            "system_prompt": self.system_prompt or self._default_system or "",
             "question_format": self.question_format,
         }
+        # Left out where there are none, as in checkpoints of a time when there could be none.
+        if self.chat_template_kwargs:
+            settings["chat_template_kwargs"] = json.dumps(self.chat_template_kwargs, sort_keys=True, default=str)
+        return settings
 
     def warnings(self, tokenizer: Any) -> list[str]:
         """Return one sentence for each thing about the template that does not fit the tokenizer."""
@@ -206,21 +240,30 @@ class PromptFormat:
                 sentences.append(
                     f"the template {self.chat_template} uses {marker}, which is no token of this tokenizer"
                 )
+        if self.uses_chat(tokenizer):
+            template = self.identity(tokenizer)["chat_template"]
+            sentences += [
+                f"the chat template does not read {name}, which chat_template_kwargs sets"
+                for name in self.chat_template_kwargs
+                if not re.search(rf"\b{re.escape(name)}\b", template)
+            ]
         if self.uses_chat(tokenizer) and "strftime_now" in self.identity(tokenizer)["chat_template"]:
             sentences.append(
                 "the chat template writes the date into every prompt, so a run resumed tomorrow has others"
             )
         return sentences
 
-    def _token_ids(self, question: str, tokenizer: Any, row: Row) -> list[int]:
+    def _token_ids(self, tokenizer: Any, row: Row) -> list[int]:
         chat = self.uses_chat(tokenizer)
+        # Not str.format: other braces, as of \boxed{}, must stay.
+        question = self.question_format.replace(_SLOT, row.question)
+        if chat:
+            messages = self._messages(row, question)
+        else:
+            system = self._system_of_plain_text(row, tokenizer)
         try:
             if not chat:
-                text = self._plain_text(question)
-                return list(tokenizer(text, add_special_tokens=True)["input_ids"])
-            messages = [{"role": "user", "content": question}]
-            if self.system_prompt is not None:
-                messages.insert(0, {"role": "system", "content": self.system_prompt})
+                return list(tokenizer(self._plain_text(question, system), add_special_tokens=True)["input_ids"])
             # The template writes its special tokens itself, so none are added here, unlike for plain text above.
             encoded = tokenizer.apply_chat_template(
                 messages,
@@ -228,6 +271,7 @@ class PromptFormat:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
+                **self.chat_template_kwargs,
             )
             return list(encoded["input_ids"])
         except Exception as error:
@@ -239,10 +283,75 @@ class PromptFormat:
                 remedy="mend the row, or choose another chat_template or tokenizer",
             ) from error
 
-    def _plain_text(self, question: str) -> str:
+    def _messages(self, row: Row, question: str) -> list[dict[str, Any]]:
+        """Return the turns of a row's chat, the system prompt first."""
+        messages = (
+            [{"role": "user", "content": question}] if row.messages is None else with_question(row.messages, question)
+        )
+        system = self._default_system if self.system_prompt is None else self.system_prompt
+        if system is None:
+            return messages
+        self._check_one_system_prompt(row)
+        return [{"role": "system", "content": system}, *messages]
+
+    def _check_one_system_prompt(self, row: Row) -> None:
+        # Which of the two the model should read cannot be known, and dropping either would go unnoticed.
+        ours = self.system_prompt is not None or self._default_system is not None
+        if ours and row.messages is not None and system_of(row.messages) is not None:
+            setting = "system_prompt" if self.system_prompt is not None else f"chat_template: {self.chat_template}"
+            raise UserError(
+                f"row {row.id!r} has a system message of its own, and data.format has another ({setting})",
+                where=row.where or row.id,
+                remedy=f"leave {setting} out, or take the system messages out of the rows; sets under data.val and "
+                "data.test may have a format of their own",
+            )
+
+    def _system_of_plain_text(self, row: Row, tokenizer: Any) -> str | None:
+        """Return the system prompt of a prompt that is made without a chat template.
+
+        Raises:
+            UserError: the row is a chat that plain text cannot say, or there are variables for a chat template.
+        """
+        if self.chat_template_kwargs:
+            raise UserError(
+                f"chat_template_kwargs are variables of a chat template, and prompts are {self.describe(tokenizer)}",
+                where="chat_template_kwargs",
+                remedy="leave them out, or choose a model with a chat template or a Jinja template",
+            )
+        if row.messages is None:
+            return self.system_prompt
+        self._check_one_system_prompt(row)
+        system = system_of(row.messages)
+        turns = row.messages[system is not None :]
+        # A template of text has a place for one question, and perhaps for a system prompt.
+        if self._text is not None and len(turns) == 1 and (system is None or "{system}" in self._text.text):
+            return system or self.system_prompt
+        roles = ", ".join(message["role"] for message in row.messages)
+        if self._text is not None:
+            raise UserError(
+                f"the template {self.chat_template!r} cannot take the chat of row {row.id!r}, whose messages are of "
+                f"{roles}",
+                where=row.where or row.id,
+                remedy="choose chat_template: chat or a Jinja template, which take every message",
+            )
+        raise UserError(
+            f"the prompt of row {row.id!r} is a list of messages, and {self._why_no_chat(tokenizer)}",
+            where=row.where or row.id,
+            remedy="choose a model with a chat template, or give one as data.format.chat_template (qwen_math, r1, a "
+            "Jinja template or a .jinja file), or take the question's text alone with question_column: "
+            "<column>.<number of the message>.content",
+        )
+
+    def _why_no_chat(self, tokenizer: Any) -> str:
+        if self.chat_template == "none":
+            return "chat_template: none makes plain text"
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        return f"the tokenizer {name!r} has no chat template"
+
+    def _plain_text(self, question: str, system: str | None) -> str:
         if self._text is None:
-            return question if self.system_prompt is None else f"{self.system_prompt}\n\n{question}"
-        values = {"system": self.system_prompt or self._text.system or "", "question": question}
+            return question if system is None else f"{system}\n\n{question}"
+        values = {"system": system or self._text.system or "", "question": question}
         # In one pass: a question may itself hold the text {system}, which must stay as it is.
         return re.sub(r"\{(system|question)\}", lambda slot: values[slot[1]], self._text.text)
 
@@ -252,7 +361,11 @@ class PromptFormat:
         if value in _OWN_NAMES:
             return
         if value in NAMED_TEMPLATES:
-            self._text = NAMED_TEMPLATES[value]
+            named = NAMED_TEMPLATES[value]
+            if named.text:
+                self._text = named
+            else:
+                self._default_system = named.system
         # {{question}} is a Jinja template with a variable of that name, {question} a text template.
         elif re.search(r"(?<!\{)\{question\}(?!\})", value):
             self._text = NamedTemplate(value)

@@ -32,6 +32,9 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield ``len(request.seeds)`` completions for every request, in any order, as they finish.
 
+        A completion ends with an end token, with the token that completes one of ``sampling.stop``
+        (:mod:`lit_grpo.engines.stop_strings` finds it), or at the limit.
+
         Raises:
             EngineError: the engine cannot go on; no completion is lost or yielded twice before it.
         """
@@ -110,6 +113,8 @@ class EngineContext:
     """True where the engine samples in a thread while the learner changes its weights."""
     wants_experts: bool = False
     """True where completions must say which experts their tokens went through (``routing_replay: sampler``)."""
+    wants_stop_strings: bool = False
+    """True where a sampling of the run ends completions by their text (``sampling.stop``)."""
 
 
 class EngineClass(Protocol):

@@ -139,14 +139,11 @@ def _greedy_name(key: str) -> str:
 
 
 def graded_of(batch: Rollout) -> Graded:
-    """Return the grades that the loader has put into a batch.
-
-    A batch from a loader of one's own has none; a total reward of 1 or more is taken for right then.
-    """
+    """Return the grades that the loader has put into a batch; of a batch from a loader of one's own its verdicts."""
     if isinstance(batch.evaluation, Graded):
         return batch.evaluation
     part = EvaluationPart("", batch.group_size, Sampling(temperature=batch.temperature), tuple({1, batch.group_size}))
-    return Graded(part, batch.reward >= 1, None, [])
+    return Graded(part, batch.correct, None, [])
 
 
 def records(batch: Rollout) -> list[dict[str, Any]]:

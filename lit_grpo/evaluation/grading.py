@@ -20,7 +20,7 @@ class Graded:
     part: EvaluationPart
     """The pass over an evaluation set that the batch is part of."""
     correct: Tensor | None
-    """[N] bool; None where no reward says what is right."""
+    """``Rollout.correct``: [N] bool; None where no reward says what is right."""
     answers: list[str | None] | None
     """Normal form of each final answer, None where there is none; None altogether where no reward gives one."""
     seeds: list[int]
@@ -28,7 +28,7 @@ class Graded:
 
 
 def grade(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, seeds: list[int]) -> Graded:
-    """Grade a scored rollout by the primary reward: the first of ``rewards`` that says what is right."""
+    """Grade a scored rollout: its verdicts, and the final answers that the reward behind them found."""
     reward = primary_reward(rewards)
     if reward is None:
         return Graded(part, None, None, seeds)
@@ -39,8 +39,7 @@ def grade(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, see
     ]
     final_answers = reward.final_answers(items)
     answers = None if final_answers is None else list(final_answers)
-    correct = [reward.correct(value) for value in rollout.rewards[reward.name].tolist()]
-    return Graded(part, torch.tensor(correct, dtype=torch.bool), answers, seeds)
+    return Graded(part, rollout.correct, answers, seeds)
 
 
 def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: int) -> Tensor:

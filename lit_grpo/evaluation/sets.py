@@ -97,6 +97,9 @@ class Subset(PromptSource):
         random.Random(self.seed).shuffle(order)
         return [rows[i] for i in sorted(order[: self.limit])]
 
+    def columns_taken(self) -> list[str]:
+        return self.source.columns_taken()
+
 
 def resolve_sets(
     stage: str,

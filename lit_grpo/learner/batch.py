@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_grpo.policy.forward.batching import Layout, PolicyInput, cut
 from lit_grpo.types import Experience, Rollout
+from lit_grpo.utils.random import derive_seed
 
 
 def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
@@ -24,6 +25,9 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
         lengths=torch.tensor(lengths),
         group_ids=torch.arange(count) // batch.group_size,
         rewards=batch.reward.float(),
+        correct=batch.correct,
+        flipped_rewards=None if batch.flipped_reward is None else batch.flipped_reward.float(),
+        sample_keys=torch.tensor(_sample_keys(batch), dtype=torch.long),
         truncated=torch.tensor([c.truncated for c in batch.completions]),
         width=width,
         token_ids=ids.view(count, width).long(),
@@ -31,6 +35,12 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
         invalid=batch.no_answer,
         prompt_ids=[batch.prompts[i // batch.group_size].id for i in range(count)],
     ).to(device)
+
+
+def _sample_keys(batch: Rollout) -> list[int]:
+    """Return a number for each completion that is the same however the rollout is spread over ranks."""
+    positions = batch.positions or range(len(batch.prompts))
+    return [derive_seed("sample", position, place) for position in positions for place in range(batch.group_size)]
 
 
 def minibatches(

@@ -6,7 +6,7 @@ import torch
 
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.metric_sums import Reduce
-from lit_grpo.objectives.diagnostics import mean_of
+from lit_grpo.objectives.diagnostics import mean_of, rows_by_verdict
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import masked
@@ -34,11 +34,9 @@ def critic_after_update(
     """
     returns = objective.returns(experience, state, reduce)
     values, mask = forward.rollout_values(batch).to(returns.dtype), experience.mask
-    positive = (objective.rewards(experience, state)[0] > 0)[:, None]
+    by_verdict = rows_by_verdict(objective.correct(experience, state), mask)
     error = masked(returns - values, mask)
-    return {
-        "critic/value_correct_after": mean_of(values, mask & positive),
-        "critic/value_incorrect_after": mean_of(values, mask & ~positive),
+    return {f"critic/value_{name}_after": mean_of(values, tokens) for name, tokens in by_verdict.items()} | {
         "critic/error_after": mean_of(error, mask),
         "critic/error_sq_after": mean_of(error * error, mask),
     }

@@ -25,7 +25,7 @@ from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 
 FROM_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
 """Fields of an experience that one forward pass of the policy gives."""
-COMPUTABLE = FROM_POLICY | {"ref_logprobs", "values", "score_sqnorm"}
+COMPUTABLE = FROM_POLICY | {"ref_logprobs", "values", "final_values", "score_sqnorm"}
 """Fields of an experience that :meth:`ForwardRunner.old_forward` can compute."""
 
 
@@ -60,6 +60,7 @@ class ForwardResults:
     entropy: Tensor | None = None
     sum_squared_probs: Tensor | None = None
     values: Tensor | None = None
+    final_values: Tensor | None = None
     ref_logprobs: Tensor | None = None
     score_sqnorm: Tensor | None = None
     router_logscores_old: Tensor | None = None
@@ -132,6 +133,8 @@ class ForwardRunner:
         for name, micro_batches in by_field.items():
             missing = float("nan") if micro_batches[0][1].is_floating_point() else 0
             tensors[name] = gather_rows(micro_batches, len(batch.completions), missing)
+        if "final_values" in needed:
+            tensors["final_values"] = self.final_values(batch)
         self.reshard()
         return ForwardResults(score_sqnorm=score_sqnorm, routing=routing, **tensors)
 
@@ -319,6 +322,26 @@ class ForwardRunner:
                 found.append((positions(rows, chosen), stats.logprobs))
         self.reshard()
         return gather_rows(found, len(rows)) if found else torch.zeros(0, 0, device=self.device)
+
+    @torch.no_grad()
+    def final_values(self, batch: Rollout) -> Tensor:
+        """Return the critic's value of the state after the last token of truncated completions, [N]; 0 for others."""
+        # Values are those before a token. With one more token, whichever, the last of them is the one that is wanted:
+        # attention is causal, so that the token itself has no influence on it.
+        completions = [
+            replace(c, token_ids=(*c.token_ids, 0), logprobs=(*c.logprobs, 0.0)) if c.truncated else c
+            for c in batch.completions
+        ]
+        longer = replace(batch, completions=completions)
+        truncated = torch.tensor([c.truncated for c in completions])
+        out = torch.zeros(len(completions), device=self.device)
+        cut = list(self.micro_batches(longer, truncated.nonzero()[:, 0]))
+        for _, rows in self.pad_micro_batches_across_ranks(cut):
+            values = self.values(self._one_token() if rows is None else self.inputs(longer, rows))
+            if rows is not None:
+                last = torch.tensor([len(completions[i].token_ids) - 1 for i in rows.tolist()], device=values.device)
+                out[rows.to(out.device)] = values.gather(1, last[:, None])[:, 0].to(out)
+        return out
 
     def pad_micro_batches_across_ranks(self, *cuts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield (number of the list, micro-batch) in order, each list filled up with None to its length on other ranks.

@@ -104,12 +104,23 @@ def _on_cpu(scalars: list[Tensor]) -> Tensor:
     return out
 
 
-def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
-    """Add the metrics of a rollout that need nothing of the learner: lengths, rewards and groups."""
+def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout, ranks: int = 1) -> None:
+    """Add the metrics of a rollout that need nothing of the learner: lengths, rewards and groups.
+
+    Args:
+        metrics: added to.
+        rollout: this rank's part of the rollout.
+        ranks: number of processes.
+    """
     reward = rollout.reward.double()
     lengths = torch.tensor([len(c.token_ids) for c in rollout.completions], dtype=torch.float64)
     count = len(reward)
     metrics.add("completions/length", lengths.sum(), count)
+    # A sum over ranks is divided by their number, each having a weight of 1.
+    tokens = lengths.sum() if rollout.sampled_tokens is None else rollout.sampled_tokens
+    metrics.add("completions/tokens", tokens * ranks)
+    for key, (total, number) in rollout.sums.items():
+        metrics.add(key, total, number)
     metrics.maximum("completions/length_max", lengths.max() if count else 0.0)
     metrics.add("completions/truncated_frac", sum(c.truncated for c in rollout.completions), count)
     metrics.add("completions/empty_frac", (lengths == 0).sum(), count)
@@ -120,16 +131,19 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout) -> None:
     metrics.deviation("reward/std", reward)
     for name, values in rollout.rewards.items():
         metrics.add(f"reward/{name}", values.double().sum(), count)
-    correct = reward > 0
-    metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
-    metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
     if rollout.no_answer is not None:
         metrics.add("completions/no_answer_frac", rollout.no_answer.sum(), count)
     groups = reward.view(-1, rollout.group_size)
     flat = (groups == groups[:, :1]).all(1)
     metrics.add("groups/zero_std_frac", flat.sum(), len(groups))
-    metrics.add("groups/all_correct_frac", (flat & (groups[:, 0] > 0)).sum(), len(groups))
-    metrics.add("groups/all_wrong_frac", (flat & (groups[:, 0] <= 0)).sum(), len(groups))
+    if rollout.correct is not None:
+        correct = rollout.correct
+        # Empty completions count with their 0 tokens, as in completions/length, which so lies between the two.
+        metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
+        metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
+        verdicts = correct.view(-1, rollout.group_size)
+        metrics.add("groups/all_correct_frac", verdicts.all(1).sum(), len(verdicts))
+        metrics.add("groups/all_wrong_frac", (~verdicts).all(1).sum(), len(verdicts))
     _add_sources(metrics, rollout)
 
 

@@ -255,15 +255,17 @@ class OptimizerStepper:
     def _add_plan_metrics(self, step: OptimizerStep, plan: StepPlan, metrics: StepMetrics) -> None:
         """Add what the plan of a step says of its completions and groups."""
         metrics.add("completions/filtered_frac", (~plan.kept).sum(), len(step.rows))
-        # A second pass over the same completions would count them again.
-        if step.pass_index:
+        # A second pass over the same completions would count them again, and demonstrations have no advantages.
+        if step.pass_index or step.objective.demonstrations:
             return
         metrics.update(
             {"groups/zero_advantage_frac": groups_without_advantage(plan, step.experience.group_ids[step.rows])}
         )
         if plan.entropy_filtered is not None:
             metrics.add("completions/entropy_filtered_frac", plan.entropy_filtered.sum(), len(step.rows))
-            metrics.add("policy/entropy_threshold", step.objective.entropy_signal.entropy_threshold)
+            threshold = step.objective.entropy_signal.threshold_in_force(step.state.initial_entropy)
+            if threshold is not None:
+                metrics.add("policy/entropy_threshold", threshold)
 
     def _add_entropy(
         self,

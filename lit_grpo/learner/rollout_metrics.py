@@ -23,7 +23,12 @@ SAMPLED = 4096
 
 @torch.no_grad()
 def add_audit_metrics(
-    metrics: StepMetrics, batch: Rollout, experience: Experience, advantages: Tensor, ranks: int = 1
+    metrics: StepMetrics,
+    batch: Rollout,
+    experience: Experience,
+    advantages: Tensor,
+    ranks: int = 1,
+    by_verdict: bool = False,
 ) -> None:
     """Add what a rollout and the tensors made from it say of each other; docs/metrics.md has the keys.
 
@@ -33,6 +38,7 @@ def add_audit_metrics(
         experience: its tensors.
         advantages: advantages of its tokens, [N, T].
         ranks: number of processes, each with its own prompts of the rollout.
+        by_verdict: whether advantages follow from which completions are correct and not from the total reward.
     """
     metrics.maximum("memory/peak_gib", peak_memory(experience.lengths.device))
     size, rewards = batch.group_size, batch.reward.tolist()
@@ -44,6 +50,8 @@ def add_audit_metrics(
     mean = _mean_advantages(experience, advantages).tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
+    # A correct completion may have the smaller total reward, where other rewards outweigh the one that judges.
+    quality = batch.correct.double().tolist() if by_verdict and batch.correct is not None else rewards
     distinct = inverted = mixed = 0
     for start in range(0, len(rewards), size):
         rows = range(start, start + size)
@@ -57,7 +65,7 @@ def add_audit_metrics(
                     equal += 1
                     contradict += rewards[i] != rewards[j]
                     contradict_advantage += not abs(mean[i] - mean[j]) <= gap
-        ordered = _advantages_follow_rewards([rewards[i] for i in rows], [mean[i] for i in rows])
+        ordered = _advantages_follow([quality[i] for i in rows], [mean[i] for i in rows])
         mixed += ordered is not None
         inverted += ordered is False
     groups = len(batch.prompts)
@@ -68,10 +76,10 @@ def add_audit_metrics(
     metrics.add("sanity/reward_contradiction_frac", contradict, equal)
     metrics.add("sanity/advantage_contradiction_frac", contradict_advantage, equal)
     metrics.add("sanity/inverted_advantage_frac", inverted, mixed)
-    rewarded = batch.reward > 0
-    truncated = torch.tensor([c.truncated for c in batch.completions])
-    for name, chosen in (("correct", rewarded), ("incorrect", ~rewarded)):
-        metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
+    if batch.correct is not None:
+        truncated = torch.tensor([c.truncated for c in batch.completions])
+        for name, chosen in (("correct", batch.correct), ("incorrect", ~batch.correct)):
+            metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():
             metrics.add(name, values.sum(), len(values))
@@ -226,7 +234,7 @@ def _mean_advantages(experience: Experience, advantages: Tensor) -> Tensor:
     return masked(advantages.double(), experience.mask).sum(1) / experience.lengths.clamp_min(1)
 
 
-def _advantages_follow_rewards(rewards: list[float], advantages: list[float]) -> bool | None:
+def _advantages_follow(rewards: list[float], advantages: list[float]) -> bool | None:
     """Tell whether better completions have larger advantages on average; None where nothing differs."""
     middle = sum(rewards) / len(rewards)
     high = [a for r, a in zip(rewards, advantages, strict=True) if r > middle]

@@ -43,10 +43,10 @@ def resolve_objective(config: ObjectiveConfig, max_staleness: int) -> Objective:
 
 
 def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> None:
-    """Refuse contradictions that the parts of an objective alone do not show.
+    """Refuse contradictions that the parts of an objective alone do not show, and say what the updates make of it.
 
     Args:
-        objective: the objective of the run.
+        objective: the objective of the run, with what the run fixes.
         passes: optimizer steps that see one completion.
         warmup_rollouts: length of the critic's warm-up.
 
@@ -62,6 +62,52 @@ def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> 
     if warmup_rollouts and not objective.regularizers.value_coef:
         raise UserError(
             "value_coef is 0, so a warm-up would teach the critic nothing", where="model.critic.warmup_rollouts"
+        )
+    if objective.without_importance_sampling:
+        rank_zero_warn(
+            f"{objective.name}: the ratio is {objective.ratio!r}, so the gradient of all {passes} updates per rollout "
+            "is that of on-policy data, though the data are off-policy from the second on, and no clip acts."
+        )
+    elif passes == 1 and objective.trust_region_idles:
+        rank_zero_info(
+            f"{objective.name}: with one update per rollout every ratio is 1, so the trust region "
+            f"{objective.trust_region.kind!r} never acts (model.updates_per_rollout)."
+        )
+
+
+def check_verdicts(objective: Objective, primary_range: tuple[float, float] | None) -> None:
+    """Refuse an objective that asks which completions are correct in a run whose rewards do not say it.
+
+    Args:
+        objective: the objective of the run.
+        primary_range: least and greatest that the reward that says what is right adds to the total; None: none says it.
+
+    Raises:
+        UserError: names the settings that ask, and what would answer them.
+    """
+    keys = () if objective.demonstrations else objective.uses_correct
+    if keys and primary_range is None:
+        alone = keys == ("uniform_by",)
+        raise UserError(
+            f"{objective.name} asks which completions are correct (by {', '.join(keys)}), and no reward says it",
+            where="data.rewards",
+            remedy="add one that does, for instance lit_grpo.rewards.MathReward (with weight 0 it changes nothing "
+            "else), or set correct_threshold of yours" + (", or uniform_by: reward" if alone else ""),
+        )
+    if not objective.shaping.label_noise or primary_range is None:
+        return
+    if not all(map(math.isfinite, primary_range)):
+        raise UserError(
+            "label_noise turns a value of the reward that says what is right into its opposite within the reward's "
+            "range, and that reward does not state its range",
+            where="model.objective.label_noise",
+            remedy="give its range: in a class of yours `range = (0.0, 1.0)`, of FunctionReward init_args.range",
+        )
+    if primary_range[0] == primary_range[1] and keys == ("label_noise",):
+        raise UserError(
+            "the reward that says what is right adds nothing to the total, so label_noise would change no advantage",
+            where="model.objective.label_noise",
+            remedy="give that reward a weight other than 0, or set label_noise: 0",
         )
 
 
@@ -108,9 +154,11 @@ def check_critic_settings(
     """
     if config is None:
         return
-    if config.warmup_rollouts and config.warmup_rollouts >= rollouts:
+    warmup = warmup_rollouts(config, objective)
+    if warmup and warmup >= rollouts:
+        whose = f" (what {objective.recipe} was published with)" if config.warmup_rollouts is None else ""
         raise UserError(
-            f"the critic's warm-up of {config.warmup_rollouts} rollouts is no shorter than the run of {rollouts}: the "
+            f"the critic's warm-up of {warmup} rollouts{whose} is no shorter than the run of {rollouts}: the "
             "policy would never learn",
             where=f"{CRITIC_KEY}.warmup_rollouts",
             remedy=f"choose fewer than {rollouts}, or raise data.rollouts",
@@ -126,11 +174,16 @@ def check_critic_settings(
         )
     for caution in objective.advantage.cautions(max_new_tokens):
         rank_zero_warn(caution)
-    if objective.advantage.pretrained_critic and not config.warmup_rollouts:
+    if objective.critic_warmup_rollouts and not warmup:
         rank_zero_warn(
             f"{objective.name} was published with a critic trained before the policy, and "
-            f"{CRITIC_KEY}.warmup_rollouts is 0."
+            f"{CRITIC_KEY}.warmup_rollouts is 0: leave it out for the {objective.critic_warmup_rollouts} of its recipe."
         )
+
+
+def warmup_rollouts(config: CriticConfig, objective: Objective) -> int:
+    """Return the number of rollouts that train the critic alone: as set, or else as the recipe was published with."""
+    return objective.critic_warmup_rollouts if config.warmup_rollouts is None else config.warmup_rollouts
 
 
 def with_reward_range(objective: Objective, state: ObjectiveState, reward_range: tuple[float, float]) -> ObjectiveState:
@@ -139,6 +192,28 @@ def with_reward_range(objective: Objective, state: ObjectiveState, reward_range:
     if "reward_range" in objective.state_fields and math.isfinite(low) and math.isfinite(high):
         return state.with_reward_range(low, high)
     return state
+
+
+def with_untouched_entropy(objective: Objective, state: ObjectiveState, rollouts: int) -> ObjectiveState:
+    """Return the state of an objective that is switched to after ``rollouts`` rollouts, with H_init if it needs that.
+
+    Raises:
+        UserError: the objective needs the entropy of the untouched model, of which nothing was measured.
+    """
+    # Before the first rollout the model is untouched, and the entropy is measured as in any run.
+    if not objective.initial_entropy_prompts or state.initial_entropy is not None or not rollouts:
+        return state
+    if state.first_rollout_entropy is None:
+        raise UserError(
+            f"{objective.name} compares with the entropy of the untouched model, and the first rollout measured none",
+            where="model.objective.initial_entropy",
+            remedy="give initial_entropy, in nats, or entropy_gate: .inf, under which the filter always acts",
+        )
+    rank_zero_info(
+        f"entropy of the untouched model: {state.first_rollout_entropy:.4f} nats, over the completions of the first "
+        "rollout, since the objective was switched on in mid-run."
+    )
+    return state.with_initial_entropy(state.first_rollout_entropy)
 
 
 def with_monte_carlo_returns(objective: Objective) -> Objective:

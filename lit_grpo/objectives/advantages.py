@@ -38,6 +38,8 @@ class AdvantageInputs:
     """The objective's state before this rollout."""
     reduce: Reduce | None = None
     """Sum over ranks, for statistics of the whole batch."""
+    correct: Tensor | None = None
+    """Correct completions, after label noise, [N] bool. None: no reward says what is right."""
 
     @property
     def mask(self) -> Tensor:
@@ -60,8 +62,6 @@ class Estimator(Part):
     """True if a critic must give values."""
     per_token: ClassVar[bool] = False
     """True if the result is [N, T] and a KL penalty enters token by token."""
-    pretrained_critic: ClassVar[bool] = False
-    """True if the method was published with a critic trained before the policy."""
     single_sample_advantage: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one, of estimators that compare with the group: 0, or its reward."""
 
@@ -202,17 +202,24 @@ class LeaveOneOut(Estimator):
 
 @dataclass(frozen=True)
 class Sign(Estimator):
-    """A = positive if r > 0 else negative: the likelihood losses and the positive-only or negative-only methods."""
+    """A = positive if correct else negative: the likelihood losses and the positive-only or negative-only methods."""
 
     kind: ClassVar[str] = "sign"
     positive_weight: float = 1.0
-    """Advantage of rewards above 0."""
+    """Advantage of correct completions."""
     negative_weight: float = -1.0
-    """Advantage of the other rewards."""
+    """Advantage of the others."""
+
+    @property
+    def uses_correct(self) -> tuple[str, ...]:
+        return () if self.positive_weight == self.negative_weight else ("advantage",)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        r = inputs.rewards
-        return torch.where(r > 0, torch.full_like(r, self.positive_weight), torch.full_like(r, self.negative_weight))
+        positive = torch.full_like(inputs.rewards, self.positive_weight)
+        if not self.uses_correct:
+            return positive
+        correct = inputs.rewards > 0 if inputs.correct is None else inputs.correct
+        return torch.where(correct, positive, torch.full_like(positive, self.negative_weight))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,19 @@ def check_parts(o: Objective) -> None:
         part.check()
     if o.demonstrations:
         _check_demonstrations(o)
+    elif o.advantage.kind == "sign":
+        _check_sign(o)
+
+
+def _check_sign(o: Objective) -> None:
+    """Refuse what changes the reward's size alone: the advantage asks only which completions are correct."""
+    reason = "the advantage 'sign' goes by which completions are correct, so {} would do nothing"
+    if o.shaping.entropy_reward:
+        refuse("entropy_reward", reason.format("an entropy reward"), "leave one of them out")
+    if o.shaping.overlong_penalty:
+        refuse("overlong_penalty", reason.format("a length penalty"), "set overlong_penalty: false")
+    if o.regularizers.kl_reward:
+        refuse("kl_placement", reason.format("a KL term in the reward"), "set kl_placement: loss")
 
 
 def _check_demonstrations(o: Objective) -> None:
@@ -96,9 +109,3 @@ def check_run(o: Objective, group_size: int, updates: int, has_critic: bool) -> 
         )
     if has_critic and not o.advantage.critic:
         refuse("advantage", f"{o.name} uses no critic, but the run has one", "remove the critic")
-    if updates > 1 and o.on_policy_only:
-        refuse(
-            "recipe",
-            f"{o.name} is on-policy only (no importance ratio), but updates_per_rollout is {updates}",
-            "use one update per rollout, or a method with a ratio and a trust region",
-        )

@@ -63,9 +63,9 @@ class ObjectiveConfig:
     single_sample_advantage: Literal["zero", "raw"] | None = None
     """Advantage of a group of one: 0, or its reward (group_std, group_var, batch_std, group_mean, rloo)."""
     positive_weight: float | None = None
-    """Advantage of rewards above 0 (sign)."""
+    """Advantage of correct completions (sign)."""
     negative_weight: float | None = None
-    """Advantage of the other rewards (sign)."""
+    """Advantage of the others (sign)."""
     optimal_baseline_weights: Literal["given", "length", "logit", "token_level"] | None = None
     """Weights W of the variance-minimising baseline (bstar)."""
     whiten_ddof: int | None = None
@@ -81,6 +81,9 @@ class ObjectiveConfig:
     """Clamp the critic's values from below before GAE (gae, gae_length)."""
     value_high: float | None = None
     """Clamp the critic's values from above before GAE (gae, gae_length)."""
+    bootstrap_truncated: bool | None = None
+    """Whether what a truncated completion might still have earned counts: after its last token the critic's value of
+    the text so far stands, not 0 (gae, gae_length)."""
     length_alpha: float | None = None
     """alpha of lambda_i = 1 - 1/(alpha n_i) (gae_length)."""
 
@@ -134,13 +137,16 @@ class ObjectiveConfig:
 
     # Filters
     drop_zero_variance: bool | None = None
-    """Drop groups whose rewards (before length penalties) are all equal. DAPO, Olmo 3, Reinforce-Rej."""
+    """Drop uniform groups (``uniform_by``). DAPO, Olmo 3, Reinforce-Rej."""
     dynamic_sampling: bool | None = None
     """Drop them, and sample more prompts until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
+    uniform_by: Literal["reward", "correct"] | None = None
+    """A group is uniform if its rewards (before length penalties) are all equal (``reward``, Olmo 3), or if all of its
+    completions are correct, or none (``correct``: DAPO, Reinforce-Rej)."""
     mask_truncated: bool | None = None
     """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
     keep_sign: Literal["all", "positives", "negatives"] | None = None
-    """Keep only completions with a reward above 0, or only the others."""
+    """Keep only correct completions, or only the others."""
     filtered_denominator: Literal["kept", "all"] | None = None
     """Whether dropped groups and completions stay in the denominators (released code of Reinforce-Rej, RAFT++)."""
 
@@ -160,12 +166,16 @@ class ObjectiveConfig:
     # Entropy signal
     entropy_gamma: float | None = None
     """gamma of GTPO's A - gamma <H>; 0 is off."""
-    entropy_filter: bool | None = None
-    """GTPO's filter of completions with high entropy."""
+    entropy_filter: Literal["none", "negatives", "all"] | None = None
+    """GTPO's filter: completions whose mean entropy <H> is above ``entropy_threshold`` get no gradient; of all
+    completions, or of those with A < 0 alone (2508.03772 section 6.2, OnlyNeg)."""
     entropy_threshold: float | None = None
-    """Threshold of GTPO's entropy filter, in nats."""
+    """Threshold of GTPO's entropy filter on <H> of a completion, in nats. The paper tries 0.7, 1.05 and 2."""
+    entropy_gate: float | None = None
+    """The entropy filter acts only if the untouched model's mean entropy H_init is below this, in nats (Eq. 10); .inf:
+    always, and H_init is not measured."""
     initial_entropy: float | None = None
-    """Mean entropy of the untouched model; measured over the first 100 prompts if left out."""
+    """H_init, the mean entropy of the untouched model, in nats; left out, it is measured over the first 100 prompts."""
 
     # Regularizers
     kl_coef: float | None = None
@@ -186,7 +196,8 @@ class ObjectiveConfig:
 
     # Shaping
     label_noise: float | None = None
-    """Share of completions whose 0/1 reward is flipped."""
+    """Share of completions whose label is flipped: correct ones count as incorrect and the other way round, and the
+    value v of the reward that says so becomes low + high - v (1 - v for a reward from 0 to 1)."""
     label_noise_seed: int | None = None
     """Seed of the flipped labels."""
     truncated_reward: Literal["keep", "zero"] | None = None

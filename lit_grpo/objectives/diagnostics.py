@@ -21,7 +21,7 @@ policy/advantage_abs: mean |A| over tokens in the loss; ``policy/advantage_abs_m
 policy/entropy: mean over generated tokens of the next-token entropy at temperature 1, before the first update
 policy/entropy_sequence: mean over completions with a token of <H>_i, their mean entropy, before the first update
 policy/entropy_high_frac: share of those whose <H>_i is above ``entropy_threshold`` (ln 2 unless it is set)
-policy/entropy_threshold: that threshold, where GTPO's entropy filter is on
+policy/entropy_threshold: that threshold, where GTPO's entropy filter is on and its gate is open
 policy/conflict_frac: share of tokens in GTPO's conflict masks
 loss/<term>: share of the term in the loss: policy, kl_ref, kl_old, entropy, nll, value
 completions/filtered_frac: share of completions that a filter took out of the loss
@@ -177,28 +177,34 @@ def groups_without_advantage(plan: StepPlan, group_ids: Tensor) -> Sum:
     return Sum(*(torch.tensor(float(count), dtype=torch.float64) for count in (silent, len(groups))))
 
 
+def rows_by_verdict(correct: Tensor | None, mask: Tensor) -> dict[str, Tensor]:
+    """Return the tokens of ``mask`` [n, T] of correct and of incorrect completions; {} where that is not known."""
+    if correct is None:
+        return {}
+    return {"correct": mask & correct[:, None], "incorrect": mask & ~correct[:, None]}
+
+
 def value_signs(
-    values: Tensor, returns: Tensor, positive: Tensor, mask: Tensor, bounds: tuple[float, float]
+    values: Tensor, returns: Tensor, correct: Tensor | None, mask: Tensor, bounds: tuple[float, float]
 ) -> dict[str, Sum]:
     """Return mean values of correct and incorrect completions, and the parts of the explained variance.
 
     Args:
         values: the critic's values before the update, [n, T].
         returns: targets of the critic, [n, T].
-        positive: completions with a reward above 0, [n] bool.
+        correct: correct completions, [n] bool; None: the keys that ask for them are left out.
         mask: generated tokens, [n, T] bool.
         bounds: least and greatest reward.
     """
     v, target = masked(values, mask), masked(returns, mask)
     low, high = bounds
-    correct, incorrect = mask & positive[:, None], mask & ~positive[:, None]
     outside = ((v < low) | (v > high)).double()
-    return {
-        "critic/value_correct": mean_of(v, correct),
-        "critic/value_incorrect": mean_of(v, incorrect),
+    sums: dict[str, Sum] = {}
+    for name, tokens in rows_by_verdict(correct, mask).items():
+        sums[f"critic/value_{name}"] = mean_of(v, tokens)
+        sums[f"critic/value_outside_{name}_frac"] = mean_of(outside, tokens)
+    return sums | {
         "critic/value_outside_frac": mean_of(outside, mask),
-        "critic/value_outside_correct_frac": mean_of(outside, correct),
-        "critic/value_outside_incorrect_frac": mean_of(outside, incorrect),
         "critic/return": mean_of(target, mask),
         "critic/return_sq": mean_of(target * target, mask),
         "critic/error": mean_of(target - v, mask),
@@ -262,5 +268,5 @@ def step_metrics(
     if plan.conflicts is not None:
         sums["policy/conflict_frac"] = mean_of(plan.conflicts.double(), tokens)
     if plan.values is not None and plan.returns is not None:
-        sums |= value_signs(plan.values, plan.returns, plan.positive, tokens, plan.value_range)
+        sums |= value_signs(plan.values, plan.returns, plan.correct, tokens, plan.value_range)
     return sums, maxima

@@ -20,37 +20,61 @@ class Filters(Part):
     """
 
     drop_zero_variance: bool = False
-    """Drop groups whose rewards (before length penalties) are all equal. DAPO, Olmo 3, Reinforce-Rej."""
+    """Drop uniform groups (``uniform_by``). DAPO, Olmo 3, Reinforce-Rej."""
     dynamic_sampling: bool = False
     """Drop them, and sample more prompts until the batch is full of mixed groups. DAPO, 2503.14476 Eq. 11."""
+    uniform_by: Literal["reward", "correct"] = "reward"
+    """A group is uniform if its rewards (before length penalties) are all equal (``reward``, Olmo 3), or if all of its
+    completions are correct, or none (``correct``: DAPO, Reinforce-Rej)."""
     mask_truncated: bool = False
     """Drop completions that the length limit cut (overlong filtering); never in the denominator."""
     keep_sign: Literal["all", "positives", "negatives"] = "all"
-    """Keep only completions with a reward above 0, or only the others."""
+    """Keep only correct completions, or only the others."""
     filtered_denominator: Literal["kept", "all"] = "kept"
     """Whether dropped groups and completions stay in the denominators (released code of Reinforce-Rej, RAFT++)."""
 
     def labels(self) -> dict[str, str]:
         uniform = "dynamic" if self.dynamic_sampling else "drop" if self.drop_zero_variance else "keep"
-        return {"uniform_groups": uniform, "mask_truncated": on_off(self.mask_truncated), "keep_sign": self.keep_sign}
+        return {
+            "uniform_groups": uniform,
+            "uniform_by": self.uniform_by,
+            "mask_truncated": on_off(self.mask_truncated),
+            "keep_sign": self.keep_sign,
+        }
+
+    def idle(self, *, critic: bool) -> dict[str, str]:
+        return {} if self.zero_variance else {"uniform_by": "uniform groups are not dropped"}
+
+    @property
+    def uses_correct(self) -> tuple[str, ...]:
+        by_verdict = self.zero_variance and self.uniform_by == "correct"
+        return ("keep_sign",) * (self.keep_sign != "all") + ("uniform_by",) * by_verdict
 
     @property
     def zero_variance(self) -> bool:
         """Whether uniform groups are dropped."""
         return self.drop_zero_variance or self.dynamic_sampling
 
-    def __call__(self, base: Tensor, shaped: Tensor, truncated: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, base: Tensor, correct: Tensor | None, truncated: Tensor, groups: Groups
+    ) -> tuple[Tensor, Tensor]:
         """Choose the completions in the loss, and those in the denominators, both [N] bool.
 
         Args:
-            base: rewards before length penalties, [N]; a group is uniform if these are equal.
-            shaped: rewards that the advantages come from, [N]; their sign decides what ``keep_sign`` keeps.
+            base: rewards before length penalties, [N].
+            correct: correct completions, [N] bool; None only if ``uses_correct`` is empty.
             truncated: [N] bool.
+            groups: the groups of the completions.
         """
         complete = ~truncated if self.mask_truncated else torch.ones_like(truncated)
         kept = complete.clone()
         if self.zero_variance:
-            kept &= ~groups.spread(groups.uniform(base))
+            values = base
+            if self.uniform_by == "correct":
+                assert correct is not None
+                values = correct.to(base.dtype)
+            kept &= ~groups.spread(groups.uniform(values))
         if self.keep_sign != "all":
-            kept &= (shaped > 0) if self.keep_sign == "positives" else ~(shaped > 0)
+            assert correct is not None
+            kept &= correct if self.keep_sign == "positives" else ~correct
         return kept, complete if self.filtered_denominator == "all" else kept

@@ -29,7 +29,7 @@ from lit_grpo.objectives.aggregation import Aggregation, Counts, SeqMean
 from lit_grpo.objectives.filters import Filters
 from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.plan import StepPlan
-from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, RatioKind
+from lit_grpo.objectives.ratios import ONE_PER_SEQUENCE, WITHOUT_OLD, RatioKind
 from lit_grpo.objectives.regularizers import Regularizers
 from lit_grpo.objectives.sampler_correction import NoCorrection, SamplerCorrection
 from lit_grpo.objectives.shaping import Shaping
@@ -43,10 +43,13 @@ from lit_grpo.objectives.token_weights import (
     mean_entropy,
     top_entropy_mask,
 )
-from lit_grpo.objectives.trust_regions import Clip, TrustRegion
+from lit_grpo.objectives.trust_regions import Clip, NoTrustRegion, TrustRegion
 from lit_grpo.types import Experience, LossOutput
 
 __all__ = ["Objective", "StepPlan"]
+
+NO_IMPORTANCE_SAMPLING = "+no_importance_sampling"
+"""End of the name of an objective whose data are off-policy though its ratio is none or self."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,10 @@ class Objective:
     token_weights: TokenWeights = field(default_factory=TokenWeights)
     entropy_signal: EntropySignal = field(default_factory=EntropySignal)
     regularizers: Regularizers = field(default_factory=Regularizers)
-    on_policy_only: bool = False
-    """Whether a second update per rollout is refused."""
+    critic_warmup_rollouts: int = 0
+    """Rollouts at the start that train the critic alone, unless the settings of the critic say otherwise."""
+    off_policy: bool = False
+    """Whether the run takes several optimizer steps per rollout (:meth:`for_run`), all but the first off-policy."""
     demonstrations: bool = False
     """Whether completions are the solutions of the data, so that nothing is sampled and there are no rewards."""
 
@@ -88,15 +93,20 @@ class Objective:
 
     @property
     def name(self) -> str:
-        """``dapo``, or ``dapo+aggregation=seq_mean`` where a part is not the recipe's own."""
+        """``dapo``, or ``dapo+aggregation=seq_mean`` where a part is not the recipe's own.
+
+        It ends in ``+no_importance_sampling`` where data are off-policy and no ratio says so.
+        """
         from lit_grpo.objectives.recipes import RECIPES
 
         if self.recipe not in RECIPES:
-            return self.recipe
+            return self.recipe + (NO_IMPORTANCE_SAMPLING if self.without_importance_sampling else "")
         recipe = RECIPES[self.recipe]
         own, original = self.labels(), recipe.objective.labels()
-        changed = [f"+{k}={v}" for k, v in own.items() if v != original[k] and k not in recipe.optional]
-        return self.recipe + "".join(changed)
+        # Said once: without importance sampling the ratio is none or self, whatever the recipe's own is.
+        left_out = recipe.optional | ({"ratio"} if self.without_importance_sampling else set())
+        changed = [f"+{k}={v}" for k, v in own.items() if v != original[k] and k not in left_out]
+        return self.recipe + "".join(changed) + (NO_IMPORTANCE_SAMPLING if self.without_importance_sampling else "")
 
     def parts(self) -> Iterator[Part]:
         """Yield every part with settings, in the order of the fields."""
@@ -128,18 +138,24 @@ class Objective:
             # A user's own part may be a plain object.
             if is_dataclass(part):
                 out |= {f.name: getattr(part, f.name) for f in fields(part) if f.name != "function"}
-        return (
-            out
-            | {"passes": self.passes, "on_policy_only": self.on_policy_only}
-            | {"demonstrations": self.demonstrations}
-        )
+        return out | {"passes": self.passes, "off_policy": self.off_policy} | {"demonstrations": self.demonstrations}
 
-    def for_run(self, max_new_tokens: int) -> Objective:
-        """Return the objective with the constants that the run's generation limit fixes (M of ``sum_const``, L_max)."""
+    def for_run(self, max_new_tokens: int, updates_per_rollout: int = 1) -> Objective:
+        """Return the objective with what the run fixes.
+
+        Args:
+            max_new_tokens: the generation limit, which M of ``sum_const`` and L_max are.
+            updates_per_rollout: optimizer steps per rollout, passes of one step not counted.
+        """
         shaping = self.shaping
         if shaping.overlong_penalty and not shaping.overlong_max:
             shaping = replace(shaping, overlong_max=max_new_tokens)
-        return replace(self, shaping=shaping, aggregation=self.aggregation.for_run(max_new_tokens))
+        return replace(
+            self,
+            shaping=shaping,
+            aggregation=self.aggregation.for_run(max_new_tokens),
+            off_policy=updates_per_rollout * self.passes > 1,
+        )
 
     def check(self, *, group_size: int, updates_per_rollout: int, has_critic: bool) -> None:
         """Refuse contradictions with the run.
@@ -162,6 +178,26 @@ class Objective:
         return 2 if self.token_weights.lopti_eta else 1
 
     @property
+    def without_importance_sampling(self) -> bool:
+        """Whether off-policy data are treated as if they were on-policy: no ratio corrects, so no clip acts."""
+        return self.off_policy and self.ratio in WITHOUT_OLD and not self.demonstrations
+
+    @property
+    def trust_region_idles(self) -> bool:
+        """Whether the recipe is known for its trust region and several updates, and the run takes a single one.
+
+        The ratio is then 1 throughout, and the trust region never acts. GRPO's own clip does not count.
+        """
+        from lit_grpo.objectives.recipes import RECIPES
+
+        recipe, region = RECIPES.get(self.recipe), self.trust_region
+        # A user's own may do something at ratio 1, too.
+        own = region.kind == "custom" or type(region).__module__ != Clip.__module__
+        if self.off_policy or own or (recipe is not None and recipe.updates == 1):
+            return False
+        return region not in (Clip(), NoTrustRegion())
+
+    @property
     def dynamic_sampling(self) -> bool:
         """Whether uniform groups should be replaced by sampling more prompts."""
         return self.filters.dynamic_sampling
@@ -173,7 +209,12 @@ class Objective:
         The trainer measures the mean of <H>_i over them and puts it into the state
         (:meth:`ObjectiveState.with_initial_entropy`) before the first rollout.
         """
-        return 100 if self.entropy_signal.entropy_filter and self.entropy_signal.initial_entropy is None else 0
+        return 100 if self.entropy_signal.gated and self.entropy_signal.initial_entropy is None else 0
+
+    @property
+    def uses_correct(self) -> tuple[str, ...]:
+        """The settings that ask which completions are correct, by key; empty if the rewards alone are enough."""
+        return tuple(key for part in self.parts() for key in part.uses_correct)
 
     @property
     def varies_by_token(self) -> bool:
@@ -231,7 +272,9 @@ class Objective:
 
     def adopt_state(self, state: ObjectiveState) -> ObjectiveState:
         """Return the state with which a run goes on under this objective: what both use is kept, the rest is new."""
-        kept = {name: value for name in self.state_fields if (value := getattr(state, name)) is not None}
+        # What was seen of the run is no part's own: any later objective may need it.
+        names = self.state_fields | {"first_rollout_entropy"}
+        kept = {name: value for name in names if (value := getattr(state, name)) is not None}
         return replace(self.new_state(), **kept)
 
     def merge_states(self, states: Sequence[ObjectiveState]) -> ObjectiveState:
@@ -257,6 +300,15 @@ class Objective:
         base = self.shaping.base(exp, exp.rewards.double(), max(state.rollouts - 1, 0))
         return base, self.shaping.shape(exp, base)
 
+    def correct(self, exp: Experience, state: ObjectiveState) -> Tensor | None:
+        """Return which completions count as correct, after label noise, [N] bool.
+
+        None if the experience does not say it and nothing asks; if something asks, rewards above 0 count.
+        """
+        if exp.correct is None and not self.uses_correct:
+            return None
+        return self.shaping.correct(exp, max(state.rollouts - 1, 0))
+
     def advantage_inputs(self, exp: Experience, state: ObjectiveState, reduce: Reduce | None) -> AdvantageInputs:
         """Make the inputs of the estimator: shaped rewards, with the KL term where it belongs."""
         _, shaped = self.rewards(exp, state)
@@ -268,7 +320,8 @@ class Objective:
             token_penalty = -self.regularizers.kl_coef * difference
             if not self.advantage.per_token:
                 shaped, token_penalty = shaped + token_penalty.sum(1), None
-        return AdvantageInputs(exp, shaped, Groups.of(exp.group_ids), token_penalty, state, reduce)
+        groups, correct = Groups.of(exp.group_ids), self.correct(exp, state)
+        return AdvantageInputs(exp, shaped, groups, token_penalty, state, reduce, correct)
 
     @torch.no_grad()
     def advantages(
@@ -319,7 +372,8 @@ class Objective:
         """
         groups = Groups.of(exp.group_ids)
         base, shaped = self.rewards(exp, state)
-        kept, counted = self.filters(base, shaped, exp.truncated, groups)
+        correct = self.correct(exp, state)
+        kept, counted = self.filters(base, correct, exp.truncated, groups)
         mask = exp.mask & kept[:, None]
         conflicts = None
         factors = torch.ones_like(advantages)
@@ -364,11 +418,12 @@ class Objective:
         signal = masked(signal, exp.mask)
 
         # A completion none of whose tokens gets a gradient is left out of the forward that has one.
-        contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(base > 0)[:, None])
+        contributes = mask & pass_mask & ((signal * factors != 0) | self._regularised(kept, correct)[:, None])
         active = contributes.any(1)
         # One collective for all three. Every rank takes part, also one that has none of the step's completions.
-        totals = torch.stack([active.sum(), (exp.lengths * (kept & (base > 0))).sum(), mask.sum()]).double()
-        active_total, positive_tokens, tokens = over_ranks(totals, reduce).tolist()
+        in_nll = torch.zeros_like(kept) if correct is None else kept & correct
+        totals = torch.stack([active.sum(), (exp.lengths * in_nll).sum(), mask.sum()]).double()
+        active_total, correct_tokens, tokens = over_ranks(totals, reduce).tolist()
         regularizers = self.regularizers
         returns = self.returns(exp, state, reduce).to(advantages.dtype) if regularizers.value_coef else None
         value_range = state.reward_range
@@ -384,7 +439,7 @@ class Objective:
             pass_mask=pass_mask,
             conflicts=conflicts,
             entropy_filtered=entropy_filtered,
-            positive=base > 0,
+            correct=correct,
             old_logprobs=exp.old_logprobs,
             sampler_logprobs=exp.sampler_logprobs,
             ref_logprobs=exp.ref_logprobs,
@@ -393,18 +448,18 @@ class Objective:
             router_logscores_old=exp.router_logscores_old,
             empty=active_total == 0,
             active_total=active_total,
-            nll_weight=regularizers.nll_coef / positive_tokens if positive_tokens else 0.0,
+            nll_weight=regularizers.nll_coef / correct_tokens if correct_tokens else 0.0,
             value_weight=regularizers.value_coef / tokens if tokens else 0.0,
             beta=self.trust_region.penalty_coefficient(state),
             value_range=value_range,
         )
 
-    def _regularised(self, positive: Tensor) -> Tensor:
+    def _regularised(self, kept: Tensor, correct: Tensor | None) -> Tensor:
         """Return which completions have a term besides the policy term, [N] bool."""
         r = self.regularizers
         if r.kl_loss or r.entropy_coef or r.value_coef or self.trust_region.penalizes:
-            return torch.ones_like(positive)
-        return positive if r.nll_coef else torch.zeros_like(positive)
+            return torch.ones_like(kept)
+        return correct if r.nll_coef and correct is not None else torch.zeros_like(kept)
 
     def _signal(self, exp: Experience, advantages: Tensor, state: ObjectiveState) -> tuple[Tensor, Tensor | None]:
         """Return the advantages, [N, T], with GTPO's entropy terms if they are on.
@@ -415,16 +470,10 @@ class Objective:
             return advantages, None
         entropy = mean_entropy(_required(exp, "entropy"), exp.mask).to(advantages.dtype)
         signal = advantages - self.entropy_signal.entropy_gamma * entropy[:, None]
-        if self.entropy_signal.entropy_filter:
-            if state.initial_entropy is None:
-                raise UserError(
-                    "the entropy filter needs the entropy of the untouched model, which was not measured",
-                    where="model.objective.initial_entropy",
-                    remedy="give initial_entropy, or call state.with_initial_entropy before the first rollout",
-                )
-            delta = self.entropy_signal.delta(entropy, state.initial_entropy)
-            return signal * delta[:, None], delta == 0
-        return signal, None
+        # Junk past the last token must not decide the sign of a completion.
+        sign = masked(advantages, exp.mask)
+        delta = self.entropy_signal.delta(entropy, sign, state.initial_entropy)
+        return signal * delta[:, None], None if self.entropy_signal.entropy_filter == "none" else delta == 0
 
     def loss(
         self,

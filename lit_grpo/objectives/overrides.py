@@ -69,12 +69,8 @@ def _choose_parts(recipe: Recipe, overrides: Mapping[str, Any]) -> tuple[Objecti
         if kind not in RATIOS:
             raise _unknown_value("ratio", kind, RATIOS)
         changed["ratio"] = kind
-        if kind not in WITHOUT_OLD:
-            changed["on_policy_only"] = False
-            if recipe.off_policy and recipe.objective.ratio in WITHOUT_OLD:
-                changed.setdefault("trust_region", recipe.off_policy)
-        elif "ratio" not in recipe.optional and recipe.objective.ratio not in WITHOUT_OLD:
-            changed["on_policy_only"] = True
+        if kind not in WITHOUT_OLD and recipe.off_policy and recipe.objective.ratio in WITHOUT_OLD:
+            changed.setdefault("trust_region", recipe.off_policy)
     return replace(objective, **changed), remaining
 
 

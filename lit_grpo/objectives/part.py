@@ -37,6 +37,11 @@ class Part:
         return {}
 
     @property
+    def uses_correct(self) -> tuple[str, ...]:
+        """The settings by which the part, as it is set, asks which completions are correct; empty if it does not."""
+        return ()
+
+    @property
     def state_fields(self) -> frozenset[str]:
         """Fields of :class:`ObjectiveState` that the part uses."""
         return frozenset()

@@ -34,8 +34,8 @@ class StepPlan:
     """GTPO's conflict tokens, [N, T] bool; None if ids or signs are not known."""
     entropy_filtered: Tensor | None
     """Completions that GTPO's entropy filter takes out, [N] bool; None where the filter is off."""
-    positive: Tensor
-    """Completions with a reward above 0, [N] bool."""
+    correct: Tensor | None
+    """Completions that count as correct, after label noise, [N] bool; None where no reward says what is right."""
     old_logprobs: Tensor | None = None
     sampler_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -47,7 +47,7 @@ class StepPlan:
     active_total: float = 0.0
     """Number of active completions of the step, over all ranks."""
     nll_weight: float = 0.0
-    """Weight of each token of a positive completion in the likelihood term."""
+    """Weight of each token of a correct completion in the likelihood term."""
     value_weight: float = 0.0
     """Weight of each token in the critic's loss."""
     beta: float = 0.0

@@ -1,4 +1,4 @@
-"""Regularisers: KL to a reference, entropy bonus, likelihood of positives, and the critic's loss."""
+"""Regularisers: KL to a reference, entropy bonus, likelihood of correct completions, and the critic's loss."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ class Regularizers(Part):
         if not critic:
             reasons["value_clip"] = "the objective has no critic"
         return reasons
+
+    @property
+    def uses_correct(self) -> tuple[str, ...]:
+        return ("nll_coef",) if self.nll_coef else ()
 
     @property
     def kl_loss(self) -> bool:

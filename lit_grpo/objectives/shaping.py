@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +15,17 @@ from lit_grpo.objectives.part import Part, check_fraction, on_off
 from lit_grpo.objectives.tensors import masked, token_mean
 from lit_grpo.types import Experience
 
+SHORT_LIMIT = 256
+"""Generation limit below which DAPO's penalty on overlong completions is likely to hit right answers; ours."""
+
 
 @dataclass(frozen=True)
 class Shaping(Part):
     """Changes to the reward, in this order: label noise, truncated completions, map, entropy reward, overlong."""
 
     label_noise: float = 0.0
-    """Share of completions whose 0/1 reward is flipped."""
+    """Share of completions whose label is flipped: correct ones count as incorrect and the other way round, and the
+    value v of the reward that says so becomes low + high - v (1 - v for a reward from 0 to 1)."""
     label_noise_seed: int = 0
     """Seed of the flipped labels."""
     truncated_reward: Literal["keep", "zero"] = "keep"
@@ -60,15 +64,43 @@ class Shaping(Part):
             reasons |= dict.fromkeys(("overlong_max", "overlong_cache"), "overlong_penalty is off")
         return reasons
 
+    def cautions(self, max_new_tokens: int) -> list[str]:
+        """Return warnings, one sentence each, about settings that are allowed and yet hardly meant.
+
+        Args:
+            max_new_tokens: most tokens of a completion in the run.
+        """
+        # DAPO's shape is a cache of 4096 below a limit of 20480: right answers seldom end in it. Of a short limit they
+        # do, and one that ends at the limit gets -1, as much as a wrong answer costs.
+        if not self.overlong_penalty or self.overlong_max or max_new_tokens >= SHORT_LIMIT:
+            return []
+        cache = self.overlong_cache or max(max_new_tokens // 5, 1)
+        return [
+            f"overlong_penalty is for thousands of tokens: with max_new_tokens {max_new_tokens} it begins after "
+            f"{max_new_tokens - cache} and is -1 at the limit, for right answers too. Set "
+            "model.objective.overlong_penalty: false, or overlong_max and overlong_cache."
+        ]
+
+    @property
+    def uses_correct(self) -> tuple[str, ...]:
+        return ("label_noise",) if self.label_noise else ()
+
     @property
     def state_fields(self) -> frozenset[str]:
         return frozenset({"rollouts"} if self.label_noise else ())
 
     def base(self, exp: Experience, rewards: Tensor, rollout: int) -> Tensor:
-        """Return the rewards that tell right from wrong, [N]: with label noise, and 0 where truncated if so chosen."""
+        """Return the rewards before length penalties, [N]: with label noise, and 0 where truncated if so chosen."""
         if self.label_noise:
-            rewards = flip_labels(rewards, self.flips(exp, rollout))
+            rewards = flip_labels(rewards, self.flips(exp, rollout), exp.flipped_rewards)
         return masked(rewards, ~exp.truncated) if self.truncated_reward == "zero" else rewards
+
+    def correct(self, exp: Experience, rollout: int) -> Tensor:
+        """Return which completions count as correct, [N] bool: with label noise, and not truncated if so chosen."""
+        correct = exp.rewards > 0 if exp.correct is None else exp.correct
+        if self.label_noise:
+            correct = correct ^ self.flips(exp, rollout)
+        return correct & ~exp.truncated if self.truncated_reward == "zero" else correct
 
     def shape(self, exp: Experience, base: Tensor) -> Tensor:
         """Return the rewards that advantages are made from, [N], but for a KL term."""
@@ -88,8 +120,7 @@ class Shaping(Part):
 
     def bounds(self, low: float, high: float) -> tuple[float, float]:
         """Return the least and greatest shaped reward of rewards between ``low`` and ``high``, a KL term aside."""
-        if self.label_noise:
-            low, high = min(low, 1 - high), max(high, 1 - low)
+        # Label noise stays within the range of the reward that it flips.
         if self.truncated_reward == "zero":
             low, high = min(low, 0.0), max(high, 0.0)
         if self.reward_map == "signed":
@@ -113,21 +144,36 @@ class Shaping(Part):
 
     def flips(self, exp: Experience, rollout: int) -> Tensor:
         """Choose the completions whose label is flipped, [N] bool."""
-        # Hashed and not drawn: the choice depends on seed, rollout, prompt and place in the group alone, so every rank
-        # and every resumed run flips the same.
-        names: Sequence[Any] = exp.prompt_ids if exp.prompt_ids is not None else exp.group_ids.tolist()
-        seen: dict[Any, int] = {}
+        # Hashed and not drawn: the choice depends on seed, rollout and the completion's own key alone, so every rank,
+        # every minibatch and every resumed run flips the same. Completions are not counted by their prompt: a rollout
+        # may hold a prompt twice, and a minibatch of it once.
         draws = []
-        for name in names:
-            sample = seen[name] = seen.get(name, -1) + 1
-            text = f"{self.label_noise_seed}/{rollout}/{name}/{sample}".encode()
+        for key in self._keys(exp):
+            text = f"{self.label_noise_seed}/{rollout}/{key}".encode()
             draws.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64)
         return torch.tensor(draws, dtype=torch.float64, device=exp.lengths.device) < self.label_noise
 
+    def _keys(self, exp: Experience) -> list[int] | list[str]:
+        if exp.sample_keys is not None:
+            keys: list[int] = exp.sample_keys.tolist()
+            return keys
+        seen: Counter[int] = Counter()
+        names = []
+        for group in exp.group_ids.tolist():
+            names.append(f"{group}/{seen[group]}")
+            seen[group] += 1
+        return names
 
-def flip_labels(rewards: Tensor, flip: Tensor) -> Tensor:
-    """Return the rewards, [N], with 1 - r where ``flip``, [N] bool: wrong labels for rewards of 0 and 1."""
-    return torch.where(flip, 1 - rewards, rewards)
+
+def flip_labels(rewards: Tensor, flip: Tensor, flipped: Tensor | None = None) -> Tensor:
+    """Return the rewards, [N], with those of the opposite verdict where ``flip``, [N] bool.
+
+    Args:
+        rewards: as given, [N].
+        flip: completions whose label is flipped, [N] bool.
+        flipped: rewards of the opposite verdict, [N]; None: 1 - r, which rewards of 0 and 1 ask for.
+    """
+    return torch.where(flip, 1 - rewards if flipped is None else flipped.to(rewards.dtype), rewards)
 
 
 def soft_overlong(lengths: Tensor, max_tokens: int, cache: int) -> Tensor:

@@ -30,6 +30,9 @@ class ObjectiveState:
     """Current coefficient of an adaptive KL penalty (``kl_penalty`` with ``trpo_target_kl``)."""
     initial_entropy: float | None = None
     """Mean of <H>_i of the untouched model, in nats; None until it is measured (``entropy_filter``)."""
+    first_rollout_entropy: float | None = None
+    """Mean of <H>_i over the first rollout, sampled by the untouched model, in nats; kept for an entropy filter that is
+    switched on in mid-run, when that model is gone. None until the first rollout, or if it was not measured."""
     rollouts: int = 0
     """Rollouts that advantages were computed for (``label_noise``)."""
     custom: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class ObjectiveState:
             values["beta"] = self.beta
         if self.initial_entropy is not None:
             values["initial_entropy"] = self.initial_entropy
+        if self.first_rollout_entropy is not None:
+            values["first_rollout_entropy"] = self.first_rollout_entropy
         if self.rollouts:
             values["rollouts"] = self.rollouts
         if self.custom:

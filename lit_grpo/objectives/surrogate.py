@@ -63,7 +63,8 @@ def loss(
         if regularizers.entropy_coef and entropy is not None:
             terms["entropy"] = -regularizers.entropy_coef * (weights * masked(entropy.to(dtype), in_loss)).sum()
         if regularizers.nll_coef:
-            terms["nll"] = -plan.nll_weight * masked(lp, in_loss & plan.positive[:, None]).sum()
+            assert plan.correct is not None
+            terms["nll"] = -plan.nll_weight * masked(lp, in_loss & plan.correct[:, None]).sum()
         if regularizers.value_coef and values is not None:
             assert plan.values is not None
             assert plan.returns is not None

@@ -17,10 +17,8 @@ from lit_grpo.objectives.tensors import Reduce, masked, over_ranks
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
     """Return R_t, [N, T]: the KL penalty of each token, plus the reward of the completion at its last token."""
-    mask, lengths = inputs.mask, inputs.experience.lengths
-    position = torch.arange(mask.shape[1], device=mask.device)[None, :]
-    last = (position == lengths[:, None] - 1) & mask
-    rewards = masked(inputs.rewards[:, None].expand(mask.shape), last)
+    mask = inputs.mask
+    rewards = masked(inputs.rewards[:, None].expand(mask.shape), last_tokens(mask))
     return rewards if inputs.token_rewards is None else rewards + masked(inputs.token_rewards, mask)
 
 
@@ -36,14 +34,36 @@ def whiten(value: Tensor, mask: Tensor, *, ddof: int = 0, reduce: Reduce | None 
     return centred / variance.clamp_min(1e-8).sqrt()
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+def last_tokens(mask: Tensor) -> Tensor:
+    """Return the last token of each completion of a mask, [N, T] bool -> [N, T] bool."""
+    after = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+    return mask & ~after
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    final_values: Tensor | None = None,
+) -> Tensor:
     """Compute the generalised advantage estimate (1506.02438), [N, T], 0 outside the mask.
 
-    delta_t = R_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, and V after the last token is 0, for
-    truncated completions too. ``rewards``, ``values``: [N, T]; ``lam``: a number or [N].
+    delta_t = R_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}.
+
+    Args:
+        rewards: R_t, [N, T].
+        values: V_t, the value of the state before token t, [N, T].
+        mask: the generated tokens, [N, T] bool.
+        gamma: discount.
+        lam: lambda, a number or [N].
+        final_values: V after the last token of each completion, [N]; None: 0, as of states in which all is over.
     """
     rewards, values = masked(rewards, mask), masked(values, mask)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    if final_values is not None:
+        following = torch.where(last_tokens(mask), final_values[:, None].to(values.dtype), following)
     delta = rewards + gamma * following - values
     carry = torch.zeros_like(delta[:, 0]) if delta.shape[1] else delta.sum(1)
     columns: list[Tensor] = []
@@ -112,6 +132,12 @@ class Gae(Estimator):
     """Clamp the critic's values from below before GAE."""
     value_high: float = float("inf")
     """Clamp the critic's values from above before GAE."""
+    bootstrap_truncated: bool = False
+    """Whether what a truncated completion might still have earned counts: after its last token the critic's value of
+    the text so far stands, not 0."""
+
+    def required(self) -> frozenset[str]:
+        return self.needs | ({"final_values"} if self.bootstrap_truncated else set())
 
     @property
     def state_fields(self) -> frozenset[str]:
@@ -146,10 +172,23 @@ class Gae(Estimator):
         clean = masked(values.to(inputs.rewards.dtype), inputs.mask)
         return masked(clean.clamp(self.value_low, self.value_high), inputs.mask)
 
+    def final_values(self, inputs: AdvantageInputs) -> Tensor | None:
+        """Return V after the last token, clamped, [N], 0 for completions that ended; None if it is 0 for all."""
+        if not self.bootstrap_truncated:
+            return None
+        exp = inputs.experience
+        if exp.final_values is None:
+            raise UserError("bootstrap_truncated needs the critic's values after the last tokens, which are not known")
+        # Masked twice: junk must not reach the clamp, and the clamp must not move the 0 of an ended completion.
+        clean = masked(exp.final_values.to(inputs.rewards.dtype), exp.truncated)
+        return masked(clean.clamp(self.value_low, self.value_high), exp.truncated)
+
+    def _gae(self, inputs: AdvantageInputs, values: Tensor, lam: float | Tensor) -> Tensor:
+        final = self.final_values(inputs)
+        return gae(token_rewards(inputs), values, inputs.mask, self.gae_gamma, lam, final)
+
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        values = self.values(inputs)
-        lam = self.policy_lambda(inputs)
-        advantage = gae(token_rewards(inputs), values, inputs.mask, self.gae_gamma, lam)
+        advantage = self._gae(inputs, self.values(inputs), self.policy_lambda(inputs))
         if self.whiten:
             advantage = whiten(advantage, inputs.mask, ddof=self.whiten_ddof, reduce=inputs.reduce)
         return advantage
@@ -157,7 +196,7 @@ class Gae(Estimator):
     def returns(self, inputs: AdvantageInputs) -> Tensor:
         """Return the critic's targets, [N, T]: A + V, where A is not whitened."""
         values = self.values(inputs)
-        return gae(token_rewards(inputs), values, inputs.mask, self.gae_gamma, self.target_lambda()) + values
+        return self._gae(inputs, values, self.target_lambda()) + values
 
 
 @dataclass(frozen=True)
@@ -167,7 +206,6 @@ class GaeLength(Gae):
     """
 
     kind: ClassVar[str] = "gae_length"
-    pretrained_critic: ClassVar[bool] = True
     length_alpha: float = 0.05
     """alpha of lambda_i = 1 - 1/(alpha n_i)."""
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_grpo.objectives.part import Part, check_fraction, on_off
+from lit_grpo.objectives.part import Part, check_fraction, on_off, refuse
 from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks, token_mean
 
 LN2 = 0.6931471805599453
@@ -56,47 +56,83 @@ class TokenWeights(Part):
 class EntropySignal(Part):
     """GTPO's entropy terms: A_i becomes delta_i (A_i - gamma <H>_i), detached. 2508.03772 Eq. 10, 11.
 
-    delta_i = 0 if H_init < threshold and <H>_i > threshold, else 1. H_init is the mean entropy of the untouched model
-    over the first 100 training prompts; the trainer measures it and puts it into the state, unless it is given here.
+    delta_i = 0 if H_init < gate and <H>_i > threshold, else 1; with ``negatives`` it is 1 where A_i >= 0, too. H_init
+    is the mean entropy of the untouched model over the first 100 training prompts; the trainer measures it and puts it
+    into the state, unless it is given here.
     """
 
     entropy_gamma: float = 0.0
     """gamma of GTPO's A - gamma <H>; 0 is off."""
-    entropy_filter: bool = False
-    """GTPO's filter of completions with high entropy."""
+    entropy_filter: Literal["none", "negatives", "all"] = "none"
+    """GTPO's filter: completions whose mean entropy <H> is above ``entropy_threshold`` get no gradient; of all
+    completions, or of those with A < 0 alone (2508.03772 section 6.2, OnlyNeg)."""
     entropy_threshold: float = LN2
-    """Threshold of GTPO's entropy filter, in nats."""
+    """Threshold of GTPO's entropy filter on <H> of a completion, in nats. The paper tries 0.7, 1.05 and 2."""
+    entropy_gate: float = LN2
+    """The entropy filter acts only if the untouched model's mean entropy H_init is below this, in nats (Eq. 10);
+    .inf: always, and H_init is not measured."""
     initial_entropy: float | None = None
-    """Mean entropy of the untouched model; measured over the first 100 prompts if left out."""
+    """H_init, the mean entropy of the untouched model, in nats; left out, it is measured over the first 100 prompts."""
 
     def labels(self) -> dict[str, str]:
-        return {"entropy_signal": on_off(self.on)}
+        kinds = {"none": "gamma" if self.entropy_gamma else "off", "negatives": "only_negatives", "all": "on"}
+        return {"entropy_signal": kinds[self.entropy_filter]}
 
     def idle(self, *, critic: bool) -> dict[str, str]:
-        off = "entropy_filter is off"
-        return {} if self.entropy_filter else {"entropy_threshold": off, "initial_entropy": off}
+        if self.entropy_filter == "none":
+            return dict.fromkeys(("entropy_threshold", "entropy_gate", "initial_entropy"), "entropy_filter is none")
+        return {} if self.gated else {"initial_entropy": "entropy_gate is infinite, so the filter always acts"}
+
+    @property
+    def gated(self) -> bool:
+        """Whether the filter depends on the entropy of the untouched model."""
+        return self.entropy_filter != "none" and self.entropy_gate != float("inf")
 
     @property
     def state_fields(self) -> frozenset[str]:
-        return frozenset({"initial_entropy"} if self.entropy_filter else ())
+        return frozenset({"initial_entropy"} if self.gated else ())
 
     @property
     def on(self) -> bool:
         """Whether the entropy terms change any advantage."""
-        return self.entropy_gamma != 0 or self.entropy_filter
+        return self.entropy_gamma != 0 or self.entropy_filter != "none"
 
-    def delta(self, mean_entropy: Tensor, initial_entropy: float) -> Tensor:
-        """Return delta_i, [N]: 0 for completions that the filter takes out, 1 for the others."""
-        return entropy_filter(mean_entropy, initial_entropy, self.entropy_threshold)
+    def threshold_in_force(self, initial_entropy: float | None) -> float | None:
+        """Return the mean entropy above which completions are filtered, in nats; None if the filter does not act.
 
+        Raises:
+            UserError: that depends on the entropy of the untouched model, which is not known.
+        """
+        if self.entropy_filter == "none":
+            return None
+        if self.gated and initial_entropy is None:
+            refuse(
+                "initial_entropy",
+                "the entropy filter needs the entropy of the untouched model, which was not measured",
+                "give initial_entropy, or entropy_gate: .inf, under which the filter always acts",
+            )
+        acts = not self.gated or (initial_entropy is not None and initial_entropy < self.entropy_gate)
+        return self.entropy_threshold if acts else None
 
-def entropy_filter(mean_entropy: Tensor, initial_entropy: float, threshold: float = LN2) -> Tensor:
-    """Return GTPO's filter of mean entropies, [N] -> [N]. 2508.03772 Eq. 10.
+    def delta(self, mean_entropy: Tensor, advantages: Tensor, initial_entropy: float | None) -> Tensor:
+        """Return delta_i, [N]: 0 for completions that the filter takes out, 1 for the others. 2508.03772 Eq. 10.
 
-    It is 0 for completions above the threshold if the untouched model was below it, and 1 for all others.
-    """
-    sensitive = initial_entropy < threshold
-    return (~((mean_entropy > threshold) & sensitive)).to(mean_entropy.dtype)
+        Args:
+            mean_entropy: <H>_i, [N].
+            advantages: A_i before the entropy term, or A_{i,t} where they differ between tokens: [N] or [N, T]. A
+                completion is negative if all of them together are below 0.
+            initial_entropy: H_init; None if it is not known.
+
+        Raises:
+            UserError: the filter needs H_init, and it is not known.
+        """
+        threshold = self.threshold_in_force(initial_entropy)
+        if threshold is None:
+            return torch.ones_like(mean_entropy)
+        dropped = mean_entropy > threshold
+        if self.entropy_filter == "negatives":
+            dropped = dropped & ((advantages if advantages.ndim == 1 else advantages.sum(1)) < 0)
+        return (~dropped).to(mean_entropy.dtype)
 
 
 class Conflicts(NamedTuple):

@@ -117,16 +117,19 @@ class OptimizerConfig:
             shards; with ``args: {bf16_stochastic_round: true}`` for weights in bfloat16), one of your own.
         args: further arguments of the optimizer.
         lr: peak learning rate.
-        betas: decay rates of the two moments.
+        betas: decay rates of the two moments. (0.9, 0.95) as in GTPO's GRPO, Dr. GRPO and OpenRLHF; torch, TRL and verl
+            default to (0.9, 0.999).
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         schedule: what follows the warm-up: the rate stays, or falls to ``final_lr_ratio * lr`` over the run's optimizer
             steps.
         total_steps: optimizer steps at which ``linear`` and ``cosine`` end; None: those of the run.
         warmup_steps: optimizer steps over which the rate rises linearly from 0.
+        warmup_ratio: the same as a share of ``total_steps``, or else of the run's optimizer steps, rounded up; in the
+            place of ``warmup_steps``.
         final_lr_ratio: share of ``lr`` at which ``linear`` and ``cosine`` end.
         scheduler: import path of a ``torch.optim.lr_scheduler.LRScheduler``, stepped after every optimizer step, in the
-            place of ``schedule`` and ``warmup_steps``; None: those.
+            place of ``schedule`` and the warm-up; None: those.
         scheduler_args: arguments of the scheduler besides the optimizer.
     """
 
@@ -139,6 +142,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     total_steps: int | None = None
     warmup_steps: int = 0
+    warmup_ratio: float = 0.0
     final_lr_ratio: float = 0.0
     scheduler: str | None = None
     scheduler_args: dict[str, Any] = field(default_factory=dict)
@@ -176,8 +180,9 @@ class CriticConfig:
             range of the reward, instead of the head itself.
         value_low: smallest total reward.
         value_high: largest total reward.
-        warmup_rollouts: number of rollouts at the start that train the critic alone, on Monte Carlo returns (VAPO,
-            2504.05118, trains about 50 steps so); policy and shared backbone stay untouched meanwhile.
+        warmup_rollouts: number of rollouts at the start that train the critic alone, on Monte Carlo returns; policy and
+            shared backbone stay untouched meanwhile. None: as the recipe was published, 50 for vapo (2504.05118) and 0
+            for the others.
         measure_every: rollouts from one measurement of the critic after its update to the next
             (``critic/value_*_after``); each costs a forward pass. 0: never.
     """
@@ -191,5 +196,5 @@ class CriticConfig:
     bounded: bool = False
     value_low: float = 0.0
     value_high: float = 1.0
-    warmup_rollouts: int = 0
+    warmup_rollouts: int | None = None
     measure_every: int = 10

@@ -155,8 +155,8 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
     if not config.bounded and (config.value_low, config.value_high) != (0.0, 1.0):
         _refuse("bounded", "value_low and value_high bound nothing while bounded is false", "set bounded: true")
     for key in ("warmup_rollouts", "measure_every"):
-        if getattr(config, key) < 0:
-            _refuse(key, f"{key} is {getattr(config, key)}, must be at least 0")
+        if (count := getattr(config, key)) is not None and count < 0:
+            _refuse(key, f"{key} is {count}, must be at least 0")
     if config.max_grad_norm is not None and config.max_grad_norm <= 0:
         _refuse("max_grad_norm", f"max_grad_norm is {config.max_grad_norm:g}, must be above 0", "null: no clipping")
     if model_key:

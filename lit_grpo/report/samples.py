@@ -123,6 +123,8 @@ def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int,
 
     entropy, sampled, advantages, mask = row("entropy"), row("sampler_logprobs"), row("advantages"), row("mask")
     facts = [("reward", f"{float(record.tensors['reward'][i]):.3g}")]
+    if "correct" in record.tensors:
+        facts.append(("correct", "yes" if record.tensors["correct"][i] else "no"))
     facts += [
         (name, f"{float(values[i]):.3g}")
         for name, values in record.tensors.items()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lit_grpo.rewards.math.verify import MathReward as MathReward
     from lit_grpo.rewards.reasoning_gym import ReasoningGymReward as ReasoningGymReward
     from lit_grpo.rewards.repetition import RepetitionPenalty as RepetitionPenalty
+    from lit_grpo.rewards.wrappers import GatedReward as GatedReward
     from lit_grpo.rewards.wrappers import RewardBySource as RewardBySource
     from lit_grpo.rewards.wrappers import SourceReward as SourceReward
 
@@ -40,6 +41,7 @@ _MODULES = {
     "ExactMatch": "exact_match",
     "FormatReward": "format_tags",
     "FunctionReward": "function",
+    "GatedReward": "wrappers",
     "JudgeReward": "judge",
     "LengthReward": "length",
     "MathReward": "math.verify",

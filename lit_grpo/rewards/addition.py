@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.math.answer import last_tag
 from lit_grpo.types import RewardInput, Score
 
 
 class AdditionReward(Reward):
     """Reward of 1 if the text ends in the integer that is the gold answer, else 0.
 
-    ``7``, ``3+4=7`` and ``It is 7.`` all say 7. Numbers are compared as integers of any length, so ``07`` is 7.
+    ``7``, ``3+4=7`` and ``It is 7.`` all say 7. Where there is a complete ``<answer>...</answer>``, what the last one
+    holds is the text. Numbers are compared as integers of any length, so ``07`` is 7.
 
     Args:
         weight: factor in the total reward.
@@ -28,12 +30,17 @@ class AdditionReward(Reward):
         return [Score(_agree(x.text, x.prompt.answer)) for x in batch]
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
-        return [final_integer(x.text) for x in batch]
+        return [_answer(x.text) for x in batch]
 
 
 def _agree(text: str, gold: str | None) -> float:
-    answer = final_integer(text)
+    answer = _answer(text)
     return float(answer is not None and answer == final_integer(gold or ""))
+
+
+def _answer(text: str) -> str | None:
+    tagged, _ = last_tag(text, "answer")
+    return final_integer(text if tagged is None else tagged)
 
 
 def final_integer(text: str) -> str | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lit_grpo.types import RewardInput, Score
+
+Scores = Mapping[str, Sequence[Score]]
+"""Under each reward's name one score for each completion."""
 
 
 class Reward:
@@ -70,17 +73,66 @@ class Reward:
 def primary_reward(rewards: Sequence[Reward]) -> Reward | None:
     """Return the reward that says whether an answer is right: the first in the list with a ``correct_threshold``.
 
-    pass@k, maj@k, filters by difficulty and ``lit-grpo score`` all go by it. None if no reward says so.
+    All that asks which completions are correct goes by it, in training, evaluation and every command. None if no reward
+    says so.
     """
     return next((reward for reward in rewards if reward.correct_threshold is not None), None)
 
 
+def verdicts(rewards: Sequence[Reward], scores: Scores, sources: Sequence[str]) -> list[bool] | None:
+    """Say of each completion whether it is correct, by the primary reward; None if no reward says what is right.
+
+    A completion that the reward failed on is not correct, whatever value it was given.
+
+    Args:
+        rewards: rewards of the run.
+        scores: scores of each reward by its name.
+        sources: source of each completion's prompt.
+    """
+    primary = primary_reward(rewards)
+    if primary is None:
+        return None
+    # By the reward of the source: where a mixture has one for each, that one knows what its own values mean.
+    pairs = zip(sources, scores[primary.name], strict=True)
+    return [primary.for_source(source).correct(score.value) and not score.failed for source, score in pairs]
+
+
+def flipped_totals(rewards: Sequence[Reward], scores: Scores, sources: Sequence[str]) -> list[float] | None:
+    """Return each completion's total reward if the primary reward had said the opposite.
+
+    Its value v becomes low + high - v within its range (1 - v for values from 0 to 1), the other rewards stay. None if
+    no reward says what is right, or the range is not finite for one of the completions. Arguments as of
+    :func:`verdicts`.
+    """
+    primary = primary_reward(rewards)
+    if primary is None:
+        return None
+    totals = weighted_sums(rewards, scores)
+    for i, (source, score) in enumerate(zip(sources, scores[primary.name], strict=True)):
+        low, high = primary.for_source(source).range
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return None
+        totals[i] += primary.weight * (low + high - 2 * score.value)
+    return totals
+
+
+def weighted_sums(rewards: Sequence[Reward], scores: Scores) -> list[float]:
+    """Return the total reward of each completion: the weighted sum of its scores."""
+    columns = [[reward.weight * score.value for score in scores[reward.name]] for reward in rewards]
+    return [sum(row) for row in zip(*columns, strict=True)]
+
+
+def weighted_range(reward: Reward) -> tuple[float, float]:
+    """Return the least and greatest that a reward adds to the total; infinite where it does not state its range."""
+    # 0 times infinity is no number: a reward that is only logged adds nothing, whatever its range.
+    ends = (0.0, 0.0) if reward.weight == 0 else (reward.weight * reward.range[0], reward.weight * reward.range[1])
+    return min(ends), max(ends)
+
+
 def total_range(rewards: Sequence[Reward]) -> tuple[float, float]:
     """Return the least and greatest weighted sum of the rewards; infinite where a reward does not state its range."""
-    ends = [(reward.weight * low, reward.weight * high) for reward in rewards for low, high in (reward.range,)]
-    # 0 times infinity is no number: a reward that is only logged adds nothing, whatever its range.
-    ends = [(0.0, 0.0) if reward.weight == 0 else end for reward, end in zip(rewards, ends, strict=True)]
-    return sum(min(end) for end in ends), sum(max(end) for end in ends)
+    ends = [weighted_range(reward) for reward in rewards]
+    return sum(low for low, _ in ends), sum(high for _, high in ends)
 
 
 def _snake_case(name: str) -> str:

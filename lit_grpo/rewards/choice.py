@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.math.answer import final_answer, gold_answer
+from lit_grpo.rewards.math.answer import Extract, check_extract, final_answer, gold_answer
 from lit_grpo.rewards.math.text import clean
 from lit_grpo.types import RewardInput, Score
 
@@ -15,16 +16,19 @@ from lit_grpo.types import RewardInput, Score
 class ChoiceReward(Reward):
     r"""Reward of 1 if the final answer is the letter of the gold answer, alone or with its option's text, else 0.
 
-    ``C``, ``(C)``, ``\boxed{C}``, ``**C.** Paris`` and "The answer is (C) Paris" all say C; "B or C" and "not C" say
-    nothing. Case counts only where a letter stands bare, since "a" is a word.
+    ``C``, ``(C)``, ``\boxed{C}``, ``<answer>C</answer>``, ``**C.** Paris`` and "The answer is (C) Paris" all say C;
+    "B or C" and "not C" say nothing. Case counts only where a letter stands bare, since "a" is a word.
 
     Args:
         letters: letters of the options.
+        extract: form in which an answer counts: ``auto``, ``boxed`` or ``tag``, as in
+            :class:`lit_grpo.rewards.MathReward`.
+        answer_tag: name of the tag around an answer.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``letters`` are no distinct capitals.
+        UserError: ``letters`` are no distinct capitals, or ``extract`` or ``answer_tag`` is none.
         ValueError: from ``score``, if a gold answer is none of the letters.
     """
 
@@ -32,10 +36,20 @@ class ChoiceReward(Reward):
     extracts_answer = True
     range = (0.0, 1.0)
 
-    def __init__(self, letters: str = "ABCDEFGHIJ", weight: float = 1.0, name: str | None = "choice") -> None:
+    def __init__(
+        self,
+        letters: str = "ABCDEFGHIJ",
+        extract: Literal["auto", "boxed", "tag"] = "auto",
+        answer_tag: str = "answer",
+        weight: float = 1.0,
+        name: str | None = "choice",
+    ) -> None:
         super().__init__(weight, name)
         if not re.fullmatch("[A-Z]+", letters) or len(set(letters)) != len(letters):
             raise UserError(f"letters are {letters!r}", where="ChoiceReward.letters", remedy="as in ABCD")
+        check_extract(extract, answer_tag, "ChoiceReward", ("auto", "boxed", "tag"))
+        self._extract: Extract = extract
+        self._answer_tag = answer_tag
         both = letters + letters.lower()
         self._letters = letters
         self._alone = re.compile(rf"\(([{both}])\)|([{letters}])\)?")
@@ -50,13 +64,15 @@ class ChoiceReward(Reward):
         gold = self.letter(gold_answer(item.prompt.answer or ""))
         if gold is None:
             raise ValueError(f"the gold answer {str(item.prompt.answer)[:80]!r} is none of {self._letters}")
-        answer = final_answer(item.text, "option", item.completion.truncated)
-        letter = self.letter(answer) if answer else None
+        letter = self._letter(item)
         return Score(float(letter == gold), no_answer=letter is None)
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
-        answers = [final_answer(item.text, "option", item.completion.truncated) for item in batch]
-        return [self.letter(answer) if answer else None for answer in answers]
+        return [self._letter(item) for item in batch]
+
+    def _letter(self, item: RewardInput) -> str | None:
+        answer = final_answer(item.text, "option", item.completion.truncated, self._extract, self._answer_tag)
+        return self.letter(answer) if answer else None
 
     def letter(self, text: str) -> str | None:
         """Return the one option that an answer names, or None."""

@@ -6,14 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.arithmetic import evaluate
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.math.answer import final_answer
+from lit_grpo.rewards.math.answer import Extract, check_extract, final_answer
 from lit_grpo.types import RewardInput, Score
 
-_TAG = "<answer>"
 _WRAPPING = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|[$`]|\\[()\[\]]|\*\*")
 
 
@@ -21,19 +21,21 @@ class CountdownReward(Reward):
     """Reward of 1 for an expression over the given numbers that equals the target, else 0.
 
     The expression may hold ``+ - * /`` and brackets. The target is the prompt's answer, the numbers a column of its
-    row. The expression is what the last ``<answer>...</answer>`` holds; without tags, the last box, or what follows the
-    last "answer is" or ends the text. ``expression = target`` is taken too, if the equation is true. It is read by a
-    parser of its own, never by ``eval``.
+    row. The expression is found as :class:`lit_grpo.rewards.MathReward` finds an answer (tag, box, "answer is", end of
+    the text). ``expression = target`` is taken too, if the equation is true. It is read by a parser of its own, never
+    by ``eval``.
 
     Args:
         numbers: column with the list of numbers.
         use_all: True: every number must be used once; False: each at most once.
         partial: value of an expression that uses the right numbers and misses the target.
+        extract: form in which an answer counts: ``auto``, ``boxed`` or ``tag``.
+        answer_tag: name of the tag around an answer.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``partial`` is outside [0, 1).
+        UserError: ``partial`` is outside [0, 1), or ``extract`` or ``answer_tag`` is none.
     """
 
     needs_answer = True
@@ -45,12 +47,17 @@ class CountdownReward(Reward):
         numbers: str = "nums",
         use_all: bool = True,
         partial: float = 0.0,
+        extract: Literal["auto", "boxed", "tag"] = "auto",
+        answer_tag: str = "answer",
         weight: float = 1.0,
         name: str | None = "countdown",
     ) -> None:
         super().__init__(weight, name)
         if not 0 <= partial < 1:
             raise UserError(f"partial is {partial}", where="CountdownReward.partial", remedy="give 0 or up to 1")
+        check_extract(extract, answer_tag, "CountdownReward", ("auto", "boxed", "tag"))
+        self._extract: Extract = extract
+        self._answer_tag = answer_tag
         self._numbers, self._use_all, self._partial = numbers, use_all, partial
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
@@ -61,7 +68,7 @@ class CountdownReward(Reward):
         # By type, not isinstance: True is an int in Python, and no number of a problem.
         if not isinstance(numbers, (list, tuple)) or not all(type(n) is int for n in numbers):
             raise ValueError(f"column {self._numbers!r} of prompt {item.prompt.id!r} is no list of whole numbers")
-        expression = countdown_expression(item.text, item.completion.truncated)
+        expression = countdown_expression(item.text, item.completion.truncated, self._extract, self._answer_tag)
         if expression is None:
             return Score(0.0, no_answer=True)
         return Score(self._value(expression, Fraction(item.prompt.answer or "0"), numbers))
@@ -81,13 +88,10 @@ class CountdownReward(Reward):
         return 1.0 if expression.value == target else self._partial
 
 
-def countdown_expression(text: str, truncated: bool = False) -> str | None:
+def countdown_expression(
+    text: str, truncated: bool = False, extract: Extract = "auto", answer_tag: str = "answer"
+) -> str | None:
     """Return the expression that a completion offers as its answer, or None."""
-    start = text.rfind(_TAG)
-    if start >= 0:
-        end = text.find("</answer>", start)
-        expression = text[start + len(_TAG) : end] if end >= 0 else None
-    else:
-        expression = final_answer(text, "other", truncated)
+    expression = final_answer(text, "other", truncated, extract, answer_tag)
     expression = _WRAPPING.sub(" ", expression).strip().rstrip(".").strip() if expression else None
     return expression or None

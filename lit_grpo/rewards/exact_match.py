@@ -12,22 +12,22 @@ from lit_grpo.types import RewardInput, Score
 
 
 class ExactMatch(Reward):
-    """Reward of 1 if the completion, or what ``extract`` finds in it, equals the gold answer, else 0.
+    """Reward of 1 if the completion, or what ``pattern`` finds in it, equals the gold answer, else 0.
 
     Space around either is ignored.
 
     Args:
-        extract: regular expression, dots match newlines; its last match is the answer: its first group, or the whole
+        pattern: regular expression, dots match newlines; its last match is the answer: its first group, or the whole
             match if it has none. No match scores 0. Left out, the whole completion is the answer. Run by the package
             ``regex``, whose syntax is that of ``re`` and more.
         ignore_case: compare after Unicode case folding.
-        limit: seconds for ``extract`` on one completion, since an expression such as ``(a+)+b`` may take for ever; past
+        limit: seconds for ``pattern`` on one completion, since an expression such as ``(a+)+b`` may take for ever; past
             it the completion scores 0 with ``timed_out``.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``extract`` is not a regular expression, or ``limit`` is not positive.
+        UserError: ``pattern`` is not a regular expression, or ``limit`` is not positive.
     """
 
     needs_answer = True
@@ -35,7 +35,7 @@ class ExactMatch(Reward):
 
     def __init__(
         self,
-        extract: str | None = None,
+        pattern: str | None = None,
         ignore_case: bool = False,
         limit: float = 1.0,
         weight: float = 1.0,
@@ -48,15 +48,15 @@ class ExactMatch(Reward):
         if not limit > 0:
             raise UserError(f"limit is {limit}", where="ExactMatch.limit", remedy="give a positive number of seconds")
         try:
-            self._extract: Any = regex.compile(extract, regex.DOTALL) if extract else None
+            self._pattern: Any = regex.compile(pattern, regex.DOTALL) if pattern else None
         except regex.error as error:
             raise UserError(
-                f"{extract!r} is not a regular expression: {error}",
-                where="ExactMatch.extract",
+                f"{pattern!r} is not a regular expression: {error}",
+                where="ExactMatch.pattern",
                 remedy="in YAML, write it in single quotes so that backslashes stay",
             ) from error
         self._ignore_case, self._limit = ignore_case, limit
-        self.extracts_answer = self._extract is not None
+        self.extracts_answer = self._pattern is not None
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]
@@ -81,16 +81,16 @@ class ExactMatch(Reward):
         return None if answer is None else str(self._normalise(answer))
 
     def _answer(self, text: str) -> str | None:
-        if self._extract is None:
+        if self._pattern is None:
             return text
         last = None
         # The last match counts, as with every other reward: a withdrawn first guess is not the answer. With concurrent,
         # other threads go on meanwhile.
-        for last in self._extract.finditer(text, timeout=self._limit, concurrent=True):  # noqa: B007
+        for last in self._pattern.finditer(text, timeout=self._limit, concurrent=True):  # noqa: B007
             pass
         if last is None:
             return None
-        return last[1] if self._extract.groups else last[0]
+        return last[1] if self._pattern.groups else last[0]
 
     def _normalise(self, text: str | None) -> str | object:
         if text is None:

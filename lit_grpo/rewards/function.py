@@ -54,6 +54,7 @@ class FunctionReward(Reward):
         arguments: further arguments of the function, by name.
         correct_threshold: value from which on the answer is right; null: the function does not say what is right.
         needs_answer: True if every prompt must have a gold answer.
+        range: least and greatest value that the function can give; null: it is not known.
         weight: factor in the total reward.
         name: key under which the reward is logged; the function's name if left out.
 
@@ -69,6 +70,7 @@ class FunctionReward(Reward):
         arguments: dict[str, Any] | None = None,
         correct_threshold: float | None = 1.0,
         needs_answer: bool = False,
+        range: tuple[float, float] | None = None,
         weight: float = 1.0,
         name: str | None = None,
     ) -> None:
@@ -85,6 +87,8 @@ class FunctionReward(Reward):
         self._parameters, self._batch = _parameters(self._function, function, self._arguments)
         self._async = inspect.iscoroutinefunction(self._function)
         self.correct_threshold, self.needs_answer = correct_threshold, needs_answer
+        if range is not None:
+            self.range = (range[0], range[1])
         self.needs_tokens = "tokens" in self._parameters
         self._pool: WorkerPool | None = None
         if limit is not None and not self._async:

@@ -9,6 +9,7 @@ from typing import Any
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.isolation.pool import WorkerPool
+from lit_grpo.rewards.math.answer import check_extract, last_tag
 from lit_grpo.rewards.reasoning_gym_score import score_entry
 from lit_grpo.types import RewardInput, Score
 
@@ -20,15 +21,17 @@ class ReasoningGymReward(Reward):
     computed in worker processes with a hard time limit: some tasks parse or run what the model wrote.
 
     Args:
-        extract: regular expression with one group, the answer; its last match in the completion counts. None: the whole
-            completion.
+        pattern: regular expression with one group, the answer; its last match in the completion counts. None: the
+            answer is what the last complete ``answer_tag`` holds. ``(?s)^(.+)$`` is the whole completion.
+        answer_tag: name of the tag around an answer.
         limit: seconds for one answer; one that takes longer is wrong and counted as
-        ``reward_errors/timeout_frac/<name>``. workers: processes; None: one a core, at most 8.
+            ``reward_errors/timeout_frac/<name>``.
+        workers: processes; None: one a core, at most 8.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: a broken pattern; a prompt of another source.
+        UserError: a broken pattern; a tag that is no name; a prompt of another source.
     """
 
     extracts_answer = True
@@ -36,7 +39,8 @@ class ReasoningGymReward(Reward):
 
     def __init__(
         self,
-        extract: str | None = r"(?s)<answer>(.*?)</answer>",
+        pattern: str | None = None,
+        answer_tag: str = "answer",
         limit: float = 10.0,
         workers: int | None = None,
         weight: float = 1.0,
@@ -44,17 +48,19 @@ class ReasoningGymReward(Reward):
     ) -> None:
         super().__init__(weight, name)
         try:
-            self._extract = re.compile(extract) if extract is not None else None
+            self._pattern = re.compile(pattern) if pattern is not None else None
         except re.error as error:
             raise UserError(
-                f"the pattern {extract!r} is broken: {error}", where="ReasoningGymReward.extract"
+                f"the pattern {pattern!r} is broken: {error}", where="ReasoningGymReward.pattern"
             ) from error
-        if self._extract is not None and self._extract.groups != 1:
+        if self._pattern is not None and self._pattern.groups != 1:
             raise UserError(
-                f"the pattern {extract!r} has {self._extract.groups} groups",
-                where="ReasoningGymReward.extract",
+                f"the pattern {pattern!r} has {self._pattern.groups} groups",
+                where="ReasoningGymReward.pattern",
                 remedy="put the answer, and nothing else, in brackets",
             )
+        check_extract("tag", answer_tag, "ReasoningGymReward", ("tag",))
+        self._answer_tag = answer_tag
         if not limit > 0:
             raise UserError(f"limit is {limit}", where="ReasoningGymReward.limit", remedy="give a positive number")
         self._pool = WorkerPool(score_entry, limit=limit, workers=workers, memory=4 * 1024**3)
@@ -72,10 +78,12 @@ class ReasoningGymReward(Reward):
         return scores
 
     def _answer(self, text: str) -> str | None:
-        if self._extract is None:
-            return text.strip() or None
-        matches = self._extract.findall(text)
-        return matches[-1].strip() or None if matches else None
+        if self._pattern is None:
+            answer = last_tag(text, self._answer_tag)[0]
+        else:
+            matches = self._pattern.findall(text)
+            answer = matches[-1] if matches else None
+        return answer.strip() or None if answer is not None else None
 
     def close(self) -> None:
         self._pool.close()

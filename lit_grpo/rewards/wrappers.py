@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,101 @@ class WrappingReward(Reward):
 
     def close(self) -> None:
         self.reward.close()
+
+
+class GatedReward(WrappingReward):
+    """Reward of the wrapped one where another one, the gate, has full marks, else ``closed``.
+
+    With a format reward as the gate it is "accuracy only with the full format", as GTPO's released code has it; GTPO's
+    paper has no such gate. The gate is part of the verdict: an answer that it shuts out counts as wrong for pass@k,
+    filters by difficulty and ``lit-grpo score``, and casts no vote in maj@k. Where the verdict should stay the
+    verifier's own, put the verifier before this reward in the list, with weight 0: the first that says what is right is
+    asked.
+
+    ``inner`` is logged as with every wrapper: the wrapped reward's own mean, gate or no gate; ``open`` is the share of
+    completions with full marks from the gate.
+
+    Args:
+        reward: the wrapped reward; its weight and name are not used.
+        gate: the reward that must have full marks, for instance a :class:`lit_grpo.rewards.FormatReward`. It adds
+            nothing to the total; list it as well if it should.
+        at_least: value from which on the gate is open; None: the greatest value that it can give.
+        closed: value of a completion whose gate is shut.
+        weight: factor in the total reward.
+        name: key under which the reward is logged.
+
+    Raises:
+        UserError: the wrapped reward does not say whether an answer is right, ``closed`` would be right, or the gate
+            has no greatest value and ``at_least`` is left out.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        gate: Reward,
+        at_least: float | None = None,
+        closed: float = 0.0,
+        weight: float = 1.0,
+        name: str | None = "gated",
+    ) -> None:
+        super().__init__(reward, weight, name)
+        at_least = gate.range[1] if at_least is None else at_least
+        if not math.isfinite(at_least):
+            raise UserError(
+                f"full marks of {gate.name!r} are not known",
+                where="GatedReward.gate",
+                remedy="say in at_least from which value on the gate is open",
+            )
+        if reward.correct(closed):
+            raise UserError(
+                f"closed is {closed:g}, which is right for {reward.name!r}",
+                where="GatedReward.closed",
+                remedy="give a smaller one",
+            )
+        self.gate, self._at_least, self._closed = gate, at_least, closed
+        self.correct_threshold = reward.correct_threshold
+        self.range = min(closed, reward.range[0]), max(closed, reward.range[1])
+        self.needs_answer = reward.needs_answer or gate.needs_answer
+        self.needs_tokens = reward.needs_tokens or gate.needs_tokens
+
+    def for_source(self, source: str) -> Reward:
+        """Return this reward around what the wrapped one has for the source; the same object for the same source."""
+        own = super().for_source(source)
+        # The gate has to know the source as well, though it finds its reward for it by itself.
+        gate = self.gate.for_source(source)
+        if own is not self:
+            own.needs_answer = own.needs_answer or gate.needs_answer
+        return own
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        scores = []
+        for score, is_open in zip(super().score(batch), self._open(batch), strict=True):
+            details = {**(score.details or {}), "open": float(is_open)}
+            scores.append(score._replace(value=score.value if is_open else self._closed, details=details))
+        return scores
+
+    def change(self, item: RewardInput, score: Score) -> float:
+        return score.value
+
+    def final_answers(self, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
+        answers = self.reward.final_answers(batch)
+        if answers is None:
+            return None
+        return [answer if is_open else None for answer, is_open in zip(answers, self._open(batch), strict=True)]
+
+    def _open(self, batch: Sequence[RewardInput]) -> list[bool]:
+        """Say for each completion whether its gate is open."""
+        values = [s.value if isinstance(s, Score) else float(s) for s in self.gate.score(batch)]
+        # The same allowance as in `Reward.correct`: sums of shares may miss full marks by a rounding error.
+        return [value >= self._at_least - 1e-9 for value in values]
+
+    def start(self) -> None:
+        super().start()
+        self.gate.start()
+
+    def close(self) -> None:
+        super().close()
+        self.gate.close()
 
 
 @dataclass

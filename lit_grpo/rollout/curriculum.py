@@ -70,13 +70,14 @@ class Curriculum:
         self, config: CurriculumConfig, prompts: Sequence[Prompt], rewards: Sequence[Reward], seed: int
     ) -> None:
         self.config, self.prompts, self.seed = config, prompts, seed
-        self.primary_reward = primary_reward_of(rewards, "data.curriculum")
+        self.rewards = rewards
+        primary_reward_of(rewards, "data.curriculum")
         self.rates: dict[str, tuple[int, float]] = {}
         """Number of visits and running pass rate of each prompt, by its id."""
 
     def copy(self) -> Curriculum:
         """Another one with the same rates so far."""
-        twin = Curriculum(self.config, self.prompts, [self.primary_reward], self.seed)
+        twin = Curriculum(self.config, self.prompts, self.rewards, self.seed)
         twin.rates = dict(self.rates)
         return twin
 
@@ -94,7 +95,7 @@ class Curriculum:
 
     def outcome(self, groups: Sequence[CandidateGroup]) -> list[tuple[int, str, float]]:
         """Return (position, prompt's id, share of right completions) of each group."""
-        return [(group.position, group.prompt.id, pass_rate(self.primary_reward, group)) for group in groups]
+        return [(group.position, group.prompt.id, pass_rate(group)) for group in groups]
 
     def update(self, outcomes: Sequence[tuple[int, str, float]]) -> None:
         """Update the rates by the outcomes of a rollout, those of all ranks."""
@@ -136,7 +137,12 @@ def primary_reward_of(rewards: Sequence[Reward], where: str) -> Reward:
     return reward
 
 
-def pass_rate(reward: Reward, group: CandidateGroup) -> float:
-    """Return the share of a group's completions that are right."""
-    values = group.rewards[reward.name].tolist()
-    return sum(reward.correct(value) for value in values) / len(values)
+def pass_rate(group: CandidateGroup) -> float:
+    """Return the share of a group's completions that are correct.
+
+    Raises:
+        ValueError: no reward said which are.
+    """
+    if group.correct is None:
+        raise ValueError("no reward says whether an answer is right, so no prompt has a pass rate")
+    return float(group.correct.double().mean())

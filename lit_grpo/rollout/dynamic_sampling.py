@@ -1,8 +1,9 @@
-"""Dynamic sampling: sample prompts until a rollout is full of groups whose rewards differ, and drop the rest.
+"""Dynamic sampling: sample prompts until a rollout is full of mixed groups, and drop the rest.
 
-DAPO, 2503.14476 Eq. 11: a group of equal rewards has no advantage, so it is replaced. Judged by the weighted sum of the
-rewards as they were given, before the objective shapes it (label noise, length penalty, map): that is what can be
-known before the learner has seen the rollout. What shaping makes uniform, the objective's own filter drops.
+A group is mixed if it holds correct and incorrect completions (DAPO, 2503.14476 Eq. 11), or if its total rewards differ
+(Olmo 3): the objective's ``uniform_by`` says which. Either goes by what the rewards gave, before the objective shapes
+it (label noise, length penalty, map): that is what can be known before the learner has seen the rollout. What shaping
+makes uniform, the objective's own filter drops.
 
 One algorithm serves any number of ranks. Every rank samples its part of the positions, and after each group the ranks
 exchange which groups are mixed, so that all of them take the same decisions from the same facts.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from lit_grpo.rollout.generator import RolloutGenerator, Scored
 from lit_grpo.types import Completion, Prompt, Rollout, Sampling
 
 OnShort = Literal["fill", "error"]
+UniformBy = Literal["reward", "correct"]
+"""By what groups are uniform: equal total rewards, or all completions correct or none."""
 Gather = Callable[[Any], list[Any]]
 """Exchanges a value between the ranks and returns those of all, by rank."""
 
@@ -58,6 +61,10 @@ class CandidateGroup:
     """Weighted sum, [G]."""
     no_answer: Tensor | None
     """Completions without a parsable answer, [G]; None where no reward looks for one."""
+    correct: Tensor | None
+    """Correct completions, [G] bool; None where no reward says what is right."""
+    flipped_reward: Tensor | None
+    """``flipped_reward`` of the rollout, [G]."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,13 @@ class SamplingResult:
     rollout: Rollout
     prompts: int
     skipped: list[int]
-    """Positions of the prompts whose groups had equal rewards and were left out, over all ranks."""
+    """Positions of the prompts whose groups were uniform and left out, over all ranks."""
     tried: list[CandidateGroup]
     """All groups of those prompts that this rank sampled, left out or not."""
 
 
 class DynamicSampler:
-    """Makes rollouts of the first prompts, in their order, whose groups have unequal rewards.
+    """Makes rollouts of the first prompts, in their order, whose groups are mixed.
 
     As soon as it can be foreseen that the prompts under way will not do, more are given to the engine, and what is no
     longer needed is cancelled. "First" is by the prompts' order and not by who finished first, which would favour short
@@ -91,6 +98,8 @@ class DynamicSampler:
         rank: of this process.
         world_size: number of processes.
         gather: exchange between them.
+        uniform_by: ``reward``: a group is uniform if its total rewards are equal; ``correct``: if all its completions
+            are correct, or none.
         max_rounds: at most ``max_rounds * groups`` prompts are tried.
         on_short: what happens if they do not suffice: uniform groups, which have no gradient, fill the rollout up, with
             a warning (``fill``), or the run ends (``error``).
@@ -106,12 +115,13 @@ class DynamicSampler:
         rank: int = 0,
         world_size: int = 1,
         gather: Gather = no_exchange,
+        uniform_by: UniformBy = "reward",
         max_rounds: int = 10,
         on_short: OnShort = "fill",
     ) -> None:
         self.generator, self.sampling, self.group_size, self.groups = generator, sampling, group_size, groups
         self.rank, self.world_size, self.gather = rank, world_size, gather
-        self.max_prompts, self.on_short = max_rounds * groups, on_short
+        self.max_prompts, self.on_short, self.uniform_by = max_rounds * groups, on_short, uniform_by
 
     def sample(self, prompt_at: Callable[[int], Prompt], *, index: int, sync: bool = True) -> SamplingResult:
         """Make rollout ``index``.
@@ -127,7 +137,7 @@ class DynamicSampler:
         seconds_sync = self.generator.sync() if sync else 0.0
         started = time.perf_counter()
         stream = _GroupStream(self.generator, prompt_at, self.sampling, self.group_size, index)
-        # Whether the group at each position has unequal rewards, over all ranks.
+        # Whether the group at each position is mixed, over all ranks.
         mixed_at: dict[int, bool] = {}
         results: dict[int, Scored] = {}
         totals: list[float] = []
@@ -144,9 +154,8 @@ class DynamicSampler:
                 if scored_group is not None:
                     position, result = scored_group
                     results[position] = result
-                    own = self.generator.totals(result)
-                    totals += own
-                    outcome = position, any(value != own[0] for value in own)
+                    totals += self.generator.totals(result)
+                    outcome = position, self._is_mixed(prompt_at(position), result)
                 # One exchange for each group, and not one for each round: a rank never runs its engine dry while it
                 # waits for the last long completion of another's round.
                 outcomes = [one for one in self.gather(outcome) if one is not None]
@@ -162,7 +171,7 @@ class DynamicSampler:
         # Behind the first position that is not known yet nothing counts, or the order of finishing would choose.
         known = {position: mixed_at[position] for position in range(known_until)}
         mixed = sum(known.values())
-        chosen = choose_groups(known, self.groups, rounds, self.on_short)
+        chosen = choose_groups(known, self.groups, rounds, self.on_short, self.uniform_by)
         used = chosen[-1] + 1 if mixed >= self.groups else known_until
         order = sorted(results)
         sampled = self.generator.build_rollout(
@@ -173,6 +182,7 @@ class DynamicSampler:
             index,
             times,
             self.group_size,
+            order,
         )
         candidates = {group.position: group for group in split_groups(sampled, order)}
         totals_of_ranks = self.gather((sum(totals), len(totals)))
@@ -192,6 +202,13 @@ class DynamicSampler:
             [p for p in range(used) if not mixed_at[p] and p not in chosen],
             [candidates[p] for p in order if p < used],
         )
+
+    def _is_mixed(self, prompt: Prompt, result: Scored) -> bool:
+        by_correct = self.uniform_by == "correct"
+        values = self.generator.correct(prompt, result) if by_correct else self.generator.totals(result)
+        if values is None:
+            raise ValueError("no reward says what is correct, so groups cannot be told by it")
+        return any(value != values[0] for value in values)
 
     def _more(self, mixed_at: dict[int, bool], asked: int) -> int:
         """Return how many further prompts to ask for now."""
@@ -284,7 +301,9 @@ def prompts_to_ask(groups: int, mixed: int, scored: int) -> int:
     return max(missing, min(expected, MOST_AT_ONCE * groups))
 
 
-def choose_groups(mixed_at: dict[int, bool], groups: int, rounds: int, on_short: OnShort) -> list[int]:
+def choose_groups(
+    mixed_at: dict[int, bool], groups: int, rounds: int, on_short: OnShort, uniform_by: UniformBy = "reward"
+) -> list[int]:
     """Return the positions of the groups of the rollout, in order.
 
     Raises:
@@ -294,11 +313,12 @@ def choose_groups(mixed_at: dict[int, bool], groups: int, rounds: int, on_short:
     good = sorted(position for position, is_mixed in mixed_at.items() if is_mixed)[:groups]
     if mixed >= groups:
         return good
-    what = f"{len(mixed_at)} prompts in {rounds} rounds gave {mixed} of {groups} groups with unequal rewards"
+    with_what = "unequal rewards" if uniform_by == "reward" else "correct and incorrect completions"
+    what = f"{len(mixed_at)} prompts in {rounds} rounds gave {mixed} of {groups} groups with {with_what}"
     if on_short == "error" or not mixed:
         raise StopRun(f"dynamic sampling: {what}; the prompts are solved, far too hard, or their rewards are broken")
     rank_zero_warn(
-        f"dynamic sampling: {what}. The rollout is filled up with groups of equal rewards, which teach nothing "
+        f"dynamic sampling: {what}. The rollout is filled up with uniform groups, which the objective drops "
         "(sampling/short counts them). Raise data.max_sampling_rounds, or choose prompts of another difficulty."
     )
     uniform = sorted(position for position, is_mixed in mixed_at.items() if not is_mixed)
@@ -317,6 +337,8 @@ def split_groups(rollout: Rollout, positions: Sequence[int]) -> list[CandidateGr
             {name: values[g * size : (g + 1) * size] for name, values in rollout.rewards.items()},
             rollout.reward[g * size : (g + 1) * size],
             None if rollout.no_answer is None else rollout.no_answer[g * size : (g + 1) * size],
+            None if rollout.correct is None else rollout.correct[g * size : (g + 1) * size],
+            None if rollout.flipped_reward is None else rollout.flipped_reward[g * size : (g + 1) * size],
         )
         for g, (position, prompt) in enumerate(zip(positions, rollout.prompts, strict=True))
     ]
@@ -331,8 +353,16 @@ def join_groups(groups: Sequence[CandidateGroup], like: Rollout, metrics: dict[s
         texts=[text for group in groups for text in group.texts],
         rewards={name: torch.cat([group.rewards[name] for group in groups]) for name in like.rewards},
         reward=torch.cat([group.reward for group in groups]),
-        no_answer=None
-        if like.no_answer is None
-        else torch.cat([group.no_answer for group in groups if group.no_answer is not None]),
+        correct=_joined(group.correct for group in groups),
+        flipped_reward=_joined(group.flipped_reward for group in groups),
+        positions=tuple(group.position for group in groups),
+        no_answer=_joined(group.no_answer for group in groups),
         metrics=metrics,
     )
+
+
+def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Join what every group has, [G] each; None where a group lacks it."""
+    known = list(parts)
+    tensors = [part for part in known if part is not None]
+    return torch.cat(tensors) if tensors and len(tensors) == len(known) else None

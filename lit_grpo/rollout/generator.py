@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
-from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
 from lit_grpo.utils.random import derive_seed
@@ -165,7 +165,7 @@ class RolloutGenerator:
 
         times = {"sync": seconds_sync, "generate": sampled - started, "reward": rewarded - sampled}
         whole = [[c for c in group if c is not None] for group in groups]
-        return self.build_rollout(prompts, whole, results, sampling, index, times, group_size)
+        return self.build_rollout(prompts, whole, results, sampling, index, times, group_size, positions)
 
     def request(
         self, number: int, position: int | str, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
@@ -180,8 +180,12 @@ class RolloutGenerator:
 
     def totals(self, result: Scored) -> list[float]:
         """Return the weighted sum of the rewards of each completion of a group."""
-        columns = [[reward.weight * score.value for score in result[1][reward.name]] for reward in self.rewards]
-        return [sum(row) for row in zip(*columns, strict=True)]
+        return weighted_sums(self.rewards, result[1])
+
+    def correct(self, prompt: Prompt, result: Scored) -> list[bool] | None:
+        """Say which completions of a group are correct; None if no reward says what is right."""
+        texts, scores = result
+        return verdicts(self.rewards, scores, [prompt.source] * len(texts))
 
     def build_rollout(
         self,
@@ -192,12 +196,14 @@ class RolloutGenerator:
         index: int,
         times: dict[str, float],
         group_size: int,
+        positions: Sequence[int | str] = (),
     ) -> Rollout:
         """Build a rollout of whole, scored groups, one for each prompt."""
         completions = [c for group in groups for c in group]
-        rewards, total, metrics = self._combine([by_name for _, by_name in results])
-        metrics |= {f"time/{part}": seconds for part, seconds in times.items()}
-        metrics["completions/tokens"] = float(sum(len(c.token_ids) for c in completions))
+        scores = {r.name: [s for _, by_name in results for s in by_name[r.name]] for r in self.rewards}
+        sources = [prompt.source for prompt in prompts for _ in range(group_size)]
+        correct, flipped = verdicts(self.rewards, scores, sources), flipped_totals(self.rewards, scores, sources)
+        rewards, total, sums = self._combine([by_name for _, by_name in results])
         return Rollout(
             index=index,
             prompts=list(prompts),
@@ -205,10 +211,15 @@ class RolloutGenerator:
             texts=[text for texts, _ in results for text in texts],
             rewards=rewards,
             reward=total,
+            correct=None if correct is None else torch.tensor(correct, dtype=torch.bool),
+            flipped_reward=None if flipped is None else torch.tensor(flipped, dtype=torch.float32),
+            positions=tuple(positions),
             no_answer=self._without_answer([by_name for _, by_name in results]),
             group_size=group_size,
             temperature=sampling.temperature or 1.0,
-            metrics=metrics,
+            sampled_tokens=sum(len(c.token_ids) for c in completions),
+            sums=sums,
+            metrics={f"time/{part}": seconds for part, seconds in times.items()},
         )
 
     @property
@@ -261,25 +272,26 @@ class RolloutGenerator:
         items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
         return texts, score_all(self.rewards, items, self.on_reward_error)
 
-    def _combine(self, groups: list[dict[str, list[Score]]]) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
-        """Return the rewards by name [N], their weighted sum [N], and metrics of time-outs, failures and details."""
+    def _combine(
+        self, groups: list[dict[str, list[Score]]]
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, tuple[float, float]]]:
+        """Return the rewards by name [N], their weighted sum [N], and sums of time-outs, failures and details."""
         rewards: dict[str, Tensor] = {}
-        metrics: dict[str, float] = {}
+        sums: dict[str, tuple[float, float]] = {}
         total = torch.zeros(sum(len(group[self.rewards[0].name]) for group in groups), dtype=torch.float64)
         for reward in self.rewards:
             scores = [score for group in groups for score in group[reward.name]]
             values = torch.tensor([score.value for score in scores], dtype=torch.float64)
             rewards[reward.name] = values.float()
             total += reward.weight * values
-            metrics[f"reward_errors/timeout_frac/{reward.name}"] = sum(s.timed_out for s in scores) / max(
-                1, len(scores)
-            )
-            if failed := sum(s.failed for s in scores):
-                metrics[f"reward_errors/failed_frac/{reward.name}"] = failed / len(scores)
+            sums[f"reward_errors/timeout_frac/{reward.name}"] = sum(s.timed_out for s in scores), len(scores)
+            # Otherwise a failure ends the run.
+            if self.on_reward_error == "zero":
+                sums[f"reward_errors/failed_frac/{reward.name}"] = sum(s.failed for s in scores), len(scores)
             for key in {key for score in scores for key in score.details or ()}:
                 figures = [score.details[key] for score in scores if score.details and key in score.details]
-                metrics[f"reward/{reward.name}/{key}"] = sum(figures) / len(figures)
-        return rewards, total.float(), metrics
+                sums[f"reward/{reward.name}/{key}"] = sum(figures), len(figures)
+        return rewards, total.float(), sums
 
     def _without_answer(self, groups: list[dict[str, list[Score]]]) -> Tensor | None:
         """Return the completions in which no reward found an answer, [N] bool; None if no reward looks for one."""

@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lit_grpo.rollout.curriculum import Curriculum
-from lit_grpo.rollout.dynamic_sampling import DynamicSampler, Gather, OnShort, SamplingResult, no_exchange, split_groups
+from lit_grpo.rollout.dynamic_sampling import (
+    DynamicSampler,
+    Gather,
+    OnShort,
+    SamplingResult,
+    UniformBy,
+    no_exchange,
+    split_groups,
+)
 from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
 from lit_grpo.rollout.prompt_order import Order, PromptCursor, make_order
 from lit_grpo.rollout.prompt_order import PromptOrder as PromptOrder
@@ -48,8 +56,9 @@ class RolloutLoader:
         sampling: how to draw.
         rank: of this process.
         world_size: number of processes; divides ``prompts_per_rollout``.
-        dynamic: go on sampling until all groups have unequal rewards, see
+        dynamic: go on sampling until all groups are mixed, see
             :class:`lit_grpo.rollout.dynamic_sampling.DynamicSampler`.
+        uniform_by: with ``dynamic``: by what a group is uniform, and not mixed.
         max_rounds: with ``dynamic``: at most ``max_rounds * prompts_per_rollout`` prompts are tried.
         on_short: with ``dynamic``: what happens if they do not suffice.
         gather: exchange over ranks, needed by ``dynamic`` and ``curriculum``.
@@ -70,6 +79,7 @@ class RolloutLoader:
         rank: int = 0,
         world_size: int = 1,
         dynamic: bool = False,
+        uniform_by: UniformBy = "reward",
         max_rounds: int = 10,
         on_short: OnShort = "fill",
         gather: Gather = no_exchange,
@@ -97,6 +107,7 @@ class RolloutLoader:
                 rank=rank,
                 world_size=world_size,
                 gather=gather,
+                uniform_by=uniform_by,
                 max_rounds=max_rounds,
                 on_short=on_short,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.rollout.generator import PolicySource
 from lit_grpo.types import Completion, Prompt, Rollout, Sampling
 
-_SLOT = "{answer}"
+_ANSWER, _SOLUTION = "{answer}", "{solution}"
 
 
 @dataclass
@@ -21,29 +22,34 @@ class DemonstrationFormat:
     r"""How a row becomes the completion that supervised fine-tuning teaches (``objective: {recipe: sft}``).
 
     Attributes:
-        column: column with the whole solution; None: the gold answer in ``template``.
-        template: text around ``{answer}``, for example ``The answer is {answer}.`` Other braces are left as they are,
-            so ``\boxed{{answer}}`` needs no care.
+        column: column with the whole solution; None: the column ``solution`` where ``template`` has ``{solution}``.
+        template: text around ``{answer}``, the gold answer, and ``{solution}``, the text of ``column`` without GSM8K's
+            last line ``#### 42``: ``The answer is {answer}.`` or
+            ``<reasoning>{solution}</reasoning><answer>{answer}</answer>``. Other braces are left as they are, so
+            ``\boxed{{answer}}`` needs no care. None: the text of ``column`` as it is, or the gold answer alone.
         on_long: a solution of more than ``data.sampling.max_new_tokens`` tokens, end of sequence included, ends the run
             (``error``) or is left out with its prompt and counted (``drop``).
     """
 
     column: str | None = None
-    template: str = _SLOT
+    template: str | None = None
     on_long: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
-        if _SLOT not in self.template:
+        if self.template is None:
+            return
+        if _ANSWER not in self.template and _SOLUTION not in self.template:
             raise UserError(
-                f"the template {self.template!r} has no {_SLOT}, so every solution would be the same",
+                f"the template {self.template!r} has neither {_ANSWER} nor {_SOLUTION}, so every solution would be "
+                "the same",
                 where="data.demonstrations.template",
-                remedy=f"write {_SLOT} where the gold answer goes",
+                remedy=f"write {_ANSWER} where the gold answer goes, {_SOLUTION} where the solution goes",
             )
-        if self.column is not None and self.template != _SLOT:
+        if self.column is not None and _SOLUTION not in self.template:
             raise UserError(
-                "column and template both say what the solution is",
+                f"the template {self.template!r} has no place for the text of the column {self.column!r}",
                 where="data.demonstrations",
-                remedy="keep one of them",
+                remedy=f"write {_SOLUTION} where it goes, or leave column out",
             )
 
     def text(self, prompt: Prompt, where: str) -> str:
@@ -52,28 +58,48 @@ class DemonstrationFormat:
         Raises:
             UserError: the prompt's row has none.
         """
-        if self.column is None:
-            if prompt.answer is None or not prompt.answer.strip():
-                raise UserError(
-                    f"row {prompt.id!r} has no gold answer, and supervised fine-tuning learns from it",
-                    where=where,
-                    remedy="fill it in, or name a column of solutions with data.demonstrations.column",
-                )
-            return self.template.replace(_SLOT, prompt.answer)
-        if self.column not in prompt.extra:
-            close = nearest(self.column, prompt.extra)
+        if self.template is None:
+            return self._answer(prompt, where) if self.column is None else self._solution(prompt, self.column, where)
+        values = {}
+        if _ANSWER in self.template:
+            values["answer"] = self._answer(prompt, where)
+        if _SOLUTION in self.template:
+            whole = self._solution(prompt, self.column or "solution", where)
+            values["solution"] = _HASHES.sub("", whole).strip()
+        # In one pass: a solution may itself hold the text {answer}, which must stay as it is.
+        return re.sub(r"\{(answer|solution)\}", lambda slot: values[slot[1]], self.template)
+
+    @staticmethod
+    def _answer(prompt: Prompt, where: str) -> str:
+        if prompt.answer is None or not prompt.answer.strip():
             raise UserError(
-                f"there is no column {self.column!r}; the others are {', '.join(map(repr, prompt.extra)) or 'none'}",
+                f"row {prompt.id!r} has no gold answer, and supervised fine-tuning learns from it",
+                where=where,
+                remedy="fill it in, or name a column of solutions with data.demonstrations.column",
+            )
+        return prompt.answer
+
+    @staticmethod
+    def _solution(prompt: Prompt, column: str, where: str) -> str:
+        if column not in prompt.extra:
+            close = nearest(column, prompt.extra)
+            raise UserError(
+                f"there is no column {column!r}; the others are {', '.join(map(repr, prompt.extra)) or 'none'}",
                 where=where,
                 remedy=f"did you mean {close!r}?" if close else "name one of them in data.demonstrations.column",
             )
-        solution = prompt.extra[self.column]
+        solution = prompt.extra[column]
         if not isinstance(solution, str) or not solution.strip():
             raise UserError(
-                f"row {prompt.id!r} has no solution in column {self.column!r}", where=where, remedy="fill it in, or "
-                "remove the row",
-            )  # fmt: skip
+                f"row {prompt.id!r} has no solution in column {column!r}",
+                where=where,
+                remedy="fill it in, or remove the row",
+            )
         return solution
+
+
+_HASHES = re.compile(r"^####[^\n]*\s*\Z", re.MULTILINE)
+"""GSM8K's last line, which says the gold answer once more."""
 
 
 def encode_demonstrations(
@@ -175,7 +201,6 @@ class SupervisedSource:
             rewards={},
             reward=torch.ones(len(prompts)),
             group_size=1,
-            metrics={"completions/tokens": float(sum(len(c.token_ids) for c in completions))},
         )
 
     @property

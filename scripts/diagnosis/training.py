@@ -84,7 +84,7 @@ def build(case: Case, sabotage: Sabotage, base: Path, seed: int, rollouts: int) 
     data = SabotagedData(
         sabotage,
         prompts=TwoFormAddition(),
-        rewards=sabotage.rewards([ExactMatch(extract=ANSWER)], seed),
+        rewards=sabotage.rewards([ExactMatch(pattern=ANSWER)], seed),
         group_size=GROUP_SIZE,
         prompts_per_rollout=PROMPTS,
         rollouts=rollouts,

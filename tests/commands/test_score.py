@@ -133,7 +133,7 @@ def test_a_bad_line_is_named_and_nothing_is_judged(score, text, said):
         ("rewards: []", "lists no rewards"),
         ("model: {}", "lists no rewards"),
         ("rewards: [{class_path: lit_grpo.rewards.ExactMach}]", "did you mean lit_grpo.rewards.ExactMatch"),
-        ("rewards: [{class_path: lit_grpo.rewards.ExactMatch, init_args: {extrakt: x}}]", "did you mean `extract`"),
+        ("rewards: [{class_path: lit_grpo.rewards.ExactMatch, init_args: {pattren: x}}]", "did you mean `pattern`"),
         ("rewards: [{class_path: lit_grpo.rewards.MathReward, init_args: {limit: 0}}]", "limit is 0"),
         ("rewards: [{class_path: lit_grpo.rewards.MathReward}]\nlimit: 3", "there is no key `limit`"),
         ("rewards: [{class_path: tests.commands.test_score.Tokens}]", "no field `tokens`"),

@@ -45,6 +45,8 @@ WITH = {
     "rspo": "model: {policy: {tiny: {experts: 4}}, updates_per_rollout: 2}\n",
     # No token of an untrained model has a probability above one half, and Lopti's second pass would stay empty.
     "lopti": "data: {sampling: {temperature: 0.2}}\n",
+    # The warm-up that it brings is longer than this run.
+    "vapo": "model: {critic: {warmup_rollouts: 0}}\n",
 }
 """What a method needs to be more than its simpler relative."""
 
@@ -91,7 +93,7 @@ def test_the_recipe_trains(path: Path, smaller: str, tmp_path: Path, monkeypatch
     run = Look.last
     recipe: Any = path.stem
     assert run.module.objective.name == recipe, "the quickstart's entropy bonus would make it another method"
-    own = ObjectiveConfig(recipe=recipe).resolve().for_run(10)
+    own = ObjectiveConfig(recipe=recipe).resolve().for_run(10, run.module.updates_per_rollout)
     assert run.module.objective == own
     assert len(run.metrics) == ROLLOUTS
     if own.demonstrations:

@@ -52,7 +52,9 @@ def make_rollouts() -> list[Rollout]:
         ]
         prompts = [Prompt(f"p{g}", "", ids(2 + g), None) for g in range(GROUPS)]
         texts = [""] * len(completions)
-        rollouts.append(Rollout(step, prompts, completions, texts, {"r": rewards}, rewards, GROUP_SIZE))
+        rollouts.append(
+            Rollout(step, prompts, completions, texts, {"r": rewards}, rewards, GROUP_SIZE, correct=rewards > 0)
+        )
     return rollouts
 
 

@@ -161,3 +161,21 @@ def test_bad_mixtures_are_refused(sources, weights, what):
         MixedPrompts(sources, weights)
     assert (caught.value.where or "").startswith("MixedPrompts.")
     assert caught.value.remedy
+
+
+def test_chats_are_equal_if_every_turn_is():
+    def row(number, *texts):
+        roles = ("user",) if len(texts) == 1 else ("system", "user")
+        messages = tuple({"role": r, "content": t} for r, t in zip(roles, texts, strict=True))
+        return Row(f"r/{number}", texts[-1], "2", messages=messages)
+
+    rows = [
+        row(1, "add", "1+1"),
+        row(2, "Add", "1+1"),
+        row(3, "be brief", "1+1"),
+        row(4, "1+1"),
+        Row("r/5", "1+1", "2"),
+    ]
+    kept, dropped = deduplicate(rows)
+    assert [r.id for r in kept] == ["r/1", "r/3", "r/4"]
+    assert [(d.row.id, d.other) for d in dropped] == [("r/2", "r/1"), ("r/5", "r/4")]

@@ -38,6 +38,20 @@ def test_the_yaml_is_accepted(parser, number):
         assert hasattr(data, key)
 
 
+def test_the_rows_of_each_layout_are_read_as_it_says(tmp_path):
+    layouts = re.findall(r"^\*\*\w+\*\* \(`(\w+)`\).*?```\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE)
+    golds = {"trl": "23453", "verl": "23456", "openrlhf": "23456", "gsm8k": ["1000", *"3456"]}
+    assert [name for name, _ in layouts] == list(golds)
+    for name, rows in layouts:
+        (tmp_path / "five.jsonl").write_text(rows)
+        source = lit_grpo.data.JsonlPrompts(str(tmp_path / "five.jsonl"))
+        assert [row.answer for row in source.rows()] == list(golds[name])
+        (line,) = source.columns_taken()
+        assert line.startswith(f"five.jsonl ({name}): ")
+        if name == "verl":
+            assert line.replace("five.jsonl", "train.parquet") in TEXT
+
+
 def test_nothing_is_left_out():
     assert len(BLOCKS) >= 8
     for name in lit_grpo.data.__all__:

@@ -86,6 +86,19 @@ def test_a_checkpoint_of_other_prompts_is_refused_by_name():
     def mix(*weights: float) -> dict[str, Any]:
         return state(MixedPrompts([source("a", "1+1="), source("b", "2+2=")], list(weights)))
 
+    def chat(*messages: str, **form: Any) -> dict[str, Any]:
+        turns = [{"role": "system" if i < len(messages) - 1 else "user", "content": m} for i, m in enumerate(messages)]
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        return state(InMemoryPrompts([{"prompt": turns, "answer": "1"}]), chat_template=template, **form)
+
+    check_resumed(chat("1", "1+1="), chat("1", "1+1="))
+    for ours in (chat("2", "1+1="), chat("1+1=")):
+        with pytest.raises(UserError, match="others of the same number"):
+            check_resumed(chat("1", "1+1="), ours)
+    off = chat("1+1=", chat_template_kwargs={"enable_thinking": False})
+    for one, other in ((off, chat("1+1=")), (chat("1+1="), off)):
+        with pytest.raises(UserError, match="another chat_template_kwargs"):
+            check_resumed(one, other)
     check_resumed(mix(1, 1), mix(2, 2))
     with pytest.raises(UserError, match="other weights of the sources"):
         check_resumed(mix(1, 1), mix(1, 2))

@@ -59,6 +59,90 @@ def test_templates(plain, chat):
     assert chat.chat_template == CHAT
 
 
+SYSTEM = {"role": "system", "content": "add"}
+TURNS = (
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+)
+
+
+def chat_row(*messages):
+    return Row("set/2", messages[-1]["content"], "4", where="set.jsonl:2", messages=messages)
+
+
+def test_messages_go_through_the_template_as_they_are(plain, chat):
+    assert text_of(chat_row(SYSTEM, *TURNS), chat) == ("<system>add\n<user>1+1=\n<assistant>2\n<user>2+2=\n<assistant>")
+    assert text_of(chat_row(*TURNS), chat, system_prompt="add").startswith("<system>add\n<user>1+1=\n")
+    wrapped = text_of(chat_row(SYSTEM, *TURNS), chat, question_format="{question} in words")
+    assert wrapped.endswith("<user>1+1=\n<assistant>2\n<user>2+2= in words\n<assistant>"), "the last question alone"
+    assert text_of(chat_row(SYSTEM, *TURNS), plain, chat_template=CHAT) == text_of(chat_row(SYSTEM, *TURNS), chat)
+    prompt = PromptFormat().encode(chat_row(SYSTEM, *TURNS), chat)
+    assert (prompt.question, prompt.messages) == ("2+2=", (SYSTEM, *TURNS))
+    # A template of text has a place for one question, and where it has {system}, for a system message.
+    assert text_of(chat_row(TURNS[0]), plain, chat_template="q {question} a") == "q 1+1= a"
+    assert "system\nadd<|im_end|>" in shown(chat_row(SYSTEM, TURNS[0]), chat_template="qwen_math")
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "message", "remedy"),
+    [
+        ((SYSTEM, TURNS[0]), {"system_prompt": "x"}, "has a system message of its own", "leave system_prompt out"),
+        ((SYSTEM, TURNS[0]), {"chat_template": "gtpo"}, "has another \\(chat_template: gtpo\\)", "leave chat_template"),
+        ((TURNS[0],), {"chat_template": "none"}, "a list of messages, and chat_template: none makes", "qwen_math"),
+        ((SYSTEM, TURNS[0]), {"chat_template": "r1"}, "cannot take the chat of row 'set/2'.* system, user", "Jinja"),
+        (TURNS, {"chat_template": "r1"}, "are of user, assistant, user", "chat_template: chat"),
+    ],
+)
+def test_chats_that_cannot_be_said_are_refused(chat, messages, arguments, message, remedy):
+    with pytest.raises(UserError, match=message) as caught:
+        PromptFormat(**arguments).encode(chat_row(*messages), chat)
+    assert caught.value.where == "set.jsonl:2"
+    assert remedy in (caught.value.remedy or "")
+
+
+def test_messages_and_a_tokenizer_without_a_chat_template(plain):
+    with pytest.raises(UserError, match=r"is a list of messages, and the tokenizer .* has no chat template") as caught:
+        PromptFormat().encode(chat_row(TURNS[0]), plain)
+    assert "data.format.chat_template" in (caught.value.remedy or "")
+
+
+THINK = CHAT + "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}"
+
+
+def test_variables_of_the_chat_template(plain, chat):
+    chat.chat_template = THINK
+    off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert text_of(ROW, chat) == "<user>1+1=\n<assistant>"
+    assert text_of(ROW, chat, **off) == "<user>1+1=\n<assistant><think>"
+    assert text_of(ROW, plain, chat_template=THINK, **off) == "<user>1+1=\n<assistant><think>"
+    assert PromptFormat(**off).warnings(chat) == []
+    (doubt,) = PromptFormat(chat_template_kwargs={"thinking": False}).warnings(chat)
+    assert "does not read thinking" in doubt
+    assert PromptFormat(**off).identity(chat)["chat_template_kwargs"] == '{"enable_thinking": false}'
+    assert "chat_template_kwargs" not in PromptFormat().identity(chat), "as in older checkpoints"
+    refused: tuple[dict[str, Any], ...] = ({}, {"chat_template": "r1"}, {"chat_template": "none"})
+    for arguments in refused:
+        with pytest.raises(UserError, match="chat_template_kwargs are variables of a chat template, and prompts are"):
+            PromptFormat(**arguments, **off).encode(ROW, plain)
+
+
+def test_the_prompt_of_gtpo():
+    tokenizer = char_tokenizer(ALPHABET + "YGT,./")
+    tokenizer.chat_template = CHAT
+    assert text_of(ROW, tokenizer, chat_template="gtpo") == (
+        "<system>You are a helpful assistant for solving math problems.\nGiven a question, first think step by step "
+        "between <reasoning> and </reasoning>.\nThen, give the final answer between <answer> and </answer>.\n"
+        "<user>1+1=\n<assistant>"
+    )
+    assert text_of(ROW, tokenizer, chat_template="gtpo", system_prompt="add").startswith("<system>add\n")
+    assert PromptFormat(chat_template="gtpo").describe(tokenizer) == "template gtpo"
+    assert PromptFormat(chat_template="gtpo").identity(tokenizer)["system_prompt"].startswith("You are a helpful")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has no chat template"):
+        PromptFormat(chat_template="gtpo").encode(ROW, tokenizer)
+
+
 class Plain:
     """A tokenizer that shows the text it is given: one id a character, each known marker one id."""
 
@@ -73,9 +157,9 @@ class Plain:
         return {"input_ids": [ord(c) for c in text]}
 
 
-def shown(**arguments):
+def shown(row=ROW, **arguments):
     tokenizer = Plain()
-    PromptFormat(**arguments).encode(ROW, tokenizer)
+    PromptFormat(**arguments).encode(row, tokenizer)
     return tokenizer.text
 
 
@@ -220,7 +304,7 @@ def test_long_prompts_are_refused_or_dropped_and_counted(plain):
         (
             {"chat_template": "zzz"},
             "chat_template",
-            "write one of auto, chat, none, qwen_math, r1, text with {question}",
+            "write one of auto, chat, none, qwen_math, r1, gtpo, text with {question}",
         ),
         ({"chat_template": "qwen_maths"}, "chat_template", "write qwen_math"),
         ({"chat_template": "r1", "system_prompt": "x"}, "system_prompt", "{system}"),
@@ -229,6 +313,7 @@ def test_long_prompts_are_refused_or_dropped_and_counted(plain):
         ({"question_format": "solve it"}, "question_format", "write {question}"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens", None),
         ({"on_long": "cut"}, "on_long", "error or drop"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "enable_thinking"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, where, remedy):

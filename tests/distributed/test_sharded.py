@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # A critic that learns alone first, and a reference that becomes the policy of the moment.
     "critic": (
         {
-            "objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1),
+            "objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1, bootstrap_truncated=True),
             "critic": CriticConfig(warmup_rollouts=1),
             "reference": ReferenceConfig(refresh_every=1),
         },
@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # The same on the policy's backbone: while it learns alone, the backbone has no backward pass.
     "shared backbone": (
         {
-            "objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1),
+            "objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1, bootstrap_truncated=True),
             "critic": CriticConfig(backbone="shared", warmup_rollouts=1, measure_every=1),
             "updates_per_rollout": 2,
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.data import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubPrompts
+from lit_grpo.data import BENCHMARKS, AdditionPrompts, BenchmarkPrompts, HubPrompts, InMemoryPrompts
 from lit_grpo.data.sources.benchmarks import gold_text
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import EvaluationSet
 from lit_grpo.evaluation.grading import answer_classes, grade, selector_scores
 from lit_grpo.evaluation.sets import EvaluationPart, Subset, resolve_sets
 from lit_grpo.rewards import ExactMatch, MathReward
+from lit_grpo.rewards.base import verdicts
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling
 from tests import tiny
-from tests.paths import SHARED
+from tests.paths import ROOT, SHARED
 
 TRAINING = Sampling(temperature=1.0, max_new_tokens=64)
 
@@ -86,26 +88,41 @@ def test_a_subset_is_the_same_everywhere_and_a_smaller_one_lies_in_a_larger() ->
 
 
 def test_golds_of_benchmarks_become_one_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert gold_text("3 * 4 = 12\n#### 1,200") == "1,200"
+    assert gold_text("3 * 4 = 12\n#### 1,200") == "1200"
     assert gold_text(["2", "-2"]) == "2, -2"
     assert gold_text(27.0) == "27.0"
     assert gold_text(None) is None
     rows = {
         "gsm8k": [{"question": "q", "answer": "so\n#### 5"}],
+        "math": [{"problem": "q", "solution": r"$2+3 = \boxed{5}$", "level": "Level 1"}],
         "olympiadbench": [{"id": 7, "question": "q", "final_answer": ["1", "3"]}],
         "gaokao2023": [{"question": "q", "answer": ""}, {"question": "r", "answer": "A"}],
     }
     for name, records in rows.items():
         monkeypatch.setattr(HubPrompts, "records", lambda self, records=records: ((r, "row") for r in records))
         (row,) = BenchmarkPrompts(name).rows()
-        assert (name, row.answer) in {("gsm8k", "5"), ("olympiadbench", "1, 3"), ("gaokao2023", "A")}
-        if name == "gsm8k":
-            assert row.extra["solution"] == "so\n#### 5"
+        assert (name, row.answer) in {("gsm8k", "5"), ("math", "5"), ("olympiadbench", "1, 3"), ("gaokao2023", "A")}
+        if name in ("gsm8k", "math"):
+            assert row.extra["solution"] == {"gsm8k": "so\n#### 5", "math": r"$2+3 = \boxed{5}$"}[name]
+            assert BenchmarkPrompts(name, split="train").rows()[0].extra["solution"] == row.extra["solution"]
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
     assert [row.question for row in BenchmarkPrompts("aime24", path=str(file)).rows()] == ["1+1?"]
     with pytest.raises(UserError, match="no benchmark 'aime'"):
         BenchmarkPrompts("aime")
+    with pytest.raises(UserError, match="aime24 has no questions to train on"):
+        BenchmarkPrompts("aime24", split="train")
+
+
+def test_the_script_for_gsm8k_keeps_the_solutions() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/get_gsm8k"))
+    row = {"question": "q", "answer": "10 x 120 = 1,200\n#### 1,200"}
+    written = script["as_written"](row, "gsm8k_train/0")
+    assert written["answer"] == "1200"
+    assert written["solution"] == row["answer"]
+    (read,) = InMemoryPrompts([written]).rows()
+    assert (read.id, read.question, read.answer) == ("gsm8k_train/0", "q", "1200")
+    assert read.extra == {"solution": row["answer"], "source": "gsm8k"}
 
 
 DATA = SHARED / "data"
@@ -132,8 +149,10 @@ def test_right_answers_are_one_answer_and_wrong_ones_by_their_normal_form() -> N
     reward = MathReward(workers=1)
     try:
         items = [RewardInput(rollout.prompts[0], c, t) for c, t in zip(rollout.completions, rollout.texts, strict=True)]
-        rewards = {"math": torch.tensor([score.value for score in reward.score(items)])}
-        rollout = replace(rollout, rewards=rewards)
+        scores = reward.score(items)
+        found = verdicts([reward], {reward.name: scores}, [""] * len(scores))
+        rewards = {reward.name: torch.tensor([score.value for score in scores])}
+        rollout = replace(rollout, rewards=rewards, correct=torch.tensor(found))
         graded = grade(rollout, [reward], EvaluationPart("s", 6, TRAINING), list(range(6)))
     finally:
         reward.close()

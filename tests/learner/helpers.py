@@ -65,6 +65,8 @@ def part(whole: Rollout, rank: int) -> Rollout:
         texts=whole.texts[rows],
         rewards={name: values[rows] for name, values in whole.rewards.items()},
         reward=whole.reward[rows],
+        correct=None if whole.correct is None else whole.correct[rows],
+        flipped_reward=None if whole.flipped_reward is None else whole.flipped_reward[rows],
     )
 
 

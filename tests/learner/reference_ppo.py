@@ -33,6 +33,8 @@ class Settings:
     """Bounds of the value head."""
     shared: bool = False
     detach: bool = False
+    bootstrap: bool = False
+    """V after the last token of a truncated completion is the critic's, not 0."""
 
 
 class Reference:
@@ -68,6 +70,16 @@ class Reference:
             values.append(value.double())
         return logprobs, values
 
+    @torch.no_grad()
+    def value_after(self, batch: Rollout, i: int) -> float:
+        """Value of the text of completion i as far as it goes."""
+        ids = torch.tensor([[*batch.prompts[i // batch.group_size].token_ids, *batch.completions[i].token_ids]])
+        state = self.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+        value = float((self.head.weight[0] * state).sum() + self.head.bias[0])
+        if self.s.low is None or self.s.high is None:
+            return value
+        return self.s.low + (self.s.high - self.s.low) / (1 + math.exp(-value))
+
     def prepare(self, batch: Rollout, warmup: bool) -> None:
         """Old log-probabilities and values, advantages and returns."""
         s = self.s
@@ -80,6 +92,7 @@ class Reference:
                 logprobs, values = self.look(batch, i, False)
             v = [float(x) for x in values]
             n, reward = len(v), float(batch.reward[i])
+            end = self.value_after(batch, i) if s.bootstrap and batch.completions[i].finish_reason == "length" else 0.0
             lam = s.lam if s.length_alpha is None else min(1.0, max(0.0, 1 - 1 / (s.length_alpha * n)))
             target_lam = s.lam if s.length_alpha is None else 1.0
             if warmup:
@@ -89,7 +102,7 @@ class Reference:
                 advantage = [0.0] * n
                 for t in range(n):
                     for k in range(t, n):  # A_t = sum_k (gamma lambda)^(k-t) delta_k
-                        after = v[k + 1] if k + 1 < n else 0.0
+                        after = v[k + 1] if k + 1 < n else end
                         delta = (reward if k == n - 1 else 0.0) + s.gamma * after - v[k]
                         advantage[t] += (s.gamma * value_of_lambda) ** (k - t) * delta
                 found[name] = advantage
@@ -106,8 +119,10 @@ class Reference:
     def update(self, batch: Rollout, rows: list[int], warmup: bool) -> None:
         """One optimizer step on some completions."""
         s = self.s
+        assert batch.correct is not None
+        correct = batch.correct.tolist()
         tokens = sum(len(self.old[i]) for i in rows)
-        right = sum(len(self.old[i]) for i in rows if float(batch.reward[i]) > 0)
+        right = sum(len(self.old[i]) for i in rows if correct[i])
         loss = torch.zeros((), dtype=torch.float64)
         for i in rows:
             logprobs, values = self.look(batch, i, s.detach or (s.shared and warmup))
@@ -116,7 +131,7 @@ class Reference:
                     ratio, a = (logprob - self.old[i][t]).exp(), self.advantages[i][t]
                     bounded = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
                     loss = loss - torch.minimum(ratio * a, bounded * a) / tokens
-                    if float(batch.reward[i]) > 0:
+                    if correct[i]:
                         loss = loss - s.nll * logprob / right
                 error = (value - self.returns[i][t]) ** 2
                 if s.value_clip:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lit_grpo.errors import UserError
-from lit_grpo.learner.run_checks import check_critic_settings
+from lit_grpo.learner.run_checks import check_critic_settings, warmup_rollouts
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.policy import CriticConfig, PolicyConfig, TinyModel
@@ -65,6 +66,15 @@ def test_a_warm_up_must_leave_rollouts_for_the_policy() -> None:
     assert error.value.where == "model.critic.warmup_rollouts"
 
 
+def test_a_recipe_brings_the_warm_up_it_was_published_with() -> None:
+    vapo, ppo = Objective.from_recipe("vapo", length_alpha=1.0), Objective.from_recipe("ppo")
+    assert warmup_rollouts(CriticConfig(), vapo) == 50
+    assert warmup_rollouts(CriticConfig(warmup_rollouts=0), vapo) == 0
+    assert warmup_rollouts(CriticConfig(), ppo) == warmup_rollouts(CriticConfig(), replace(ppo, recipe="own")) == 0
+    with pytest.raises(UserError, match=r"50 rollouts \(what vapo was published with\) is no shorter"):
+        run(CriticConfig(), recipe="vapo")
+
+
 def test_bounded_values_must_reach_every_reward() -> None:
     bounded = CriticConfig(bounded=True)
     run(bounded)
@@ -85,7 +95,7 @@ def test_settings_that_are_hardly_meant_are_said_aloud() -> None:
     with pytest.warns(UserWarning, match="lambda is 0 for every completion of at most 200 tokens"):
         run(CriticConfig(warmup_rollouts=1), recipe="vapo", length_alpha=0.005)
     with pytest.warns(UserWarning, match="warmup_rollouts is 0"):
-        run(CriticConfig(), recipe="vapo")
+        run(CriticConfig(warmup_rollouts=0), recipe="vapo")
 
 
 def test_the_range_of_the_total_reward_is_that_of_the_weighted_sum() -> None:

@@ -49,14 +49,14 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
         minibatch_prompts=size,
         micro_batch_size=3,
     )
-    batches = [replace(rollout(seed=k), index=k) for k in range(rollouts)]
+    batches = [replace(cut_by_the_limit(rollout(seed=k)), index=k) for k in range(rollouts)]
     module.connect(tiny.context(rollouts))
     start(module)
     reference, watch = Reference(module, settings, RATE, CRITIC_RATE, EPS), Watch()
     before = tiny.weights(module)
     tiny.trainer(callbacks=[watch]).fit(module, Given(*batches))
     for place, batch in enumerate(batches):
-        warmup = place < config.warmup_rollouts
+        warmup = place < (config.warmup_rollouts or 0)
         reference.prepare(batch, warmup)
         seed = rng.derive_seed("minibatches", rng.run_seed(), batch.index)
         for rows in shape.minibatches(batch, size, updates, seed):
@@ -68,6 +68,12 @@ def compare(objective: ObjectiveConfig, settings: Settings, rollouts: int = 2, *
         torch.testing.assert_close(vector(module.critic.base), vector(reference.backbone), atol=2e-5, rtol=1e-4)
     assert not torch.equal(before, tiny.weights(module))
     return watch
+
+
+def cut_by_the_limit(batch: Any) -> Any:
+    """The rollout with every second completion, and the longest, cut by the length limit."""
+    cut = [replace(c, finish_reason="length") if i % 2 or i == 7 else c for i, c in enumerate(batch.completions)]
+    return replace(batch, completions=cut)
 
 
 def _named(name: str) -> Callable[[str], str]:
@@ -84,12 +90,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
                    {"value_clip": 0.01, "value_coef": 0.5}, {}),
     "bounded": ({"recipe": "ppo"}, {"low": -0.5, "high": 2.0},
                 {"bounded": True, "value_low": -0.5, "value_high": 2.0}),
+    "bootstrap": ({"recipe": "ppo", "gae_lambda": 0.7, "gae_gamma": 0.9, "bootstrap_truncated": True},
+                  {"lam": 0.7, "gamma": 0.9, "bootstrap": True}, {}),
+    "bootstrap_shared_bounded": ({"recipe": "vapo", "length_alpha": 0.5, "bootstrap_truncated": True},
+                                 {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1,
+                                  "value_clip": 0.0, "shared": True, "bootstrap": True, "low": -0.5, "high": 2.0},
+                                 {"warmup_rollouts": 1, "bounded": True, "value_low": -0.5, "value_high": 2.0}),
     "shared": ({"recipe": "ppo", "gae_lambda": 0.7, "value_coef": 0.3},
                {"lam": 0.7, "value_coef": 0.3, "shared": True}, {}),
     "detached": ({"recipe": "ppo"}, {"shared": True, "detach": True}, {}),
     "warmup": ({"recipe": "ppo", "gae_lambda": 0.5}, {"lam": 0.5}, {"warmup_rollouts": 1}),
     "vapo": ({"recipe": "vapo", "length_alpha": 0.5},
-             {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1, "value_clip": 0.0}, {}),
+             {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1, "value_clip": 0.0},
+             {"warmup_rollouts": 0}),
     "vapo_shared_warmup": ({"recipe": "vapo", "length_alpha": 0.5},
                            {"length_alpha": 0.5, "whiten": False, "clip_high": 0.28, "nll": 0.1, "value_clip": 0.0,
                             "shared": True}, {"warmup_rollouts": 1}),
@@ -100,6 +113,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_weights_are_those_of_the_loops(case: str) -> None:
     objective, settings, critic = CASES[case]
     compare(ObjectiveConfig(**objective), Settings(**settings), **critic)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pack": False}, {"pack": False, "share_prompts": False}])
+def test_the_value_after_the_last_token_is_that_of_the_text_alone(layout: dict[str, Any]) -> None:
+    module: Any = tiny.module(
+        objective=ObjectiveConfig(recipe="ppo", bootstrap_truncated=True),
+        policy=PolicyConfig(tiny=tiny.TINY, **layout),
+        micro_batch_size=3,
+    )
+    start(module)
+    batch = cut_by_the_limit(rollout())
+    reference = Reference(module, Settings(), RATE, CRITIC_RATE, EPS)
+    want = [reference.value_after(batch, i) if c.truncated else 0.0 for i, c in enumerate(batch.completions)]
+    assert sum(c.truncated for c in batch.completions) == 4
+    torch.testing.assert_close(module.forward_runner.final_values(batch), torch.tensor(want), atol=1e-5, rtol=1e-5)
+    whole = replace(batch, completions=[replace(c, finish_reason="stop") for c in batch.completions])
+    assert module.forward_runner.final_values(whole).tolist() == [0.0] * 8
 
 
 def shared(**changes: Any) -> CriticConfig:

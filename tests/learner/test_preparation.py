@@ -152,7 +152,7 @@ class TestCompletionsWithoutAnAnswer:
             ) -> None:
                 kept.append((batch, pl_module.step_result.snapshot.experience))
 
-        rewards = [ExactMatch(extract=r"\d"), tiny.EvenReward(weight=0.0)]
+        rewards = [ExactMatch(pattern=r"\d"), tiny.EvenReward(weight=0.0)]
         data = tiny.data(rewards=rewards, rollouts=1, sampling=Sampling(max_new_tokens=2))
         tiny.trainer(callbacks=[watch, Keep()]).fit(tiny.module(objective=self.objective), datamodule=data)
         batch, experience = kept[0]
@@ -205,3 +205,64 @@ class TestInitialEntropy:
             fit(1, objective=ObjectiveConfig(recipe="gtpo"))
         module, _ = fit(1, objective=ObjectiveConfig(recipe="gtpo", initial_entropy=0.5))
         assert module.objective_state.initial_entropy == 0.5
+
+
+class Switch(tiny.pl.Callback):
+    """Changes the objective after the first rollout."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, out: Any, batch: Any, index: int) -> None:
+        if pl_module.policy_version == 1:
+            pl_module.change_objective(self.changes)
+
+
+class TestEntropyFilterInMidRun:
+    """The remedy of an exploding entropy, which used to end the run that it was to save."""
+
+    def test_it_compares_with_the_first_rollout(self, caplog: pytest.LogCaptureFixture):
+        with caplog.at_level("INFO"):
+            module, watch = fit(3, callbacks=[Switch(entropy_filter="all", entropy_gamma=0.1)])
+        first = watch.metrics[0]["policy/entropy_sequence"]
+        assert module.objective_state.initial_entropy == first
+        assert "policy/entropy_initial" not in watch.metrics[0]
+        assert watch.metrics[1]["policy/entropy_initial"] == first
+        assert "over the completions of the first rollout" in caplog.text
+        assert module.objective.name == "grpo+entropy_signal=on"
+
+    def test_the_first_rollout_is_in_the_checkpoint(self):
+        module, watch = fit(2)
+        checkpoint: dict[str, Any] = {}
+        module.on_save_checkpoint(checkpoint)
+        resumed = tiny.module()
+        resumed.on_load_checkpoint(checkpoint)
+        resumed.change_objective({"recipe": "gtpo"})
+        assert resumed.objective_state.initial_entropy == watch.metrics[0]["policy/entropy_sequence"]
+
+    def test_a_run_that_is_resumed_under_another_objective_compares_with_it_too(self, tmp_path):
+        """It used to measure the trained model, and to call it untouched."""
+        from lit_grpo.callbacks import RolloutCheckpoint
+
+        def run(recipe: Any, rollouts: int, **resume: Any) -> tuple[Any, tiny.Recorder]:
+            module, recorder = tiny.module(objective=ObjectiveConfig(recipe=recipe)), tiny.Recorder()
+            checkpoint = RolloutCheckpoint(dirpath=str(tmp_path))
+            trainer = tiny.trainer(callbacks=[checkpoint, recorder], enable_checkpointing=True)
+            trainer.fit(module, datamodule=tiny.data(rollouts=rollouts), **resume)
+            return module, recorder
+
+        _, first = run("grpo", 1)
+        module, then = run("gtpo", 2, ckpt_path=tmp_path / "last.ckpt")
+        assert len(then.metrics) == 1
+        assert module.objective_state.initial_entropy == first.metrics[0]["policy/entropy_sequence"]
+
+    def test_without_a_measured_first_rollout_the_change_is_refused_and_the_run_as_it_was(self):
+        module, _ = fit(1)
+        module.objective_state = module.objective.new_state()
+        before = module.objective
+        with pytest.raises(UserError, match="the first rollout measured none"):
+            module.change_objective({"recipe": "gtpo"})
+        assert module.objective is before
+        for given in ({"initial_entropy": 0.4}, {"entropy_gate": float("inf")}):
+            module.change_objective({"recipe": "gtpo", **given})
+            assert module.objective.name == "gtpo"

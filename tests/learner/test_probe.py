@@ -35,7 +35,9 @@ def run(
         patch.setattr(Policy, "verify_against_model_forward", lambda *_, **__: None)
         patch.setattr(Policy, "forward", counted)
         batch = rollout(rewards=rewards, lengths=LENGTHS, group_size=4)
-        module, watch = fit(batches=[batch], zero_advantage_samples=probe, micro_batch_size=None, **changes)
+        module, watch = fit(
+            batches=[batch], zero_advantage_samples=probe, step_kl_samples=0, micro_batch_size=None, **changes
+        )
     return module, watch.metrics[0], passes
 
 

@@ -30,6 +30,8 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "bstar_given": ("reinforce_bstar", {"optimal_baseline_weights": "given"}),
     "bstar_logit": ("reinforce_bstar", {"optimal_baseline_weights": "logit"}),
     "grpo_noise": ("grpo", {"label_noise": 0.25}),
+    "gtpo_negatives": ("gtpo", {"entropy_filter": "negatives", "entropy_threshold": 0.5}),
+    "gtpo_always": ("gtpo", {"entropy_gate": float("inf"), "entropy_threshold": 0.7}),
     "lopti_joint": ("lopti", {"reweight_alpha": 0.3}),
 }
 NAMES = [*RECIPES, *EXTRA]
@@ -39,7 +41,7 @@ def objective(name: str) -> Objective:
     """A recipe, or one of EXTRA, ready for runs of at most 8 tokens."""
     recipe, changes = EXTRA.get(name, (name, {}))
     made = Objective.from_recipe(recipe, **changes).for_run(8)
-    if made.entropy_signal.entropy_filter:
+    if made.entropy_signal.gated:
         made = replace(made, entropy_signal=replace(made.entropy_signal, initial_entropy=0.3))
     return made
 

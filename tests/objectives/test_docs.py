@@ -43,6 +43,17 @@ def test_every_recipe_has_its_file() -> None:
         assert ObjectiveConfig(**given).resolve() == Objective.from_recipe(name)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_head_of_a_recipe_file_says_what_the_recipe_says(name: str) -> None:
+    """Formula, use, failure, source, and how the method was published: what differs from it must not be hidden."""
+    lines = (ROOT / f"configs/recipes/{name}.yaml").read_text(encoding="utf-8").splitlines()
+    head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    recipe = RECIPES[name]
+    assert head.startswith(f"{name}: {recipe.formula} Use: {recipe.use} Known failure: {recipe.failure} ")
+    assert f"Source: {recipe.source}. " in head
+    assert f"As published: {recipe.published}. This file sets the objective alone; the rest is the base's." in head
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reference_loss_is_the_objectives(beta: float) -> None:
     reference = module("docs/reference_grpo.py")

@@ -23,7 +23,7 @@ from lit_grpo.objectives.shaping import flip_labels, soft_overlong
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import Groups, masked
 from lit_grpo.objectives.token_advantages import GaeLength, gae, length_adaptive_lambda
-from lit_grpo.objectives.token_weights import conflict_masks, entropy_filter, mean_entropy
+from lit_grpo.objectives.token_weights import EntropySignal, conflict_masks, mean_entropy
 from lit_grpo.objectives.trust_regions import Clip, Dcpo, Gmpo, Rspo, SurrogateInputs, dcpo_bounds, router_factor
 from lit_grpo.policy.forward.head import head_stats
 from lit_grpo.types import Completion, Experience, LossOutput, Prompt, Rollout
@@ -145,7 +145,7 @@ def check_rest(
         elif key == "delta":
             assert state.initial_entropy is not None
             mean = mean_entropy(exp.entropy, mask)  # type: ignore[arg-type]
-            close(o.entropy_signal.delta(mean, state.initial_entropy), want, dtype, key)
+            close(o.entropy_signal.delta(mean, torch.ones_like(mean), state.initial_entropy), want, dtype, key)
         elif key == "signal":
             close(plan.advantages[:, 0], want, dtype, key)
         elif key == "lambda":
@@ -219,7 +219,9 @@ def length_gap(exp: Experience) -> float:
     prompts = [Prompt(str(i), "", (0,)) for i in rows]
     reward = exp.rewards[rows]
     metrics = StepMetrics()
-    add_rollout_metrics(metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1))
+    add_rollout_metrics(
+        metrics, Rollout(0, prompts, completions, [""] * len(rows), {"r": reward}, reward, 1, correct=reward > 0)
+    )
     values = metrics.compute()
     return values.get("completions/incorrect_length", math.nan) - values.get("completions/correct_length", math.nan)
 
@@ -364,7 +366,8 @@ def test_gae(functions: dict[str, Any]) -> None:
 
 def test_gtpo_filter(functions: dict[str, Any]) -> None:
     for f in functions["gtpo_filter"]:
-        assert entropy_filter(torch.tensor([f["H_i"]]), f["H_init"]).item() == f["delta"]
+        signal = EntropySignal(entropy_filter="all")
+        assert signal.delta(torch.tensor([f["H_i"]]), torch.ones(1), f["H_init"]).item() == f["delta"]
 
 
 def test_label_flip(functions: dict[str, Any]) -> None:

@@ -55,7 +55,11 @@ def test_recipe_is_itself(name: str) -> None:
         ({"name": "gspo", "kl_coef": 0.04}, "gspo+kl=k3_in_loss"),
         ({"name": "grpo", "sampler_correction": "tis_token"}, "grpo+sampler_correction=tis_token"),
         ({"name": "grpo", "top_entropy": 0.2}, "grpo+top_entropy=on"),
-        ({"name": "pl", "ratio": "self"}, "pl"),
+        ({"name": "pl", "ratio": "self"}, "pl+ratio=self"),
+        ({"name": "nl", "trust_region": "none"}, "nl+trust_region=none"),
+        ({"name": "grpo", "entropy_gamma": 0.1}, "grpo+entropy_signal=gamma"),
+        ({"name": "gtpo", "entropy_filter": "negatives"}, "gtpo+entropy_signal=only_negatives"),
+        ({"name": "gtpo", "entropy_filter": "none", "entropy_gamma": 0.0}, "gtpo+entropy_signal=off"),
     ],
 )
 def test_names_tell_what_is_not_the_recipes(given: dict[str, Any], name: str) -> None:
@@ -130,11 +134,6 @@ def test_refusals_name_the_reason(given: dict[str, Any], words: list[str]) -> No
         ("grpo", {"group_size": 1}, "group_size is 1"),
         ("dcpo", {"group_size": 1}, "group_size is 1"),
         ("reinforce_rej", {"group_size": 1}, "uniform"),
-        ("reinforce", {"updates_per_rollout": 2}, "on-policy only"),
-        ("reinforce_bstar", {"updates_per_rollout": 2}, "on-policy only"),
-        ("gtpo", {"updates_per_rollout": 4}, "on-policy only"),
-        ("rloo", {"updates_per_rollout": 2}, "on-policy only"),
-        ("imle", {"updates_per_rollout": 2}, "on-policy only"),
         ("grpo", {"updates_per_rollout": 0}, "at least 1"),
     ],
 )
@@ -143,12 +142,38 @@ def test_contradictions_with_the_run(recipe: str, run: dict[str, Any], word: str
         Objective.from_recipe(recipe).check(**RUN | run)
 
 
-def test_what_may_be_off_policy() -> None:
-    Objective.from_recipe("rloo", ratio="token").check(**RUN | {"updates_per_rollout": 4})
-    Objective.from_recipe("pl", ratio="self").check(**RUN | {"updates_per_rollout": 4})
-    Objective.from_recipe("raft").check(**RUN | {"updates_per_rollout": 4})
-    with pytest.raises(UserError, match="on-policy only"):
-        Objective.from_recipe("grpo", ratio="self").check(**RUN | {"updates_per_rollout": 4})
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_may_be_off_policy_without_importance_sampling_and_says_so(name: str) -> None:
+    recipe = RECIPES[name].objective
+    single = Objective.from_recipe(name)
+    if recipe.demonstrations:
+        assert single.for_run(100, updates_per_rollout=4).name == name, "its data are on no policy"
+        return
+    # One number per completion has no form without a ratio.
+    changes = {} if recipe.trust_region.per_sequence else {"ratio": "self"}
+    made = Objective.from_recipe(name, **changes).for_run(100, updates_per_rollout=4)
+    made.check(**RUN | {"updates_per_rollout": 4, "has_critic": made.advantage.critic})
+    assert made.name == (f"{name}+no_importance_sampling" if changes else name)
+    assert single.for_run(100).name == name
+
+
+def test_the_settings_of_a_likelihood_loss_have_four_names() -> None:
+    """On-policy; off-policy with clip and ratio, without the clip, without both: landscape paper, Fig. 2, 3, 7."""
+    forms: list[tuple[dict[str, str], int]] = [
+        ({}, 1), ({}, 4), ({"trust_region": "none"}, 4), ({"ratio": "self"}, 4), ({"ratio": "self"}, 1),
+    ]  # fmt: skip
+    names = [Objective.from_recipe("nl", **changes).for_run(100, updates).name for changes, updates in forms]
+    assert names == ["nl", "nl", "nl+trust_region=none", "nl+no_importance_sampling", "nl+ratio=self"]
+
+
+def test_a_trust_region_that_never_acts() -> None:
+    idle = {name for name in RECIPES if Objective.from_recipe(name).for_run(100).trust_region_idles}
+    assert {"gspo", "gmpo", "cispo", "dapo", "vapo"} <= idle
+    # GRPO's own clip is the usual case, Olmo 3 was published with one update, Lopti takes two passes.
+    assert not idle & {"grpo", "olmo3", "lopti", "gtpo", "reinforce"}
+    assert not any(Objective.from_recipe(name).for_run(100, 2).trust_region_idles for name in RECIPES)
+    own = Objective.from_recipe("grpo", custom_trust_region=f"{HERE}.no_bound").for_run(100)
+    assert not own.trust_region_idles, "what a user's own does at ratio 1 is not known"
 
 
 def test_singleton_groups_by_choice() -> None:
@@ -212,6 +237,15 @@ def test_run_constants() -> None:
     with pytest.raises(UserError, match="overlong"):
         dapo.advantages(exp, dapo.new_state())
     assert dapo.for_run(20480).describe()["overlong_max"] == 20480
+
+
+def test_an_overlong_penalty_on_short_completions_is_said_aloud() -> None:
+    made = Objective.from_recipe("dapo").shaping
+    assert made.cautions(20480) == []
+    (caution,) = made.cautions(3)
+    assert "begins after 2 and is -1 at the limit, for right answers too" in caution
+    assert Objective.from_recipe("dapo", overlong_max=3).shaping.cautions(3) == [], "asked for"
+    assert Objective.from_recipe("grpo").shaping.cautions(3) == []
 
 
 # ------------------------------------------------------------------------------------------------ configuration

@@ -93,6 +93,9 @@ def test_initial_entropy_is_measured_first() -> None:
     plan = made.plan(exp, advantages, state.with_initial_entropy(0.3))
     assert plan.active.any()
     assert objective("gtpo").initial_entropy_prompts == 0
+    always = Objective.from_recipe("gtpo", entropy_gate=float("inf"))
+    assert always.initial_entropy_prompts == 0, "a filter that always acts compares with nothing"
+    assert always.plan(exp, *always.advantages(exp, always.new_state())).active.any()
     assert Objective.from_recipe("grpo").initial_entropy_prompts == 0
 
 
@@ -201,6 +204,9 @@ def test_another_objective_keeps_the_memory_that_both_use() -> None:
     assert adaptive.adopt_state(ObjectiveState()).beta == 1.0
     assert Objective.from_recipe("grpo").adopt_state(state) == ObjectiveState()
     assert Objective.from_recipe("gtpo").adopt_state(state).initial_entropy == 0.2
+    seen = ObjectiveState(first_rollout_entropy=0.4)
+    assert Objective.from_recipe("grpo").adopt_state(seen) == seen, "what was seen of the run is kept for later"
+    assert ObjectiveState.from_dict(seen.to_dict()) == seen
 
 
 def test_pass_at_k_edges() -> None:

@@ -1,7 +1,9 @@
 """Numbers, letters, tags, countdown, lengths, repetition, noise, functions of the user: values derived by hand."""
 
 import math
+import re
 from fractions import Fraction
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from lit_grpo.rewards import (
     score_all,
 )
 from lit_grpo.rewards.arithmetic import evaluate
+from lit_grpo.rewards.format_tags import Rule
 from lit_grpo.types import Completion, Prompt, RewardInput, Score
 
 USER = "tests.rewards.user_functions"
@@ -94,41 +97,77 @@ def test_choice_edges():
         ChoiceReward("AAB")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a</think><answer>b</answer>", 10),
-        ("\n<think>\na\n</think>\n\n<answer> b </answer>\n", 10),
-        ("<think>a</think> so <answer>b</answer>", 1),
-        ("<think>a</think><answer>b</answer> done", 1),
-        ("<answer>b</answer><think>a</think>", 1),
-        ("<think>a</think><answer></answer>", 1),
-        ("<think>a</think><answer> \n</answer>", 1),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 1),
-        ("<think>a<answer>b</answer></think>", 1),
-        ("<think>a</think><answer>b", 1),
-        ("</answer>", 1),
-        ("<Think>a</Think>", 0),
-        ("just text", 0),
-        ("", 0),
-    ],
-)
-def test_format_is_worth_10_1_or_0(text, expected):
-    assert value(FormatReward(), text) == expected
+FORMATS = [
+    # text, then its value by the rules paper, released, ordered, strict
+    ("<think>a</think><answer>b</answer>", 10, 10, 10, 10),
+    ("\n<think>\na\n</think>\n\n<answer> b </answer>\n", 10, 10, 10, 10),
+    ("So <think>a</think> and <answer>b</answer>", 10, 10, 10, 1),
+    ("<think>a</think><answer>b</answer> done", 10, 1.5, 10, 1),
+    ("<think>a</think><answer>b</answer>\n\n", 10, 1.5, 10, 10),
+    ("<answer>b</answer><think>a</think>", 10, 1.5, 1, 1),
+    ("<think>a</think><answer></answer>", 10, 10, 1, 1),
+    ("<think>a</think><answer> \n</answer>", 10, 10, 1, 1),
+    ("<think>a</think><answer>b</answer><answer>c</answer>", 10, 10, 1, 1),
+    ("<think>a</think><think>b</think><answer>c</answer>", 10, 10, 1, 1),
+    ("<think>a<answer>b</answer></think>", 10, 1.5, 1, 1),
+    ("<answer>b<think>a</think></answer>", 10, 10, 1, 1),
+    ("</think>a<think><answer>b</answer>", 10, 1.5, 1, 1),
+    ("<think>a</think><answer>b", 1, 1.5, 1, 1),
+    ("<think>a</think>b", 1, 1, 1, 1),
+    ("a</think><answer>b</answer>", 1, 1.5, 1, 1),
+    ("<answer>b</answer>", 1, 1, 1, 1),
+    ("a <answer>b</answer>.", 1, 0, 1, 1),
+    ("<think>a", 1, 0, 1, 1),
+    ("</answer>", 1, 0, 1, 1),
+    ("<Think>a</Think>", 0, 0, 0, 0),
+    ("just text", 0, 0, 0, 0),
+    ("", 0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "paper", "released", "ordered", "strict"), FORMATS)
+def test_the_format_by_each_rule(text, paper, released, ordered, strict):
+    found = {rule: value(FormatReward(rule=rule), text) for rule in get_args(Rule)}
+    assert found == {"paper": paper, "released": released, "ordered": ordered, "strict": strict}
+    assert value(FormatReward(), text) == paper
+
+
+PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", " ", "\n"])
+
+
+@given(text=st.lists(PIECES, max_size=9).map("".join))
+@settings(max_examples=400, deadline=None)
+def test_the_released_rule_is_that_of_its_regular_expressions(text):
+    """GTPO's reward_math.py, of 5d33811: two searches for the pairs, and one for any tag of a pair that is missing."""
+    pairs = {"think": "<think>.*?</think>", "answer": "<answer>.*?</answer>$"}
+    there = {tag for tag, pattern in pairs.items() if re.search(pattern, text, re.DOTALL)}
+    expected = 10.0 if len(there) == 2 else 0.0
+    if len(there) == 1:
+        (missing,) = pairs.keys() - there
+        expected = 1.5 if re.search(f"</?{missing}>", text) else 1.0
+    assert value(FormatReward(rule="released"), text) == expected
 
 
 def test_format_options():
-    loose = FormatReward(strict=False, full=1, partial=0.5)
+    loose = FormatReward(rule="ordered", full=1, partial=0.5)
     assert value(loose, "so <think>a</think> and <answer>b</answer>.") == 1
     assert value(loose, "so <think>a</think>") == 0.5
-    opened = FormatReward(opened=True)
+    opened = FormatReward(opened=True, rule="strict")
     assert value(opened, "a</think><answer>b</answer>") == 10
     assert value(opened, "<think>a</think><answer>b</answer>") == 10  # text inside the thoughts
     assert value(opened, "</think><answer>b</answer>") == 1
+    for rule in get_args(Rule):
+        # The first opening tag is the prompt's, and earns nothing by itself.
+        assert value(FormatReward(opened=True, rule=rule), "a</think> <answer>b</answer>") == 10
+        assert value(FormatReward(opened=True, rule=rule), "a") == 0
+    assert FormatReward(rule="released").range == (0, 10)
+    assert FormatReward(rule="released", full=1).range == (0, 1.5)
     assert not FormatReward().correct(10)
     for tags in ([], ["a", "a"], ["<a>"]):
         with pytest.raises(UserError, match="tags are"):
             FormatReward(tags)
+    with pytest.raises(UserError, match="rule is 'lax'"):
+        FormatReward(rule="lax")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +184,7 @@ def test_format_options():
         ("<answer>44 + 44 - 19 + 3 + 3</answer>", 0),  # numbers used twice
         ("<answer>75</answer>", 0),
         ("<answer>25 * 3</answer>", 0),
-        ("<answer>44 - 19 * 3", 0),
+        ("<answer>44 - 19 * 3", 0.1),  # a stop string may be left out of the text
         ("<answer>(44 - 19) * 3</answer> wait <answer>44</answer>", 0),
         ("<answer>(44 - 19) ** 3</answer>", 0),
         ("<answer>(44 - 19) * 3 * 1</answer>", 0),
@@ -299,7 +338,7 @@ def test_limits_of_functions():
 
 
 def test_a_regular_expression_that_explodes_costs_its_limit():
-    reward = ExactMatch(extract="(a|aa)+$", limit=0.3)
+    reward = ExactMatch(pattern="(a|aa)+$", limit=0.3)
     (score,) = reward.score([item("a" * 60 + "b", "x")])
     assert (score.value, score.timed_out, score.no_answer) == (0.0, True, True)
     with pytest.raises(UserError, match="limit is 0"):
@@ -314,4 +353,4 @@ def test_votes_are_in_a_normal_form():
     ]
     assert ChoiceReward().final_answers([item("(C)"), item("Answer: C"), item("B or C")]) == ["C", "C", None]
     assert CosineReward(ExactMatch(), max_tokens=10).final_answers([item(" x ")]) == ["x"]
-    assert ExactMatch(extract="(a|aa)+$", limit=0.2).final_answers([item("a" * 60 + "b")]) == [None]
+    assert ExactMatch(pattern="(a|aa)+$", limit=0.2).final_answers([item("a" * 60 + "b")]) == [None]

@@ -97,7 +97,7 @@ def honest(prompt, mark, number):
 
 def test_grades_come_back_in_order_with_agreement(judge, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k-1")
-    reward, server = judge(honest, compare=ExactMatch(extract=r"\d+"))
+    reward, server = judge(honest, compare=ExactMatch(pattern=r"\d+"))
     batch = [item(), item("It is 5."), item("4 it is not, 4"), item("4 or so: four")]
     scores = score_all([reward], batch)["judge"]
     assert [s.value for s in scores] == [1.0, 0.0, 1.0, 0.0]

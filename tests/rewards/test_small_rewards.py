@@ -21,12 +21,12 @@ from lit_grpo.types import Score
         ({"ignore_case": True}, "STRASSE", "Straße", 1),
         ({}, "", None, 0),
         ({}, "", "", 1),
-        ({"extract": r"<answer>(.*?)</answer>"}, "<answer>\n7 </answer>", "7", 1),
-        ({"extract": r"<answer>(.*?)</answer>"}, "<answer>6</answer><answer>7</answer>", "7", 1),
-        ({"extract": r"<answer>(.*?)</answer>"}, "<answer>6</answer><answer>7</answer>", "6", 0),
-        ({"extract": r"<answer>(.*?)</answer>"}, "7", "7", 0),
-        ({"extract": r"\d+"}, "12 and 13", "13", 1),
-        ({"extract": r"(a)|b"}, "b", "b", 0),
+        ({"pattern": r"<answer>(.*?)</answer>"}, "<answer>\n7 </answer>", "7", 1),
+        ({"pattern": r"<answer>(.*?)</answer>"}, "<answer>6</answer><answer>7</answer>", "7", 1),
+        ({"pattern": r"<answer>(.*?)</answer>"}, "<answer>6</answer><answer>7</answer>", "6", 0),
+        ({"pattern": r"<answer>(.*?)</answer>"}, "7", "7", 0),
+        ({"pattern": r"\d+"}, "12 and 13", "13", 1),
+        ({"pattern": r"(a)|b"}, "b", "b", 0),
     ],
 )
 def test_exact_match(reward_input, arguments, text, answer, value):
@@ -35,7 +35,7 @@ def test_exact_match(reward_input, arguments, text, answer, value):
 
 def test_a_broken_expression_is_refused():
     with pytest.raises(UserError, match="is not a regular expression"):
-        ExactMatch(extract="(")
+        ExactMatch(pattern="(")
 
 
 @pytest.mark.parametrize(

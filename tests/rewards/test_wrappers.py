@@ -19,6 +19,7 @@ from lit_grpo.rewards import (
     CountdownReward,
     ExactMatch,
     FormatReward,
+    GatedReward,
     NumericReward,
     Reward,
     RewardBySource,
@@ -118,6 +119,114 @@ def test_an_answer_is_asked_for_only_where_it_is_compared_with():
     read(without, by_source(sums=ExactMatch(), words=Seen(1.0)))
     with pytest.raises(UserError, match="has no answer, and the reward 'exact_match'"):
         read(without, by_source(sums=Seen(1.0), words=ExactMatch()))
+
+
+def gated(reward=None, **arguments) -> GatedReward:
+    gate = FormatReward(tags=["reasoning", "answer"], rule="released")
+    return GatedReward(reward or NumericReward(extract="tag"), gate, **arguments)
+
+
+GATED = {
+    "right": ("<reasoning>r</reasoning><answer>4</answer>", 1.0, True),
+    "wrong": ("<reasoning>r</reasoning><answer>5</answer>", 0.0, True),
+    "right, broken format": ("<answer>4</answer>", 0.0, False),
+    "right, text behind": ("<reasoning>r</reasoning><answer>4</answer>!", 0.0, False),
+    "neither": ("4", 0.0, False),
+}
+
+
+def test_a_gate_lets_through_what_has_full_marks():
+    reward = gated()
+    batch = [item("sums", text) for text, _, _ in GATED.values()]
+    scores = score_all([reward], batch)["gated"]
+    assert [s.value for s in scores] == [value for _, value, _ in GATED.values()]
+    assert [s.details for s in scores] == [
+        {"inner": float("4</answer>" in text), "open": float(is_open)} for text, _, is_open in GATED.values()
+    ]
+    # The verdict includes the gate, and so do the votes.
+    assert [reward.correct(s.value) for s in scores] == [True, False, False, False, False]
+    assert reward.final_answers(batch) == ["4", "5", None, None, None]
+    assert [s.no_answer for s in scores] == [False, False, False, False, True]
+    # A verifier of weight 0 before it keeps the verdict its own.
+    free = NumericReward(weight=0.0)
+    assert primary_reward([free, reward]) is free
+    assert primary_reward([FormatReward(), reward]) is reward
+
+
+def test_a_gate_states_its_range_and_what_it_needs():
+    reward = gated()
+    assert (reward.range, reward.correct_threshold, reward.needs_answer, reward.extracts_answer) == (
+        (0.0, 1.0),
+        1.0,
+        True,
+        True,
+    )
+    assert gated(closed=-1.0).range == (-1.0, 1.0)
+    assert gated(CosineReward(NumericReward(), max_tokens=10)).needs_tokens
+    # Behind the gate: 2 .. 1 for right ones of length 1 of 10, whatever the format; and 0 where it is shut.
+    cosine = gated(CosineReward(NumericReward(), max_tokens=10))
+    texts = [text for text, _, _ in GATED.values()]
+    values = [s.value for s in cosine.score([item("sums", text) for text in texts])]
+    assert [round(v, 2) for v in values] == [1.98, -9.76, 0.0, 0.0, 0.0]
+    assert not cosine.correct(0.0)
+    inner, gate = Seen(1.0), Seen(1.0)
+    with pytest.raises(UserError, match="full marks of 'seen' are not known"):
+        GatedReward(inner, gate)
+    pair = GatedReward(inner, gate, at_least=0.5)
+    pair.start()
+    assert (inner.open, gate.open) == (1, 1)
+    pair.close()
+    assert (inner.open, gate.open) == (0, 0)
+    with pytest.raises(UserError, match="closed is 1"):
+        gated(closed=1.0)
+    with pytest.raises(UserError, match="does not say whether"):
+        gated(FormatReward())
+
+
+def test_a_gate_works_inside_and_around_rewards_by_source():
+    text, broken = GATED["right"][0], GATED["right, broken format"][0]
+    batch = [item("sums", text), item("sums", broken), item("other", "x"), item("other", broken)]
+    inside = by_source(sums=gated(), other=Seen(1.0))
+    assert [s.value for s in inside.score(batch)] == [1.0, 0.0, 1.0, 1.0]
+    around = gated(by_source(sums=NumericReward(), other=Seen(1.0)))
+    assert [s.value for s in around.score(batch)] == [1.0, 0.0, 0.0, 0.0]
+    assert around.for_source("sums") is around.for_source("sums")
+    assert around.for_source("sums").needs_answer
+    assert not around.for_source("other").needs_answer
+    own = around.for_source("sums")
+    assert [s.value for s in score_all([own], batch[:2])[own.name]] == [1.0, 0.0]
+    with pytest.raises(UserError, match="the source 'new'"):
+        around.for_source("new")
+    gate_by_source = GatedReward(NumericReward(), by_source(sums=ExactMatch(), other=NumericReward()))
+    with pytest.raises(UserError, match="the source 'new'"):
+        gate_by_source.for_source("new")
+
+
+GTPO = """
+rewards:
+  - class_path: lit_grpo.rewards.FormatReward
+    init_args: {tags: [reasoning, answer], rule: released}
+  - class_path: lit_grpo.rewards.GatedReward
+    init_args:
+      reward: {class_path: lit_grpo.rewards.MathReward, init_args: {extract: tag}}
+      gate: {class_path: lit_grpo.rewards.FormatReward, init_args: {tags: [reasoning, answer], rule: released}}
+      weight: 10
+      name: accuracy
+"""
+
+
+def test_score_counts_a_shut_gate_as_wrong(tmp_path, monkeypatch, capsys):
+    (tmp_path / "reward.yaml").write_text(GTPO)
+    lines = [json.dumps({"prediction": text, "answer": "4"}) for text, _, _ in GATED.values()]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    arguments = ["score", "--input", str(tmp_path / "in.jsonl"), "--config", str(tmp_path / "reward.yaml")]
+    monkeypatch.setattr(sys, "argv", ["lit-grpo", *arguments])
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    found = [json.loads(line) for line in captured.out.splitlines()]
+    assert [line["correct"] for line in found] == [value == 1.0 for _, value, _ in GATED.values()]
+    assert [line["reward"]["format"] for line in found] == [10.0, 10.0, 1.0, 1.5, 0.0]
+    assert "5 lines; 1 correct" in captured.err
 
 
 WRONG = {

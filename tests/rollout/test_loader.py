@@ -127,7 +127,8 @@ def test_rewards_are_weighted_and_kept_apart():
     rollout = producer(EchoEngine(), rewards).produce(prompts(2), Sampling(), 2, index=0)
     assert set(rollout.rewards) == {"even_reward", "constant"}
     torch.testing.assert_close(rollout.reward, 0.5 * rollout.rewards["even_reward"] - 2.0)
-    assert rollout.metrics["reward_errors/timeout_frac/constant"] == 0.5
+    timeouts, scored = rollout.sums["reward_errors/timeout_frac/constant"]
+    assert timeouts / scored == 0.5
 
 
 @pytest.mark.parametrize("fault", ["twice", "missing"])
@@ -178,6 +179,17 @@ def test_what_is_sampled_does_not_depend_on_the_number_of_ranks():
     for k, (ids_of_prompts, tokens) in enumerate(whole):
         assert halves[0][k][0] + halves[1][k][0] == ids_of_prompts
         assert halves[0][k][1] + halves[1][k][1] == tokens
+
+    # Nor does what is drawn for each completion later: label noise.
+    def keys_of(rollout: Any) -> torch.Tensor:
+        found = make_experience(rollout, "cpu").sample_keys
+        assert found is not None
+        return found
+
+    keys = [keys_of(r) for r in loader(EchoEngine(), 1)]
+    parts = [keys_of(r) for i in range(2) for r in loader(EchoEngine(), 1, rank=i, world_size=2)]
+    assert torch.equal(torch.cat(parts), keys[0])
+    assert len(set(keys[0].tolist())) == 8
 
 
 def test_every_prompt_once_an_epoch_in_another_order_each_time():
@@ -295,17 +307,23 @@ outcomes = st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_siz
 
 
 @settings(max_examples=60, deadline=None)
-@given(outcomes, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 3))
-def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds, world, seed):
-    """Equal rewards (also equal 0.5) never, unequal always; whole groups, bounded, no prompt twice, on any ranks."""
+@given(
+    outcomes, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(0, 3), st.sampled_from(["reward", "correct"])
+)
+def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds, world, seed, uniform_by):
+    """Equal rewards (also equal 0.5) never, unequal always; whole groups, bounded, no prompt twice, on any ranks.
+
+    By what is correct only 2 (a reward of 1) differs from the others: 0 and 0.5 are both wrong.
+    """
 
     def make(**changes: Any) -> RolloutLoader:
-        loader = dynamic(table, max_rounds=max_rounds, **changes)
+        loader = dynamic(table, max_rounds=max_rounds, uniform_by=uniform_by, **changes)
         loader.order = PromptOrder(len(table), seed)
         return loader
 
     order = [PromptOrder(len(table), seed)[i] for i in range(200)]
-    mixed = [len(set(table[k])) > 1 for k in order]
+    told = {k: {halves == 2 for halves in row} if uniform_by == "correct" else set(row) for k, row in enumerate(table)}
+    mixed = [len(told[k]) > 1 for k in order]
     if not any(mixed):
         with pytest.raises(StopRun, match="0 of 4"):
             next(iter(make()))
@@ -331,6 +349,8 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
             ids = [c.token_ids for c in one.completions[3 * g : 3 * g + 3]]
             assert [c.token_ids for c in by_prompt[prompt.id]] == ids
     assert sorted(p.id for p in one.prompts) == sorted(p.id for r in rollouts for p in r.prompts)
+    positions = [(p.id, at) for r in rollouts for p, at in zip(r.prompts, r.positions, strict=True)]
+    assert sorted(positions) == sorted(zip((p.id for p in one.prompts), one.positions, strict=True))
     assert one.metrics["sampling/prompts"] == taken
     assert all(len(r.prompts) == 4 // world for r in rollouts), "the same number on each rank"
     used = sorted(p.id for r in rollouts for p in r.prompts)
@@ -355,6 +375,7 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
         for i, c in enumerate(rollout.completions):
             assert c.token_ids[0] == table[rollout.prompts[i // 3].token_ids[0]][i % 3]
             assert float(rollout.reward[i]) == c.token_ids[0] / 2
+            assert bool(rollout.correct[i]) == (c.token_ids[0] == 2)
 
 
 def test_dynamic_sampling_asks_for_what_is_missing_over_the_share_so_far():
@@ -404,8 +425,8 @@ def test_metrics_of_all_rounds_are_added_up():
     rollout = next(iter(dynamic(table)))
     sampled = int(rollout.metrics["sampling/prompts"])
     assert sampled > 4
-    assert rollout.metrics["completions/tokens"] == sampled * 2 * 2
-    assert rollout.metrics["reward_errors/timeout_frac/sum_reward"] == 0.0
+    assert rollout.sampled_tokens == sampled * 2 * 2
+    assert rollout.sums["reward_errors/timeout_frac/sum_reward"][0] == 0
     assert 0.5 <= rollout.metrics["sampling/reward"] * 2 <= 1.0
 
 

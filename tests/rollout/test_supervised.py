@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from lit_grpo.data import AdditionPrompts, InMemoryPrompts
+from lit_grpo.cli.main import main
+from lit_grpo.data import AdditionPrompts, InMemoryPrompts, JsonlPrompts
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation import EvaluationSet
@@ -108,6 +112,63 @@ def test_what_is_taught() -> None:
     assert encoded(DemonstrationFormat(on_long="drop"), prompt, long) == {"p": "2\0"}
 
 
+GTPO = DemonstrationFormat(template="<reasoning>{solution}</reasoning>\n<answer>{answer}</answer>")
+
+
+def test_a_template_of_solution_and_answer(tmp_path: Path) -> None:
+    row = {"question": "48 and half of it?", "answer": "48/2 = 24\n48+24 = 1,072 {answer}\n#### 1,072"}
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(row))
+    for settings in ({}, {"question_column": "question", "answer_pattern": r"####\s*(.+)"}):
+        (read,) = JsonlPrompts(str(tmp_path / "gsm8k.jsonl"), **settings).rows()
+        assert read.extra == {"solution": row["answer"]}, "the whole column is kept"
+        assert read.answer == ("1,072" if settings else "1072")
+        prompt = Prompt("p", read.question, (1,), read.answer, extra=read.extra)
+        expected = f"<reasoning>48/2 = 24\n48+24 = 1,072 {{answer}}</reasoning>\n<answer>{read.answer}</answer>"
+        assert GTPO.text(prompt, "") == expected
+        assert DemonstrationFormat(column="solution").text(prompt, "") == row["answer"]
+    prompt = Prompt("p", "", (1,), "2", extra={"steps": "1+1"})
+    assert DemonstrationFormat("steps", "{solution} = {answer}").text(prompt, "") == "1+1 = 2"
+
+
+def test_two_rollouts_from_gsm8ks_own_rows(tmp_path: Path) -> None:
+    rows = [{"question": f"{i}+1=", "answer": f"{i}+1 is {i + 1}\n#### {i + 1}"} for i in range(5)]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    alphabet = "0123456789+= \n<>/abcdefghijklmnopqrstuvwxyz"
+    recorder, texts = tiny.Recorder(), []
+    recorder.on_train_batch_start = lambda *args: texts.extend(args[2].texts)  # type: ignore[method-assign]
+    settings: dict[str, Any] = {"rollouts": 2, "prompts_per_rollout": 5, "demonstrations": GTPO}
+    source = JsonlPrompts(str(tmp_path / "gsm8k.jsonl"))
+    module = tiny.module(policy=PolicyConfig(tiny=TinyModel(alphabet=alphabet)), objective=SFT)
+    tiny.trainer(callbacks=[recorder]).fit(
+        module, datamodule=data(prompts=source, sampling=Sampling(max_new_tokens=60), **settings)
+    )
+    assert len(recorder.metrics) == 2
+    wanted = [f"<reasoning>{i}+1 is {i + 1}</reasoning>\n<answer>{i + 1}</answer>" for i in range(5)]
+    assert sorted(texts) == sorted(wanted * 2)
+
+
+def test_the_command_line_needs_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "1+1=", "answer": "1+1=2\n#### 2"}
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(json.dumps(row) for _ in range(5)))
+    alphabet = "0123456789+=<>/\n #abcdefghijklmnopqrstuvwxyz"
+    settings = {
+        "model": {"policy": {"tiny": {"alphabet": alphabet, "layers": 1, "width": 32}}, "objective": {"recipe": "sft"}},
+        "data": {
+            "prompts": {"class_path": "lit_grpo.data.JsonlPrompts", "init_args": {"path": "gsm8k.jsonl"}},
+            "prompts_per_rollout": 5,
+            "group_size": 1,
+            "rollouts": 2,
+            "demonstrations": {"template": GTPO.template},
+            "sampling": {"max_new_tokens": 56},
+        },
+        "trainer": {"accelerator": "cpu", "logger": False, "enable_checkpointing": False},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    assert main(["fit", "--config", "run.yaml", "--model.objective.recipe", "grpo"]) == 2, "this one scores"
+
+
 def test_bad_solutions_are_refused_with_their_place() -> None:
     for form, prompt, match in (
         (DemonstrationFormat(), Prompt("p", "", (1,)), "row 'p' has no gold answer"),
@@ -122,8 +183,10 @@ def test_bad_solutions_are_refused_with_their_place() -> None:
         encoded(DemonstrationFormat(on_long="drop"), Prompt("p", "", (1,), "2" * 20))
     with pytest.raises(UserError, match="every solution would be the same"):
         DemonstrationFormat(template="42")
-    with pytest.raises(UserError, match="keep one"):
+    with pytest.raises(UserError, match="no place for the text of the column 'solution'"):
         DemonstrationFormat(column="solution", template="= {answer}")
+    with pytest.raises(UserError, match="no column 'solution'"):
+        encoded(DemonstrationFormat(template="{solution}"), Prompt("p", "", (1,), "2"))
 
 
 @pytest.mark.parametrize(

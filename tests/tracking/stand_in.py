@@ -23,6 +23,7 @@ def make_rollout(index: int, groups: int = 2, group_size: int = 2) -> Rollout:
         texts=[f"answer {i}" for i in range(count)],
         rewards={"right": reward},
         reward=reward,
+        correct=reward > 0,
         group_size=group_size,
     )
 

@@ -44,6 +44,7 @@ class Preflight(Callback):
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
         encoded = data.train_prompts
         self.results += [
+            *prompts.columns(data.prompts.columns_taken(), encoded),
             prompts.template(encoded, data.format, tokenizer),
             prompts.special_tokens(encoded, tokenizer, ends),
         ]
@@ -59,11 +60,10 @@ class Preflight(Callback):
         batch: Rollout = data.initial_completions(count)
         self._announce(trainer, "comparing with the learner")
         experience = module.measure_rollout(batch)
-        primary = rollout.correct_by(data.rewards)
         self.results += [
-            prompts.round_trip(encoded, batch, tokenizer, ends),
-            rollout.signal(batch, primary),
-            rollout.spread(batch, primary, data.prompts_per_rollout),
+            prompts.round_trip(encoded, batch, tokenizer, ends, data.sampling.stop),
+            rollout.signal(batch, data.rewards),
+            rollout.spread(batch, data.prompts_per_rollout),
             rollout.rewards(batch, data.rewards),
             rollout.initial_entropy(experience, self._vocabulary(module.policy_config)),
             rollout.truncation(batch, data.sampling.max_new_tokens, module.guards.max_truncated),

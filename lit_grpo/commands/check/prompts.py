@@ -5,18 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lit_grpo.commands.check.asked_form import asked_forms
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data import PromptFormat
 from lit_grpo.rewards import Reward
+from lit_grpo.rewards.base import verdicts
 from lit_grpo.rewards.combine import score_all
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout
 from lit_grpo.utils.text import shorten
 
 GOLD_FORMATS = ("{answer}", r"\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", ":{answer}", "={answer}",
                 "<answer>{answer}</answer>")  # fmt: skip
-"""Ways to write a right answer; the one that the verifier accepts best is used."""
+"""Ways to write a right answer where the prompts ask for none; the one that the verifier accepts best is used."""
 GOLDS = 64
 """Number of gold answers that are tried at most."""
+
+
+def columns(taken: Sequence[str], prompts: Sequence[Prompt]) -> list[Result]:
+    """Show what was read from which column, and check that not all prompts came out the same.
+
+    Args:
+        taken: what the sources say, a line each; nothing where there are no columns.
+        prompts: the training prompts.
+    """
+    golds = {p.answer for p in prompts}
+    if taken and len(golds) > 1 and len({p.token_ids for p in prompts}) == 1:
+        return [Result("columns", "warn", f"{'; '.join(taken)}; all prompts are the same, with {len(golds)} answers",
+                       "the question stands in another column: question_column")]  # fmt: skip
+    return [Result("columns", "pass", line) for line in taken]
 
 
 def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> Result:
@@ -81,13 +97,24 @@ def _leading(ids: Sequence[int], token: int | None) -> int:
     return next((i for i, value in enumerate(ids) if value != token), len(ids)) if token is not None else 0
 
 
-def round_trip(prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any, ends: Sequence[int]) -> Result:
-    """Check that texts survive the tokenizer, and that completions are what the engine says they are."""
+def round_trip(
+    prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Any, ends: Sequence[int], stop: Sequence[str] = ()
+) -> Result:
+    """Check that texts survive the tokenizer, and that completions are what the engine says they are.
+
+    Args:
+        prompts: the training prompts.
+        rollout: completions of some of them.
+        tokenizer: the policy's tokenizer.
+        ends: ids that end a completion.
+        stop: texts that end a completion.
+    """
     unknown = getattr(tokenizer, "unk_token_id", None)
     unknown_in = [p.id for p in prompts if unknown is not None and unknown in p.token_ids]
     golds = {p.answer for p in prompts[:GOLDS] if p.answer}
     unwritable = sorted(gold for gold in golds if _round_trip(gold, tokenizer) != gold.strip())
     bad_end = sum(c.finish_reason == "stop" and (not c.token_ids or c.token_ids[-1] not in ends)
+                  and not any(text in tokenizer.decode(c.token_ids) for text in stop)
                   for c in rollout.completions)  # fmt: skip
     outside = sum(any(not 0 <= i < len(tokenizer) for i in c.token_ids) for c in rollout.completions)
     same = sum(
@@ -147,16 +174,17 @@ def verifier(prompts: Sequence[Prompt], rewards: Sequence[Reward], tokenizer: An
 def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, form: str | None) -> Result:
     name = f"verifier {reward.name}" if len(reward.name) < 8 else "verifier"
     answers = [str(p.answer) for p in prompts]
-    accepted: list[bool] = []
-    best = ""
-    for candidate in (form,) if form else GOLD_FORMATS:
-        tried = _accepts(reward, prompts, [candidate.replace("{answer}", a) for a in answers], tokenizer)
-        # Of forms that do equally well the first one is taken, which is the plainest.
-        if not best or sum(tried) > sum(accepted):
-            accepted, best = tried, candidate
-        if all(accepted):
-            break
-    values: dict[str, Any] = {"reward": reward.name, "format": best, "golds": len(prompts), "taken": sum(accepted)}
+    asked = () if form else asked_forms([tokenizer.decode(p.token_ids) for p in prompts])
+    best, accepted = _best_form(reward, prompts, (form,) if form else asked or GOLD_FORMATS, tokenizer)
+    values: dict[str, Any] = {"reward": reward.name, "format": best, "asked": bool(asked), "golds": len(prompts),
+                              "taken": sum(accepted)}  # fmt: skip
+    if not any(accepted) and asked:
+        other, taken = _best_form(reward, prompts, GOLD_FORMATS, tokenizer)
+        reads = f", but {sum(taken)} as {other!r}" if any(taken) else ""
+        return Result(name, "fail", f"the prompts ask for {best!r}, and {reward.name} takes none of {len(prompts)} "
+                      f"golds in that form{reads}", "let both name one form: the prompts in data.format, the reward by "
+                      "init_args.extract or pattern; --gold-format if the prompts ask for another one",
+                      values)  # fmt: skip
     if not any(accepted):
         forms = f"as {form!r}" if form else "in any of the usual forms"
         return Result(name, "fail" if form else "warn", f"{reward.name} takes none of {len(prompts)} golds {forms}",
@@ -180,8 +208,25 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
                       f"{reward.name} takes {sum(fooled)} of {len(fooled)} wrong answers: {shorten(other, 40)!r} for "
                       f"{prompt.id!r}, whose gold is {shorten(str(prompt.answer), 40)!r}",
                       "equal in value? Else the verifier is too lenient and will be exploited", values)  # fmt: skip
-    found = f"{reward.name} takes all {len(prompts)} golds as {best!r} and none of {len(pairs)} wrong ones"
+    asked_for = ", which the prompts ask for," if asked else ""
+    found = f"{reward.name} takes all {len(prompts)} golds as {best!r}{asked_for} and none of {len(pairs)} wrong ones"
     return Result(name, "pass", found, values=values)
+
+
+def _best_form(
+    reward: Reward, prompts: Sequence[Prompt], forms: Sequence[str], tokenizer: Any
+) -> tuple[str, list[bool]]:
+    """Return the form in which the reward takes most golds, and which ones it takes."""
+    best, accepted = "", [False] * len(prompts)
+    for candidate in forms:
+        texts = [candidate.replace("{answer}", str(prompt.answer)) for prompt in prompts]
+        tried = _accepts(reward, prompts, texts, tokenizer)
+        # Of forms that do equally well the first one is taken, which is the plainest.
+        if not best or sum(tried) > sum(accepted):
+            best, accepted = candidate, tried
+        if all(accepted):
+            break
+    return best, accepted
 
 
 def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], tokenizer: Any) -> list[bool]:
@@ -195,5 +240,11 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
             return [False] * len(prompts)
         ids = (*encoded, *end)
         batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), text))
-    # A reward that raises on such a text has not accepted it.
-    return [score.value > 0 for score in score_all([reward], batch, "zero")[reward.name]] if batch else []
+    if not batch:
+        return []
+    # A reward that raises on such a text has not accepted it, and gets a value of 0.
+    found = score_all([reward], batch, "zero")
+    scores, verdict = found[reward.name], verdicts([reward], found, [prompt.source for prompt in prompts])
+    # A reward without a threshold says only how near an answer comes: it accepts what it gives anything for.
+    right = [score.value > 0 for score in scores] if verdict is None else verdict
+    return [accepted and not score.failed for accepted, score in zip(right, scores, strict=True)]

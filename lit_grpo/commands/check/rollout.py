@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from math import comb, isfinite
 
@@ -10,7 +11,7 @@ from lit_grpo.commands.check.result import Result, Status, percent
 from lit_grpo.objectives import diagnostics
 from lit_grpo.objectives.pass_at_k import pass_at_k
 from lit_grpo.objectives.tensors import token_mean
-from lit_grpo.rewards import Reward
+from lit_grpo.rewards import Reward, primary_reward
 from lit_grpo.types import Experience, Rollout
 
 LN2 = math.log(2)
@@ -26,19 +27,14 @@ LITTLE_ENTROPY = 0.1
 """Mean entropy of the untouched model, in nats, below which little is left to explore."""
 
 
-def correct_by(rewards: Sequence[Reward]) -> Reward:
-    """Return the reward that says what is correct: of those that compare with the answer the one with the most weight.
-
-    Where none compares with it, the one with the most weight of all.
-    """
-    candidates = [r for r in rewards if r.needs_answer] or list(rewards)
-    return max(candidates, key=lambda r: r.weight)
-
-
-def signal(rollout: Rollout, reward: Reward) -> Result:
+def signal(rollout: Rollout, rewards: Sequence[Reward]) -> Result:
     """Check base pass rate and pass@k: can the model do it at all, and is there anything left to learn?"""
-    size = rollout.group_size
-    hits = (rollout.rewards[reward.name].view(-1, size) > 0).sum(1).tolist()
+    size, reward = rollout.group_size, primary_reward(rewards)
+    if rollout.correct is None or reward is None:
+        found = "no reward says which completions are right, so there is no pass rate"
+        remedy = "fine if nothing can be right or wrong; else set correct_threshold of the reward that knows"
+        return Result("signal", "warn", found, remedy, {})
+    hits = rollout.correct.view(-1, size).sum(1).tolist()
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < size] + [size]
     rates = {k: sum(pass_at_k(size, c, k) for c in hits) / len(hits) for k in ks}
     found = f"{reward.name} on {len(hits)} prompts: " + ", ".join(f"pass@{k} {percent(rates[k])}" for k in ks)
@@ -57,17 +53,17 @@ def signal(rollout: Rollout, reward: Reward) -> Result:
     return Result("signal", status, found, remedy, {f"pass@{k}": rate for k, rate in rates.items()})
 
 
-def spread(rollout: Rollout, reward: Reward, prompts_per_rollout: int) -> Result:
+def spread(rollout: Rollout, prompts_per_rollout: int) -> Result:
     """Check the share of groups whose rewards are not all equal: only they have a gradient."""
     size = rollout.group_size
     groups = rollout.reward.view(-1, size)
     mixed = int((groups != groups[:, :1]).any(1).sum())
     # Of a few groups the share is uncertain, and near 0 and 1 only the score interval stays within them.
     share, (low, high) = mixed / len(groups), wilson(mixed, len(groups))
-    hits = (rollout.rewards[reward.name].view(-1, size) > 0).sum(1).tolist()
-    # The share at half the group size, exactly: draws without replacement from the sampled group.
+    # The share at half the group size, exactly: draws without replacement from the sampled group, all of one value.
     half = max(1, size // 2)
-    at_half = sum(1 - (comb(c, half) + comb(size - c, half)) / comb(size, half) for c in hits) / len(hits)
+    counts = [Counter(group).values() for group in groups.tolist()]
+    at_half = sum(1 - sum(comb(n, half) for n in of_group) / comb(size, half) for of_group in counts) / len(counts)
     found = (
         f"{percent(share)} of groups have unequal rewards at G = {size} ({percent(low)} to {percent(high)}): about "
         f"{share * prompts_per_rollout:.1f} of {prompts_per_rollout} a rollout; at G = {half} {percent(at_half)}"
@@ -136,8 +132,9 @@ def rewards(rollout: Rollout, given: Sequence[Reward]) -> Result:
     values: dict[str, float] = dict(means)
     for group, verb in (("failed_frac", "failed"), ("timeout_frac", "ran into its time limit")):
         for r in given:
-            share = rollout.metrics.get(f"reward_errors/{group}/{r.name}", 0.0)
-            if share:
+            failed, scored = rollout.sums.get(f"reward_errors/{group}/{r.name}", (0.0, 1.0))
+            if failed:
+                share = failed / scored
                 values[f"reward_errors/{group}/{r.name}"] = share
                 return Result("rewards", "warn" if share < 0.05 else "fail", f"{r.name} {verb} on {percent(share)}",
                               "look at such a completion; raise the reward's limit or mend it", values)  # fmt: skip

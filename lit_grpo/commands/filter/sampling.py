@@ -95,10 +95,10 @@ class FilterData(RolloutDataModule):
 
     def rates(self, rollout: Rollout) -> list[Rate]:
         """Return the pass rates of a rollout's prompts."""
-        primary, size = primary_reward_of(self.rewards, "data.rewards"), rollout.group_size
+        size = rollout.group_size
         rates = []
         for group in split_groups(rollout, range(len(rollout.prompts))):
-            share = pass_rate(primary, group)
+            share = pass_rate(group)
             rates.append(
                 Rate(
                     group.prompt.id,

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_grpo.types import Message
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -14,6 +16,7 @@ class Row:
     id: str
     """Id, unique in the source, under which a prompt's history is kept."""
     question: str
+    """Text of the question; of a chat, the text of its last user message."""
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further columns, which rewards see."""
@@ -21,6 +24,8 @@ class Row:
     """File and line of the row, for messages about it."""
     source: str = ""
     """Name of the source; empty: the name of the source that returned the row."""
+    messages: tuple[Message, ...] | None = None
+    """The turns of the chat where the source has them, each with ``role`` and ``content``; None: a text."""
 
 
 class PromptSource:
@@ -40,3 +45,7 @@ class PromptSource:
     def rows(self) -> Sequence[Row]:
         """Return all rows, in a fixed order and with unique ids."""
         raise NotImplementedError(f"{type(self).__name__} must implement rows()")
+
+    def columns_taken(self) -> list[str]:
+        """Say in one line for each table what was taken from which column; nothing where there are no columns."""
+        return []

@@ -1,4 +1,4 @@
-"""Prompts from a CSV file, gzip or not."""
+"""Prompts from CSV files, gzip or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lit_grpo.errors import UserError
 
 
 class CsvPrompts(FileSource):
-    r"""Questions in a CSV file with a header line, in UTF-8, gzip or not; a quoted field may span lines (RFC 4180).
+    r"""Questions in CSV files with a header line, in UTF-8, gzip or not; a quoted field may span lines (RFC 4180).
 
     Every value is text: ``where: {level: 3}`` keeps the rows that say ``3``, and an empty field is a missing one.
 
@@ -21,7 +21,7 @@ class CsvPrompts(FileSource):
         delimiter: one character between two fields; ``"\t"`` for tab-separated files.
     """
 
-    def __init__(self, path: str, delimiter: str = ",", **columns: Any) -> None:
+    def __init__(self, path: str | list[str], delimiter: str = ",", **columns: Any) -> None:
         super().__init__(path, **columns)
         if len(delimiter) != 1:
             raise UserError(
@@ -29,14 +29,14 @@ class CsvPrompts(FileSource):
             )
         self.delimiter = delimiter
 
-    def records(self) -> Iterator[Record]:
-        table = csv.reader(self._lines(), delimiter=self.delimiter, strict=True)
+    def read(self, path: str) -> Iterator[Record]:
+        table = csv.reader(self._lines(path), delimiter=self.delimiter, strict=True)
         header: list[str] | None = None
         start = 1
         try:
             for fields in table:
                 # A row may span lines, so its first line is the one behind the last line of the row before.
-                where = f"{self.path}:{start}"
+                where = f"{path}:{start}"
                 start = table.line_num + 1
                 # The reader gives an empty line as a row without fields.
                 if not fields:
@@ -54,13 +54,13 @@ class CsvPrompts(FileSource):
         except csv.Error as error:
             raise UserError(
                 f"the row cannot be read as CSV: {error}",
-                where=f"{self.path}:{start}",
+                where=f"{path}:{start}",
                 remedy="look for a quotation mark that is not closed, or not doubled inside a field",
             ) from error
 
-    def _lines(self) -> Iterator[str]:
-        for number, line in text_lines(self.path, self.key):
-            yield decoded(line, f"{self.path}:{number}")
+    def _lines(self, path: str) -> Iterator[str]:
+        for number, line in text_lines(path, self.key):
+            yield decoded(line, f"{path}:{number}")
 
     def _header(self, fields: list[str], where: str) -> list[str]:
         header = [field.strip() for field in fields]

@@ -1,4 +1,4 @@
-"""Prompts from a JSON Lines file, gzip or not."""
+"""Prompts from JSON files, gzip or not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,41 @@ from collections.abc import Iterator
 from typing import Any
 
 from lit_grpo.data.sources.files import decoded, text_lines
-from lit_grpo.data.sources.table import FileSource, Record
+from lit_grpo.data.sources.table import FileSource, Record, in_memory
 from lit_grpo.errors import UserError
 
 
 class JsonlPrompts(FileSource):
-    """Questions in a JSON Lines file: one object a line, in UTF-8, gzip or not."""
+    """Questions in JSON files, in UTF-8, gzip or not: one object a line (JSON Lines), or one list of objects."""
 
-    def records(self) -> Iterator[Record]:
-        for number, line in text_lines(self.path, self.key):
-            if line.strip():
-                where = f"{self.path}:{number}"
-                yield json_object(decoded(line, where), where), where
+    def read(self, path: str) -> Iterator[Record]:
+        lines = text_lines(path, self.key)
+        for number, line in lines:
+            if not line.strip():
+                continue
+            if number == 1 and line.lstrip().startswith(b"["):
+                rest = b"".join([line, *(more for _, more in lines)])
+                yield from json_list(decoded(rest, path), path)
+                return
+            where = f"{path}:{number}"
+            yield json_object(decoded(line, where), where), where
+
+
+def json_list(text: str, path: str) -> Iterator[Record]:
+    """Read the rows of a file that is one JSON list.
+
+    Raises:
+        UserError: it is no JSON, or an item is no object.
+    """
+    try:
+        rows = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise UserError(
+            f"the file begins as a JSON list and cannot be read as one: {error}",
+            where=path,
+            remedy="write one object a line, or one whole list of objects",
+        ) from error
+    return in_memory(rows, path)
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
@@ -42,6 +65,6 @@ def json_object(line: str, where: str) -> dict[str, Any]:
         raise UserError(
             f"the line holds no JSON object but {type(value).__name__}",
             where=where,
-            remedy="write one object a line; a whole JSON list becomes that with jq -c '.[]'",
+            remedy="write one object a line, or one whole list of objects",
         )
     return value

@@ -62,6 +62,9 @@ class MixedPrompts(PromptSource):
             self._rows = [self._named(row, source.name) for source in self.sources for row in source.rows()]
         return self._rows
 
+    def columns_taken(self) -> list[str]:
+        return [line for source in self.sources for line in source.columns_taken()]
+
     @staticmethod
     def _named(row: Row, source: str) -> Row:
         # Some sources begin their ids with their name already, and a benchmark's id must not become name/name/number.

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lit_grpo.data.sources.base import PromptSource, Row
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.data.sources.layout import (
+    AUTO,
+    Layout,
+    LayoutName,
+    behind_hashes,
+    check_columns,
+    columns_of,
+    disagree,
+    find_layout,
+    value_of,
+)
+from lit_grpo.data.sources.messages import is_chat, question_of, read_chat
+from lit_grpo.errors import UserError
+from lit_grpo.types import Message
+from lit_grpo.utils.text import shorten
 
 Record = tuple[Mapping[str, Any], str]
 """The columns of one row, and the file and line (or row) that they stand in."""
 
-_ANSWER, _ID = "answer", "id"
-# None cannot stand for a column that is not there, since a column may hold null.
-_MISSING = object()
+_ID = "id"
 
 
 class TableSource(PromptSource):
     r"""Base class of sources whose rows have named columns. A subclass implements ``records``.
 
-    A column may lie inside another: ``reward_model.ground_truth``, or ``prompt.0.content`` in a list.
+    Rows are read as people publish them: which column holds the prompt, the answer and the source is found in the
+    first row (``layout``), and said in :meth:`columns_taken`. A column may lie inside another:
+    ``reward_model.ground_truth``. A prompt is text, or the list of messages of a chat.
 
     Args:
-        question_column: column of the question; it must be there, and hold text in every row.
-        answer_column: column of the gold answer, text or a number. The default may be missing from data without
-            answers; any other name must be there. None: the data has no answers.
+        layout: ``auto``: as the columns of the first row say. ``trl``, ``verl``, ``openrlhf``, ``gsm8k``: the columns
+            of these, see ``docs/data.md``. ``columns``: ``prompt`` and ``answer``, as they stand.
+        question_column: column of the prompt; ``auto``: as the layout says.
+        answer_column: column of the gold answer, text or a number; ``auto``: as the layout says, and data without
+            answers may lack it. None: the data has no answers.
         answer_pattern: regular expression with one group, which is the gold answer; it is looked for in the answer
-            column and the last match counts: ``'####\s*(.+)'`` for GSM8K as published. None: the column as it is.
+            column and the last match counts. The whole text stays in the column ``solution``. None: the column as it
+            is, and of a solution that ends in the line ``#### 42`` what that line says.
         id_column: column of an id that is unique in the source. None: the column ``id`` if it is there, else
             ``name/number of the row``.
+        source_column: column of the name of the data set that a row is from, for metrics and rewards by source;
+            ``auto``: as the layout says (``data_source`` of verl, ``datasource`` of OpenRLHF). None: all rows have the
+            name of the source.
         where: values that the columns of a row must have for it to be kept, for instance ``{lang: en}``.
         limit: number of rows to keep, the first ones, counted after ``where``.
         name: name of the source. None: that of the file or data set.
@@ -41,18 +63,24 @@ class TableSource(PromptSource):
 
     def __init__(
         self,
-        question_column: str = "prompt",
-        answer_column: str | None = _ANSWER,
+        question_column: str = AUTO,
+        answer_column: str | None = AUTO,
         answer_pattern: str | None = None,
         id_column: str | None = None,
         where: dict[str, Any] | None = None,
         limit: int | None = None,
         name: str | None = None,
+        layout: LayoutName = AUTO,
+        source_column: str | None = AUTO,
     ) -> None:
         if limit is not None and limit < 1:
             raise UserError(f"limit is {limit}", where=f"{type(self).__name__}.limit", remedy="keep at least 1 row")
         self.question_column, self.answer_column, self.id_column = question_column, answer_column, id_column
+        self.source_column = source_column
         self.answer_pattern = self._compiled(answer_pattern)
+        self.layout: LayoutName = layout
+        self._columns: Layout | None = None
+        self._seen = _Seen()
         self.where, self.limit, self.name = dict(where or {}), limit, name or ""
         self._rows: list[Row] | None = None
 
@@ -97,12 +125,11 @@ class TableSource(PromptSource):
         seen: dict[str, str] = {}
         number = 0
         for number, (record, where) in enumerate(self.records(), start=1):
-            # Of the first row only: in JSON a later row may leave out a column that has no value.
-            if number == 1:
-                self._check_columns(record, where)
+            if self._columns is None:
+                self._columns = self._find_columns(record, where)
             if not all(self.matches(value_of(record, column), value) for column, value in self.where.items()):
                 continue
-            row = self._row(record, where, number)
+            row = self._row(self._columns, record, where, number)
             if row.id in seen:
                 raise UserError(
                     f"the id {row.id!r} stands in two rows; a prompt's history is kept under its id",
@@ -119,24 +146,39 @@ class TableSource(PromptSource):
             raise UserError(what, where=self.place(), remedy="check the path and the filter")
         return rows
 
-    def _check_columns(self, record: Mapping[str, Any], where: str) -> None:
-        needed = [self.question_column, *self.where]
-        # The default may be missing from data without answers; a column that the user has named may not.
-        if self.answer_column not in {None, _ANSWER}:
-            needed.append(str(self.answer_column))
-        if self.id_column is not None:
-            needed.append(self.id_column)
-        for column in needed:
-            if value_of(record, column, _MISSING) is _MISSING:
-                guess = nearest(column, record)
-                raise UserError(
-                    f"there is no column {column!r}; the columns are {', '.join(map(repr, record)) or 'none'}",
-                    where=where,
-                    remedy=f"did you mean {guess!r}?" if guess else "name one of them (question_column, ...)",
-                )
+    def columns_taken(self) -> list[str]:
+        """Say in one line what was taken from which column, once the rows are read."""
+        if self._columns is None or self._rows is None:
+            return []
+        columns, seen = self._columns, self._seen
+        forms = " and ".join(form for form, count in (("messages", seen.chats), ("text", seen.texts)) if count)
+        answer = "no answer"
+        if seen.answers:
+            behind = ", behind ####" if columns.hashes else ""
+            if self.answer_pattern is not None:
+                behind = f", as {self.answer_pattern.pattern!r}"
+            answer = f"answer from {columns.answer}{behind}"
+            missing = len(self._rows) - seen.answers
+            answer += f" (missing in {missing:,})" if missing else ""
+        source = f", source from {columns.source}" if columns.source else ""
+        rows = f"{len(self._rows):,} row{'s' if len(self._rows) > 1 else ''}"
+        return [f"{self.title()} ({columns.name}): prompt from {columns.question} ({forms}), {answer}{source}, {rows}"]
 
-    def _row(self, record: Mapping[str, Any], where: str, number: int) -> Row:
-        used = {self.question_column, self.answer_column}
+    def title(self) -> str:
+        """Return the short name of the file or data set, for the line that says what was taken from it."""
+        return self.name
+
+    def _find_columns(self, record: Mapping[str, Any], where: str) -> Layout:
+        # From the first row only: in JSON a later row may leave out a column that has no value.
+        source = self.source_column
+        named = [column for column in (self.id_column, source) if column not in (AUTO, None)]
+        check_columns(record, [*self.where, *named], where)
+        pattern = self.answer_pattern is not None
+        found = find_layout(record, self.layout, self.question_column, self.answer_column, pattern=pattern, where=where)
+        return found if source == AUTO else replace(found, source=source)
+
+    def _row(self, columns: Layout, record: Mapping[str, Any], where: str, number: int) -> Row:
+        used = {columns.question, columns.answer, columns.source}
         id_column = self.id_column or (_ID if _ID in record else None)
         if id_column is None:
             identity = f"{self.name}/{number}"
@@ -145,76 +187,157 @@ class TableSource(PromptSource):
             identity = _text(value_of(record, id_column), id_column, where, "id")
             if not identity:
                 raise UserError(f"the id in column {id_column!r} is empty", where=where, remedy="fill it in")
-        question = self._question(record, where)
-        gold = self._gold(record, where)
-        return Row(identity, question, gold, {k: v for k, v in record.items() if k not in used}, where)
+        question, messages = self._question(columns.question, record, where)
+        extra = {k: v for k, v in record.items() if k not in used}
+        gold = self._gold(columns, record, where, extra)
+        source = value_of(record, columns.source) if columns.source else None
+        name = "" if source is None else _text(source, str(columns.source), where, "source")
+        self._seen.count(messages is not None, gold is not None)
+        return Row(identity, question, gold, extra, where, name, messages)
 
-    def _gold(self, record: Mapping[str, Any], where: str) -> str | None:
-        answer = value_of(record, self.answer_column) if self.answer_column else None
+    def _gold(self, columns: Layout, record: Mapping[str, Any], where: str, extra: dict[str, Any]) -> str | None:
+        """Return the gold answer; where it is part of a longer text, that text goes into the column ``solution``."""
+        answer = value_of(record, columns.answer) if columns.answer else None
         if _is_missing(answer):
             return None
-        gold = _text(answer, str(self.answer_column), where, "answer")
-        if self.answer_pattern is None:
-            return gold
-        matches = self.answer_pattern.findall(gold)
-        if not matches:
+        whole = _text(answer, str(columns.answer), where, "answer")
+        if self.answer_pattern is not None:
+            matches = self.answer_pattern.findall(whole)
+            gold = str(matches[-1]).strip() if matches else None
+        else:
+            gold = behind_hashes(whole) if columns.hashes else whole
+        if gold is None:
+            looked_for = self.answer_pattern.pattern if self.answer_pattern is not None else "#### 42"
             raise UserError(
-                f"the answer in column {self.answer_column!r} holds nothing like {self.answer_pattern.pattern!r}: "
-                f"{gold[-80:]!r}",
+                f"the answer in column {columns.answer!r} holds nothing like {looked_for!r}: {whole[-80:]!r}",
                 where=where,
-                remedy="mend the row, or change answer_pattern",
+                remedy="mend the row, or change answer_pattern"
+                + (" (layout: columns takes the column as it is)" if columns.hashes else ""),
             )
-        return str(matches[-1]).strip()
+        for column in columns.others:
+            other = value_of(record, column)
+            if isinstance(other, (str, int, float)) and not _is_missing(other) and disagree(gold, str(other), column):
+                raise UserError(
+                    f"the columns {columns.answer!r} and {column!r} give different answers, {shorten(gold, 40)!r} and "
+                    f"{shorten(str(other), 40)!r}; the columns are {columns_of(record)}",
+                    where=where,
+                    remedy=f"say which is the gold answer: answer_column: {columns.answer}, or answer_column: {column}",
+                )
+        if gold != whole:
+            # Supervised fine-tuning learns from the whole text. A column of that name is the data's own, and stays.
+            extra.setdefault("solution", whole)
+        return gold
 
-    def _question(self, record: Mapping[str, Any], where: str) -> str:
-        column = self.question_column
+    def _question(
+        self, column: str, record: Mapping[str, Any], where: str
+    ) -> tuple[str, tuple[Message, ...] | None]:  # fmt: skip
+        """Return the text of the question, and the messages where it is a chat."""
         question = value_of(record, column)
         if _is_missing(question) or (isinstance(question, str) and not question.strip()):
             raise UserError(f"the prompt in column {column!r} is empty", where=where, remedy="mend or remove the row")
+        if is_chat(question):
+            messages = read_chat(question, column, where)
+            for message in messages:
+                _encodable(message["content"], column, where)
+            return question_of(messages), messages
         if not isinstance(question, str):
             raise UserError(
                 f"the prompt in column {column!r} is no text but {type(question).__name__}",
                 where=where,
-                remedy="give the question as text; the chat around it is made by the prompt format",
+                remedy="give the question as text, or as a list of messages",
             )
-        return _encodable(question, column, where)
+        self._check_whose_text(column, record, where)
+        return _encodable(question, column, where), None
+
+    def _check_whose_text(self, column: str, record: Mapping[str, Any], where: str) -> None:
+        """Refuse a column that is one message of a list, and not the one that asks."""
+        parent = column.removesuffix(".content")
+        message = value_of(record, parent)
+        if parent == column or column in record or not isinstance(message, Mapping) or "role" not in message:
+            return
+        whole = parent.rpartition(".")[0]
+        messages = value_of(record, whole)
+        if message["role"] != "user" or (is_chat(messages) and question_of(read_chat(messages, whole, where)) != (
+            message["content"]
+        )):  # fmt: skip
+            raise UserError(
+                f"the column {column!r} is a message of the role {message['role']!r}, not the question"
+                if message["role"] != "user"
+                else f"the column {column!r} is not the last message of the user",
+                where=where,
+                remedy=f"take the whole list: question_column: {whole}",
+            )
+
+
+@dataclass
+class _Seen:
+    """What the rows held, counted."""
+
+    chats: int = 0
+    texts: int = 0
+    answers: int = 0
+
+    def count(self, chat: bool, answer: bool) -> None:
+        self.chats += chat
+        self.texts += not chat
+        self.answers += answer
 
 
 class FileSource(TableSource):
-    """Base class of sources whose rows stand in one file.
+    """Base class of sources whose rows stand in files. A subclass implements ``read``.
 
     Args:
-        path: path of the file. A gzip file is known by its first bytes, whatever its name.
+        path: path of the file, a pattern such as ``train-*.parquet``, or a list of these; files are read in the order
+            of the list, those of a pattern in that of their names. A gzip file is known by its first bytes, whatever
+            its name.
     """
 
-    def __init__(self, path: str, **columns: Any) -> None:
+    def __init__(self, path: str | list[str], **columns: Any) -> None:
         super().__init__(**columns)
-        self.path = str(path)
-        self.name = self.name or Path(self.path).name.split(".")[0]
+        self.path = [str(one) for one in path] if isinstance(path, (list, tuple)) else str(path)
+        given = [self.path] if isinstance(self.path, str) else self.path
+        if not given:
+            raise UserError("the list of files is empty", where=self.key, remedy="name at least one file")
+        self._given = given
+        self.name = self.name or re.sub(r"[-_.]*[*?\[].*", "", Path(given[0]).name.split(".")[0]) or "files"
 
     @property
     def key(self) -> str:
         """Key of the configuration that holds the path, for messages about it."""
         return f"{type(self).__name__}.path"
 
+    def read(self, path: str) -> Iterator[Record]:
+        """Yield the rows of one file, in order."""
+        raise NotImplementedError(f"{type(self).__name__} must implement read()")
+
+    def records(self) -> Iterator[Record]:
+        for path in self.files():
+            yield from self.read(path)
+
+    def files(self) -> list[str]:
+        """Return the files that the path names.
+
+        Raises:
+            UserError: a pattern fits no file.
+        """
+        found: list[str] = []
+        for path in self._given:
+            # A file whose own name has such a sign comes before a pattern of that spelling.
+            if not glob.has_magic(path) or Path(path).expanduser().exists():
+                found.append(path)
+                continue
+            # Path.glob takes no absolute pattern.
+            fitting = sorted(glob.glob(str(Path(path).expanduser()), recursive=True))  # noqa: PTH207
+            if not fitting:
+                raise UserError(f"no file fits {path!r}", where=self.key, remedy="check the folder and the pattern")
+            found += fitting
+        return found
+
     def place(self) -> str:
-        return self.path
+        return ", ".join(self._given)
 
-
-def value_of(record: Mapping[str, Any], column: str, default: Any = None) -> Any:
-    """Return the value of a column: of that very name, or else along the dots of its name."""
-    # A column whose own name has a dot comes before a path of that spelling.
-    if column in record:
-        return record[column]
-    value: Any = record
-    for step in column.split("."):
-        if isinstance(value, Mapping) and step in value:
-            value = value[step]
-        elif isinstance(value, Sequence) and not isinstance(value, str) and step.isdigit() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return default
-    return value
+    def title(self) -> str:
+        return ", ".join(Path(path).name for path in self._given)
 
 
 def _is_missing(value: Any) -> bool:
@@ -230,13 +353,18 @@ def _text(value: Any, column: str, where: str, what: str) -> str:
     """
     if isinstance(value, str):
         return _encodable(value, column, where)
+    # A list of one is written by libraries that allow several; of several nobody could say which counts.
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, int, float)):
+        return _text(value[0], column, where, what)
     # bool is a subclass of int; how true, a list or a mapping is to be written as an answer would be a guess.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     raise UserError(
         f"the {what} in column {column!r} is neither text nor a number but {type(value).__name__}",
         where=where,
-        remedy="write it as text, several answers as one comma-separated text",
+        remedy=f"name a column inside it: answer_column: {column}.{next(iter(value))}"
+        if isinstance(value, Mapping) and value
+        else "write it as text, several answers as one comma-separated text",
     )
 
 

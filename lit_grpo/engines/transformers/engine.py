@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights, RouterRecorder
 from lit_grpo.engines.config import TransformersEngineConfig
+from lit_grpo.engines.stop_strings import stop_strings
 from lit_grpo.engines.transformers.kv_cache import GroupCache, attention
 from lit_grpo.types import Completion, Request, Sampling
 
@@ -45,6 +46,7 @@ class TransformersEngine:
             while the learner changes its weights. Costs the model's memory once more.
         record_routers: called with the engine's model (the copy, with ``own_weights``); what it returns records which
             experts every token goes through, for the completions. None: nobody asks.
+        tokenizer: the policy's, to decode with where ``sampling.stop`` is set. None: it never is set.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TransformersEngine:
         batch_size: int = 512,
         own_weights: bool = False,
         record_routers: Callable[[nn.Module], RouterRecorder] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, is {batch_size}")
@@ -61,6 +64,7 @@ class TransformersEngine:
         self.model: Any = copy.deepcopy(model).requires_grad_(False) if own_weights else model
         self.end_token_ids = tuple(end_token_ids)
         self.batch_size = batch_size
+        self.tokenizer = tokenizer
         self.shares_prompts: bool | None = None
         """Whether the samples of a prompt share its key-value cache; None until the first generation tries it."""
         self._version = -1
@@ -78,6 +82,7 @@ class TransformersEngine:
             config.batch_size,
             own_weights=own_weights,
             record_routers=policy.record_router_outputs if context.wants_experts else None,
+            tokenizer=context.tokenizer,
         )
 
     @property
@@ -130,6 +135,7 @@ class TransformersEngine:
     def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[Completion]:
         device = next(self.model.parameters()).device
         ends = torch.tensor([*self.end_token_ids, *sampling.stop_token_ids], device=device)
+        stops = stop_strings(sampling, self.tokenizer)
         uniforms = torch.stack([_uniforms(row.seed, sampling.max_new_tokens) for row in rows]).to(device)
         if self.shares_prompts is None:
             self.shares_prompts = self._can_share()
@@ -140,6 +146,9 @@ class TransformersEngine:
                 row.ids.append(token)
                 row.logprobs.append(logprob)
             ended = torch.isin(ids, ends)
+            if stops is not None:
+                found = [stops.end(row.ids, start=step) is not None for row in rows]
+                ended |= torch.tensor(found, device=device)
             if step + 1 == sampling.max_new_tokens:
                 for row, stop in zip(rows, ended.tolist(), strict=True):
                     yield self._completion(row, "stop" if stop else "length")

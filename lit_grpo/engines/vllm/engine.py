@@ -8,13 +8,15 @@ import itertools
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.config import VLLMEngineConfig
+from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.start import (
@@ -29,10 +31,11 @@ from lit_grpo.engines.vllm.start import (
 from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
 from lit_grpo.engines.vllm.weights import reload_weights
 from lit_grpo.errors import UserError
-from lit_grpo.types import Completion, Request, Sampling
+from lit_grpo.types import Completion, FinishReason, Request, Sampling
 
 
-class _RunningSample(NamedTuple):
+@dataclass(slots=True)
+class _RunningSample:
     """One sample that vLLM works on: where its completion goes, and what the completion is made of."""
 
     inbox: deque[Completion]
@@ -41,6 +44,15 @@ class _RunningSample(NamedTuple):
     max_new_tokens: int
     vllm_id: str
     tokens: SampledTokens
+    stops: StopStrings | None
+    searched: int = 0
+    """Number of ids that are known to hold none of the strings."""
+
+    def end(self) -> int | None:
+        """Return how many of the ids so far belong to the completion where its text ends it; None: all, and more."""
+        end = None if self.stops is None else self.stops.end(self.tokens.ids, self.searched)
+        self.searched = len(self.tokens.ids)
+        return end
 
 
 class VLLMEngine:
@@ -69,6 +81,8 @@ class VLLMEngine:
         tensor_parallel_size: ranks that share the model. Above 1, each rank of a torchrun launch makes its engine and
             calls it with the same arguments.
         enable_prefix_caching: share the prefill of equal beginnings.
+        policy_tokenizer: to decode with where ``sampling.stop`` is set; vLLM itself gets none. None: it never
+            is set.
         engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here. With
             ``load_format="dummy"`` no weights are read, and sampling is refused before the first sync.
 
@@ -89,9 +103,11 @@ class VLLMEngine:
         max_num_seqs: int = 256,
         tensor_parallel_size: int = 1,
         enable_prefix_caching: bool = True,
+        policy_tokenizer: Any = None,
         **engine_args: Any,
     ) -> None:
         self._llm: Any = None
+        self._tokenizer = policy_tokenizer
         check_in_process()
         path = checked_path(model_path)
         args = {
@@ -145,6 +161,7 @@ class VLLMEngine:
         config = VLLMEngineConfig(**settings)
         options: dict[str, Any] = {
             "end_token_ids": context.end_token_ids,
+            "policy_tokenizer": context.tokenizer,
             "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
             "max_model_len": config.max_model_len or context.max_model_len,
             "seed": context.seed,
@@ -186,6 +203,7 @@ class VLLMEngine:
         # Sampling makes many short-lived objects; without this each collection would walk all that the process holds.
         gc.freeze()
         inbox: deque[Completion] = deque()
+        stops = stop_strings(sampling, self._tokenizer)
         waiting: set[str] = set()
         try:
             if self._asleep:
@@ -201,7 +219,7 @@ class VLLMEngine:
                     vllm_id = self._engine.add_request(key, prompt, params)
                     tokens = self._collector.open(vllm_id)
                     self._running_samples[key] = _RunningSample(
-                        inbox, request, sample, sampling.max_new_tokens, vllm_id, tokens
+                        inbox, request, sample, sampling.max_new_tokens, vllm_id, tokens, stops
                     )
                     waiting.add(key)
             missing = len(waiting)
@@ -234,6 +252,19 @@ class VLLMEngine:
             if not output.finished or output.request_id not in self._running_samples:
                 continue
             self._finish(self._running_samples.pop(output.request_id), output)
+        self._end_by_text()
+
+    def _end_by_text(self) -> None:
+        """Hand out the running samples whose text has come to its end, and have vLLM drop them."""
+        ended = []
+        for key, running in self._running_samples.items():
+            if (end := running.end()) is not None:
+                ended.append(key)
+                running.inbox.append(self._completion(running, end, "stop"))
+        for key in ended:
+            self._collector.drop(self._running_samples.pop(key).vllm_id)
+        if ended:
+            self._engine.abort_request(ended)
 
     def _finish(self, running: _RunningSample, output: Any) -> None:
         """Check a sample that vLLM says has ended, and hand it to the generation that asked for it."""
@@ -251,8 +282,14 @@ class VLLMEngine:
             )
         if list(output.prompt_token_ids) != list(request.token_ids):
             raise EngineError(f"vLLM sampled request {request.index} from another prompt than it was given")
-        completion = Completion(request.index, running.sample, ids, logprobs, result.finish_reason, self._version)
-        running.inbox.append(completion)
+        # The last token may complete a string as well, and several may come in one step.
+        end = running.end()
+        reason: FinishReason = result.finish_reason if end is None else "stop"
+        running.inbox.append(self._completion(running, len(ids) if end is None else end, reason))
+
+    def _completion(self, running: _RunningSample, end: int, reason: FinishReason) -> Completion:
+        ids, logprobs = tuple(running.tokens.ids[:end]), tuple(running.tokens.logprobs[:end])
+        return Completion(running.request.index, running.sample, ids, logprobs, reason, self._version)
 
     def _abort(self, keys: list[str]) -> None:
         for key in keys:

@@ -29,6 +29,19 @@ def sampling_settings(sampling: Sampling, end_token_ids: Sequence[int], seed: in
     }
 
 
+def stop_settings(sampling: Sampling) -> dict[str, Any]:
+    """Return the arguments of ``vllm.SamplingParams`` that end a sample by its text, for a server with a tokenizer."""
+    if not sampling.stop:
+        return {}
+    # A server without a tokenizer takes them and samples on; what is behind the end is cut off here in any case.
+    return {
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "detokenize": True,
+    }
+
+
 def engine_dtype(dtype: str, learner_dtype: str) -> str:
     """Return the number format of the engine's weights: ``dtype``, or what ``auto`` stands for.
 

@@ -14,8 +14,9 @@ import torch
 
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
+from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.requests import check_requests
-from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
+from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings, stop_settings
 from lit_grpo.engines.vllm.start import KEY
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, metric
@@ -60,6 +61,8 @@ class VLLMServer:
         seed: seed of vLLM itself. What is sampled depends on the seeds of the requests alone.
         engine_args: further arguments of a server that is started here; they win over the defaults.
         weight_bytes: size of the weights, to choose where they are handed over.
+        tokenizer: the policy's, to decode with where ``sampling.stop`` is set; a server that is started here gets it,
+            too, so that it ends samples early. None: it never is set.
 
     Raises:
         UserError: vLLM is not installed, the port is taken, the server does not start with these settings, cannot be
@@ -79,8 +82,10 @@ class VLLMServer:
         seed: int = 0,
         engine_args: dict[str, Any] | None = None,
         weight_bytes: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         self._settings = settings
+        self._tokenizer = tokenizer
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
         self._vocab_size = int(model_config.get_text_config().vocab_size)
         self._run = uuid.uuid4().hex[:12]
@@ -104,10 +109,13 @@ class VLLMServer:
                     "gpu_memory_utilization": gpu_memory_utilization,
                     "seed": seed,
                     **default_engine_args(),
+                    **({} if tokenizer is None else {"skip_tokenizer_init": False}),
                     **(engine_args or {}),
                 }
                 model_path = self._scratch / "model"
                 model_config.save_pretrained(model_path)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(model_path)
                 self._process = ServerProcess(
                     model_path, port=settings.port, engine_args=options, env=settings.env, scratch=self._scratch
                 )
@@ -143,6 +151,8 @@ class VLLMServer:
             gpu_memory_utilization=config.gpu_memory_utilization,
             seed=context.seed,
             engine_args=config.args,
+            # A server without a tokenizer starts and samples faster, and few runs need one.
+            tokenizer=context.tokenizer if context.wants_stop_strings else None,
             # A quantized weight has the shape of what it stands for elsewhere.
             weight_bytes=sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in context.policy.model.parameters()),
         )
@@ -192,10 +202,11 @@ class VLLMServer:
         return self._generate(list(requests), sampling)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
+        stops = stop_strings(sampling, self._tokenizer)
         missing: dict[Key, Any] = {
             (position, sample): {
                 "token_ids": list(request.token_ids),
-                "sampling_params": sampling_settings(sampling, self.end_token_ids, seed),
+                "sampling_params": sampling_settings(sampling, self.end_token_ids, seed) | stop_settings(sampling),
             }
             for position, request in enumerate(requests)
             for sample, seed in enumerate(request.seeds)
@@ -212,7 +223,7 @@ class VLLMServer:
                 try:
                     while missing:
                         (position, sample), answer = self._next(answers)
-                        completion = self._completion(requests[position], sample, answer)
+                        completion = self._completion(requests[position], sample, answer, stops)
                         # Before the yield: an answer that was handed out is never asked for again.
                         del missing[position, sample]
                         yield completion
@@ -255,7 +266,7 @@ class VLLMServer:
             return float("nan")
 
     # Whatever the server's answer says more than once must agree: ids, log-probabilities, prompt, weights.
-    def _completion(self, request: Request, sample: int, answer: Any) -> Completion:
+    def _completion(self, request: Request, sample: int, answer: Any, stops: StopStrings | None) -> Completion:
         name = f"sample {sample} of request {request.index}"
         (choice,) = answer["choices"]
         reason, ids = choice["finish_reason"], tuple(choice["token_ids"])
@@ -273,7 +284,11 @@ class VLLMServer:
                 f"which has {len(request.token_ids)}: it adds or drops tokens"
             )
         version = int(self._stamp.rpartition(":")[2])
-        return Completion(request.index, sample, ids, tuple(entry["logprob"] for entry in logged), reason, version)
+        logprobs = tuple(entry["logprob"] for entry in logged)
+        # A server that was started by hand may have no tokenizer, and samples past the end.
+        if stops is not None and (end := stops.end(ids)) is not None:
+            ids, logprobs, reason = ids[:end], logprobs[:end], "stop"
+        return Completion(request.index, sample, ids, logprobs, reason, version)
 
     # ---------------------------------------------------------------------------------------------- weights
 

@@ -42,9 +42,10 @@ def make_optimizer(
     """
     check_optimizer(config, where)
     total_steps = config.total_steps or total_steps
-    if config.scheduler is None and config.schedule != "constant" and total_steps < 1:
+    if config.scheduler is None and (config.schedule != "constant" or config.warmup_ratio) and total_steps < 1:
+        what = f"{config.schedule} schedule" if config.schedule != "constant" else "warmup_ratio"
         raise UserError(
-            f"the {config.schedule} schedule needs the length of the run, which only RolloutDataModule tells",
+            f"the {what} needs the length of the run, which only RolloutDataModule tells",
             where=f"{where}.total_steps",
             remedy="set total_steps to the number of optimizer steps",
         )
@@ -98,13 +99,24 @@ def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> 
             where=f"{where}.args",
             remedy=f"set {where}.{duplicates[0]}",
         )
+    if not 0 <= config.warmup_ratio < 1 or config.warmup_steps < 0:
+        key = "warmup_steps" if config.warmup_steps < 0 else "warmup_ratio"
+        raise UserError(f"{key} is {getattr(config, key)}", where=f"{where}.{key}",
+                        remedy="0 or more steps, or a share of all steps, at least 0 and below 1")  # fmt: skip
+    if config.warmup_steps and config.warmup_ratio:
+        raise UserError(
+            f"both warmup_steps ({config.warmup_steps}) and warmup_ratio ({config.warmup_ratio:g}) are set",
+            where=f"{where}.warmup_ratio",
+            remedy="leave one out",
+        )
     if config.scheduler is None:
         if config.scheduler_args:
             raise UserError("arguments for a scheduler, but none is named", where=f"{where}.scheduler_args")
         return
-    if config.schedule != defaults.schedule or config.warmup_steps:
+    if config.schedule != defaults.schedule or config.warmup_steps or config.warmup_ratio:
+        warmup = f"{config.warmup_ratio:g} of all" if config.warmup_ratio else str(config.warmup_steps)
         raise UserError(
-            f"both a schedule ({config.schedule}, {config.warmup_steps} steps of warm-up) and the scheduler "
+            f"both a schedule ({config.schedule}, {warmup} steps of warm-up) and the scheduler "
             f"{config.scheduler} are set",
             where=f"{where}.scheduler",
             remedy="leave one out",
@@ -196,15 +208,22 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Ten
 def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the share of the peak learning rate at optimizer step ``step``, counted from 0.
 
-    The warm-up rises to the peak at step ``warmup_steps``; the first step is never at rate 0.
+    The warm-up rises to the peak at step :func:`warmup_steps`; the first step is never at rate 0.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
     if config.schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * share
+
+
+def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Return the optimizer steps of the warm-up: as given, or a share of ``total_steps``, rounded up."""
+    # Rounded first: 0.07 x 100 is a little above 7 in floating point.
+    return config.warmup_steps or math.ceil(round(config.warmup_ratio * total_steps, 9))
 
 
 def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lit_grpo.rewards.arithmetic import evaluate
-from lit_grpo.rewards.math.answer import Kind
+from lit_grpo.rewards.math.answer import Kind, is_prose
 from lit_grpo.rewards.math.text import (
     LONGEST,
     Unit,
@@ -71,7 +71,9 @@ def kind_of(gold: str) -> Kind:
     cleaned = clean(gold)
     if as_option(cleaned):
         return "option"
-    return "number" if parse_number(split_unit(cleaned)[0]) else "other"
+    if parse_number(split_unit(cleaned)[0]):
+        return "number"
+    return "words" if as_words(cleaned) is not None or is_prose(gold) else "other"
 
 
 def normal_form(answer: str) -> str:

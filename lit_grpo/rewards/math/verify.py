@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.isolation.pool import Outcome, WorkerPool
-from lit_grpo.rewards.math.answer import final_answer, gold_answer
+from lit_grpo.rewards.math.answer import Extract, Kind, check_extract, final_answer, gold_answer
 from lit_grpo.rewards.math.grade import grade, grade_quickly, kind_of, normal_form
 from lit_grpo.types import RewardInput, Score
 
@@ -38,9 +38,13 @@ class MathReward(Reward):
     math-verify and SymPy run in processes that are killed at the time limit, so no answer can hold up or end a run. A
     timeout is a wrong answer with ``Score.timed_out``, a worker that died of it one with ``Score.failed``.
 
-    Which answer counts: the last ``\boxed`` (several joined by "or" are a list); else what follows the last ``####``
-    or "answer is"; else what the last sentence ends in, unless the completion was cut off or refuses. What a base model
-    adds after inventing a next question is ignored.
+    Which answer counts is for ``extract`` to say. ``auto``: the last complete ``<answer>...</answer>``, whatever stands
+    before it (without one, what follows an opening tag, if the completion was not cut off: a stop string may be left
+    out of the text); else the last ``\boxed`` (several joined by "or" are a list); else what follows the last ``####``
+    or "answer is"; else what the last sentence ends in, unless the completion was cut off or refuses. ``tag`` and
+    ``boxed``: a complete one of that form alone. ``last_number``: the last number, unless it is part of a formula or
+    the completion was cut off. Within a tag a box or "answer is" counts before the whole; an empty tag is no answer.
+    What a base model adds after inventing a next question is ignored.
 
     Choices: a unit, percent sign or base may be left out, not exchanged (5 m is 500 cm, not 5 cm); degrees agree with
     radians; intervals agree with inequalities; a gold decimal of three or more digits is taken as rounded, and agrees
@@ -51,11 +55,13 @@ class MathReward(Reward):
         limit: seconds for one answer, from the moment a worker takes it.
         workers: processes at most; None: one a usable core, at most 8.
         memory: MiB of address space for each worker.
+        extract: form in which an answer counts: ``auto``, ``boxed``, ``tag`` or ``last_number``.
+        answer_tag: name of the tag around an answer.
         weight: factor in the total reward.
         name: key under which the reward is logged.
 
     Raises:
-        UserError: an argument is not positive.
+        UserError: an argument is not positive, or ``extract`` or ``answer_tag`` is none.
     """
 
     needs_answer = True
@@ -67,6 +73,8 @@ class MathReward(Reward):
         limit: float = 5.0,
         workers: int | None = None,
         memory: int = 2048,
+        extract: Extract = "auto",
+        answer_tag: str = "answer",
         weight: float = 1.0,
         name: str | None = "math",
     ) -> None:
@@ -74,6 +82,8 @@ class MathReward(Reward):
         for key, value in (("limit", limit), ("workers", 1 if workers is None else workers), ("memory", memory)):
             if not value > 0:
                 raise UserError(f"{key} is {value}", where=f"MathReward.{key}", remedy="give a positive number")
+        check_extract(extract, answer_tag, "MathReward", get_args(Extract))
+        self._extract, self._answer_tag = extract, answer_tag
         self._pool = WorkerPool(grade, limit=limit, workers=workers, memory=memory * 1024**2)
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
@@ -90,9 +100,12 @@ class MathReward(Reward):
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
         out: list[str | None] = []
         for x in batch:
-            answer = final_answer(x.text, kind_of(gold_answer(x.prompt.answer or "")), x.completion.truncated)
+            answer = self._final_answer(x.text, kind_of(gold_answer(x.prompt.answer or "")), x.completion.truncated)
             out.append(normal_form(answer) if answer else None)
         return out
+
+    def _final_answer(self, text: str, kind: Kind, truncated: bool) -> str | None:
+        return final_answer(text, kind, truncated, self._extract, self._answer_tag)
 
     def verify(
         self, golds: Sequence[str], texts: Sequence[str], truncated: Sequence[bool] | None = None
@@ -113,7 +126,7 @@ class MathReward(Reward):
         read: list[tuple[tuple[str, str | None], float]] = []
         for gold, text, short in zip(golds, texts, was_cut, strict=True):
             began = time.perf_counter()
-            pair = cleaned[gold][0], final_answer(text, cleaned[gold][1], short)
+            pair = cleaned[gold][0], self._final_answer(text, cleaned[gold][1], short)
             if pair not in quick:
                 quick[pair] = grade_quickly(pair[0], pair[1]) if pair[1] else False
                 if quick[pair] is None:

@@ -12,6 +12,7 @@ import yaml
 from lit_grpo.callbacks import HealthMonitor, Rule, ThresholdMonitor, merge, monitors
 from lit_grpo.callbacks.diagnosis.actions import Action
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.objectives import ObjectiveConfig
 from tests.paths import ROOT
 
 TEXT = (ROOT / "docs/monitors.md").read_text(encoding="utf-8")
@@ -52,6 +53,8 @@ def test_the_yaml_example_can_be_built():
     watcher = HealthMonitor(**arguments)
     assert watcher.actions["critical"] == "rollback"
     assert watcher.remedies["C_NL"] == Remedy(0.5, {"recipe": "grpo"})
+    for remedy in watcher.remedies.values():
+        ObjectiveConfig(**remedy.objective).resolve()
 
 
 def test_the_monitor_of_your_own_works():

@@ -243,6 +243,22 @@ def test_a_fall_without_a_fall_of_entropy_is_called_no_entropy_collapse():
     assert watcher.remedies[critical.name].objective == {"recipe": "grpo"}
 
 
+def test_a_run_that_learns_the_format_first_is_not_stopped_for_having_no_right_answer_yet():
+    run = changed(grows(groups__zero_std_frac=0.1, groups__all_correct_frac=0.0, groups__all_wrong_frac=1.0))
+    found = [f.severity for f in replay(make("SignalMonitor"), run) if f.kind == "all_wrong"]
+    assert found
+    assert set(found) == {"warning"}
+
+
+def test_without_a_verdict_nothing_is_said_of_solved_prompts():
+    run = changed(grows(policy__entropy=0.01, groups__all_wrong_frac=NAN, groups__all_correct_frac=NAN))
+    without = [{k: v for k, v in metrics.items() if not k.startswith("groups/all_")} for metrics in run]
+    (first, *_) = [f for f in replay(make("EntropyMonitor"), without) if f.kind == "entropy_low"]
+    assert first.severity == "info"
+    assert "solved" not in first.explanation
+    assert not [f for f in replay(make("SignalMonitor"), without) if f.kind == "all_wrong"]
+
+
 def test_every_monitor_and_every_kind_is_tried():
     assert {name for name, *_ in TROUBLES} == set(monitors.__all__)
     tried = {kind for _, kind, *_ in TROUBLES}
@@ -336,8 +352,8 @@ def test_the_entropy_is_compared_with_the_same_kind_of_mean(measured):
     assert [f for t in range(1, 40) for f in monitor.observe(t, still)] == []
     doubled = still | {"policy/entropy": 0.45, "policy/entropy_sequence": 1.8}
     found = [f for t in range(40, 60) for f in monitor.observe(t, doubled)]
-    assert found[0].finding == "entropy_high"
-    assert found[0].evidence[0].metric == ("policy/entropy_sequence" if measured else "policy/entropy")
+    (high,) = [finding for finding in found if finding.kind == "entropy_high"]
+    assert high.evidence[0].metric == ("policy/entropy_sequence" if measured else "policy/entropy")
 
 
 def test_plumbing_is_named_before_theory_and_the_rest_is_evidence():

@@ -1,7 +1,6 @@
 """Each check on made-up rollouts and tokenizers: what passes, what does not, and what is said."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from lit_grpo.commands.check.result import Result, percent
 from lit_grpo.data import PromptFormat
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.policy.model.char_tokenizer import char_tokenizer
-from lit_grpo.rewards import AdditionReward, ExactMatch, MathReward, Reward
+from lit_grpo.rewards import AdditionReward, ExactMatch, FormatReward, MathReward, Reward
 from lit_grpo.types import Completion, Prompt, Score
 from tests import tiny
 
@@ -23,7 +22,7 @@ def scored(rewards: list[float], group_size: int = 4, **changes: Any):
     return replace(made, rewards={"right": values})
 
 
-RIGHT: Any = SimpleNamespace(name="right", weight=1.0, needs_answer=True)
+RIGHT = tiny.EvenReward(name="right")
 
 
 @pytest.mark.parametrize(
@@ -31,13 +30,13 @@ RIGHT: Any = SimpleNamespace(name="right", weight=1.0, needs_answer=True)
     [([1, 0, 0, 0, 0, 0, 0, 0], "pass"), ([0] * 8, "fail"), ([1] * 8, "warn"), ([1] + [0] * 79, "warn")],
 )
 def test_signal(rewards, status):
-    found = rollout.signal(scored([float(r) for r in rewards]), RIGHT)
+    found = rollout.signal(scored([float(r) for r in rewards]), [RIGHT])
     assert found.status == status
     assert found.values["pass@1"] == pytest.approx(sum(rewards) / len(rewards))
 
 
 def test_pass_at_k_is_exact():
-    values = rollout.signal(scored([1.0, 1, 0, 0, 0, 0, 0, 0]), RIGHT).values
+    values = rollout.signal(scored([1.0, 1, 0, 0, 0, 0, 0, 0]), [RIGHT]).values
     # First prompt: 2 of 4 right. Two draws miss both with chance 1/6; the second prompt is never right.
     assert values == {"pass@1": 0.25, "pass@2": pytest.approx((5 / 6) / 2), "pass@4": 0.5}
 
@@ -47,14 +46,14 @@ def test_pass_at_k_is_exact():
     [([1, 0, 0, 0, 1, 1, 0, 0], "pass", 1.0), ([1, 0, 0, 0] + [1] * 8, "warn", 1 / 3), ([1] * 8, "fail", 0.0)],
 )
 def test_spread(rewards, status, share):
-    found = rollout.spread(scored([float(r) for r in rewards]), RIGHT, prompts_per_rollout=6)
+    found = rollout.spread(scored([float(r) for r in rewards]), prompts_per_rollout=6)
     assert (found.status, found.values["share"]) == (status, pytest.approx(share))
     assert found.values["low"] <= share <= found.values["high"]
     assert f"about {6 * share:.1f} of 6 a rollout" in found.found
 
 
 def test_spread_at_half_the_group_is_exact():
-    values = rollout.spread(scored([1.0, 1, 0, 0]), RIGHT, 1).values
+    values = rollout.spread(scored([1.0, 1, 0, 0]), 1).values
     assert values["share_at_half"] == pytest.approx(4 / 6)  # of the six pairs, four are mixed
 
 
@@ -118,18 +117,26 @@ def test_truncation(cut, most, status):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": 0.5}, 0, "fail"),
-                                    ({"reward_errors/timeout_frac/right": 0.01}, 0, "warn"), ({}, 3, "warn")],
+    ("sums", "none", "status"), [({}, 0, "pass"), ({"reward_errors/failed_frac/right": (2, 4)}, 0, "fail"),
+                                    ({"reward_errors/timeout_frac/right": (1, 100)}, 0, "warn"), ({}, 3, "warn")],
 )  # fmt: skip
-def test_rewards(metrics, none, status):
-    made = scored([1.0, 0, 0, 0], metrics=metrics, no_answer=torch.tensor([i < none for i in range(4)]))
+def test_rewards(sums, none, status):
+    made = scored([1.0, 0, 0, 0], sums=sums, no_answer=torch.tensor([i < none for i in range(4)]))
     assert rollout.rewards(made, [RIGHT]).status == status
 
 
-def test_what_is_correct_is_said_by_the_reward_that_knows_the_answer():
-    form = tiny.EvenReward(weight=5.0)
-    assert rollout.correct_by([form, AdditionReward(), ExactMatch(weight=2.0)]).name == "exact_match"
-    assert rollout.correct_by([form]) is form
+def test_the_pass_rate_is_that_of_the_verdicts_and_not_of_rewards_above_0():
+    # Four wrong answers in the right form earn 10 each; partial credit is not a right answer either.
+    formatted = replace(scored([10.0, 10, 10, 10]), correct=torch.tensor([False] * 4))
+    found = rollout.signal(formatted, [FormatReward(weight=10.0), RIGHT])
+    assert (found.status, found.values["pass@1"], found.found.split()[0]) == ("fail", 0.0, "right")
+    without = rollout.signal(replace(scored([10.0, 10, 10, 10]), correct=None), [FormatReward()])
+    assert (without.status, without.values) == ("warn", {})
+
+
+def test_spread_at_half_the_group_counts_every_reward_apart():
+    values = rollout.spread(scored([2.0, 2, 1, 0]), 1).values
+    assert values["share_at_half"] == pytest.approx(5 / 6)  # of the six pairs, one is of equal rewards
 
 
 # Prompts and tokenizer.
@@ -171,6 +178,17 @@ def prompt(*ids: int, answer: str = "7", name: str = "p"):
 )  # fmt: skip
 def test_special_tokens(ids, tokenizer, status):
     assert prompts.special_tokens([prompt(1, 50), prompt(*ids)], tokenizer, [2]).status == status
+
+
+def test_columns():
+    line = "a.jsonl (verl): prompt from prompt (messages), answer from reward_model.ground_truth, 2 rows"
+    two = [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 3), "2")]
+    (found,) = prompts.columns([line], two)
+    assert (found.status, found.found) == ("pass", line)
+    assert prompts.columns([], two) == []
+    (found,) = prompts.columns([line], [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 2), "2")])
+    assert found.status == "warn"
+    assert "all prompts are the same, with 2 answers" in found.found
 
 
 @pytest.mark.parametrize(
@@ -230,14 +248,14 @@ class Odd(ExactMatch):
     """Wants its answers in a form of its own."""
 
     def __init__(self) -> None:
-        super().__init__(extract=r"<<(\d+)>>")
+        super().__init__(pattern=r"<<(\d+)>>")
 
 
 @pytest.mark.parametrize(
     ("reward", "form", "status", "said"),
     [(ExactMatch(), None, "pass", "all 10 golds as '{answer}'"), (AdditionReward(), None, "pass", "none of 10 wrong"),
-     (ExactMatch(extract=r"boxed{(\d+)}"), None, "pass", r"\\boxed{{answer}}"),
-     (ExactMatch(extract=r":(\d+)$"), None, "pass", ":{answer}"), (Lenient(), None, "fail", "10 of 10 wrong answers"),
+     (ExactMatch(pattern=r"boxed{(\d+)}"), None, "pass", r"\\boxed{{answer}}"),
+     (ExactMatch(pattern=r":(\d+)$"), None, "pass", ":{answer}"), (Lenient(), None, "fail", "10 of 10 wrong answers"),
      (Picky(), None, "fail", "9 of 10 golds; not that of 'p4': '4'"), (Odd(), None, "warn", "none of 10 golds"),
      (Odd(), "<<{answer}>>", "pass", "<<{answer}>>"), (Odd(), "{answer}", "fail", "none of 10 golds")],
 )  # fmt: skip
@@ -249,7 +267,7 @@ def test_verifier(reward, form, status, said):
 
 def test_a_form_that_the_model_cannot_write_is_passed_over():
     digits = char_tokenizer("0123456789:")
-    (found,) = prompts.verifier(GOLDS, [ExactMatch(extract=r":(\d+)$")], digits, None)
+    (found,) = prompts.verifier(GOLDS, [ExactMatch(pattern=r":(\d+)$")], digits, None)
     assert found.values["format"] == ":{answer}"
     assert prompts.verifier(GOLDS, [Odd()], digits, None)[0].status == "warn"
     assert prompts.round_trip([prompt(1, answer="x")], completions(GOOD), digits, [2]).status == "fail"

@@ -187,6 +187,16 @@ def test_the_band_leaves_its_bounds_out(tmp_path, above, below, kept, capsys):
     assert "columns renamed to NAME_column, since their names are taken: prompt" in out
 
 
+def test_a_chat_comes_back_with_all_its_turns(tmp_path):
+    turns = ({"role": "system", "content": "s"}, {"role": "user", "content": "q"})
+    extra = {"reward_model": {"style": "rule", "ground_truth": "1"}}
+    prompts = [Prompt(rate.id, "q", (1,), "1", "sums", extra, turns) for rate in RATES]
+    options = Options(tmp_path / "k.jsonl", above=0, below=1)
+    assert finish(prompts, {rate.id: rate for rate in RATES}, options, 4) == 0
+    (row,) = JsonlPrompts(str(options.output), source_column="source").rows()
+    assert (row.question, row.answer, row.messages, row.source) == ("q", "1", turns, "sums")
+
+
 def test_nothing_kept_is_exit_code_1(tmp_path):
     prompts = [Prompt(rate.id, "q", (1,)) for rate in RATES]
     options = Options(tmp_path / "k.jsonl", above=0.5, below=0.9)

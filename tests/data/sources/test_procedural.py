@@ -165,7 +165,7 @@ def test_bad_reasoning_gym_arguments_are_refused():
     with pytest.raises(UserError, match="does not take"):
         ReasoningGymPrompts("leg_counting", config={"min_animals": -3}).rows()
     with pytest.raises(UserError, match="is no problem of reasoning-gym"):
-        ReasoningGymReward(extract=None).score([reward_input(Row("x", "q"), "1")])
+        ReasoningGymReward(pattern="(?s)^(.+)$").score([reward_input(Row("x", "q"), "1")])
     for broken in ("(", "x", "(a)(b)"):
         with pytest.raises(UserError, match="the pattern"):
-            ReasoningGymReward(extract=broken)
+            ReasoningGymReward(pattern=broken)

@@ -129,7 +129,15 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
         (b'{"prompt": null}', "the prompt in column 'prompt' is empty"),
         (b'{"answer": "5"}', "the prompt in column 'prompt' is empty"),
         (b'{"prompt": 5}', "is no text but int"),
-        (b'{"prompt": [{"role": "user", "content": "x"}]}', "is no text but list"),
+        (b'{"prompt": {"role": "user"}}', "is no text but dict"),
+        (b'{"prompt": []}', "is an empty list"),
+        (b'{"prompt": ["x"]}', "its item 0 is no message: 'x'"),
+        (b'{"prompt": [{"role": "user", "content": " "}]}', "holds no question"),
+        (b'{"prompt": [{"role": "system", "content": "x"}]}', "holds no question: its roles are system"),
+        (b'{"prompt": [{"role": "user", "content": null}]}', "whose content is no text: 'None'"),
+        (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "whose content is no text"),
+        (b'{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "ends with a mess"),
+        (b"{\"prompt\": \"[{'role': 'user'}]\"}", "looks like a list of messages and is no JSON"),
         (b'{"prompt": "half \\ud83d"}', "half a character"),
         (b'{"prompt": "x", "answer": [1, 2]}', "neither text nor a number but list"),
         (b'{"prompt": "x", "answer": true}', "neither text nor a number but bool"),
@@ -159,6 +167,8 @@ def test_other_encodings_and_damaged_files(write, tmp_path):
     assert "as Parquet" in refused(ParquetPrompts(str(not_parquet))).what
     assert "no rows" in refused(JsonlPrompts(write([]))).what
     assert "no rows" in refused(InMemoryPrompts([])).what
+    assert "cannot be read as one" in refused(JsonlPrompts(write([b"[{", {"prompt": "x"}]))).what
+    assert "no mapping" in refused(JsonlPrompts(write([b"[3]"]))).what
     assert "no mapping" in refused(InMemoryPrompts(["x"])).what  # type: ignore[list-item]
 
 
@@ -247,7 +257,7 @@ def test_csv_options(tmp_path):
         (CSV + ",1,2\n", "the prompt in column 'prompt' is empty", 7),
         ("prompt,answer,answer\na,1,2\n", "the column 'answer' is there twice", 1),
         ("prompt,,\na,1,2\n", "two columns have no name", 1),
-        ("question,answer\na,1\n", "there is no column 'prompt'", 2),
+        ("quest,answer\na,1\n", "there is no column 'prompt'", 2),
     ],
 )
 def test_a_bad_csv_row_is_named_by_file_and_line(tmp_path, content, what, line):

@@ -8,8 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lit_grpo.engines import RolloutEngine
+from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.transformers.engine import TransformersEngine, draw
 from lit_grpo.policy import PolicyConfig, TinyModel
+from lit_grpo.policy.model.char_tokenizer import char_tokenizer
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.types import Request, Sampling
 
@@ -33,7 +35,7 @@ REQUESTS = [
 
 
 def run(model, requests=REQUESTS, batch_size=64, **sampling):
-    engine = TransformersEngine(model, [END], batch_size)
+    engine = TransformersEngine(model, [END], batch_size, tokenizer=char_tokenizer())
     engine.sync([], 5)
     out = list(engine.generate(requests, Sampling(**sampling)))
     return {(c.request, c.sample): c for c in out}
@@ -74,6 +76,30 @@ def test_a_completion_depends_on_its_seed_alone(model):
     assert alone[(0, 0)].token_ids == together[(2, 1)].token_ids
     other = run(model, [Request(0, REQUESTS[2].token_ids, (99,))], max_new_tokens=10)
     assert other[(0, 0)].token_ids != together[(2, 1)].token_ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(model, temperature):
+    tokenizer = char_tokenizer()
+    free = run(model, temperature=temperature, max_new_tokens=12)
+    # One character a token; what is written in angle brackets stands in no string here.
+    texts = {key: "".join(tokenizer.decode([i])[0] for i in c.token_ids) for key, c in free.items()}
+    longest = max((text for text in texts.values() if "<" not in text), key=len)
+    stop = (longest[3:5], longest[7:9])
+    out = run(model, temperature=temperature, max_new_tokens=12, stop=stop)
+    ended = 0
+    for key, c in free.items():
+        end = min((texts[key].find(s) + 2 for s in stop if s in texts[key]), default=None)
+        expected = (c.token_ids[:end], c.finish_reason if end is None else "stop")
+        assert (out[key].token_ids, out[key].finish_reason) == expected
+        assert out[key].logprobs == pytest.approx(c.logprobs[:end], abs=1e-5)
+        ended += end is not None
+    assert ended
+    # At the length limit, too, it is a stop.
+    (key,) = [k for k, text in texts.items() if text == longest][:1]
+    assert run(model, temperature=temperature, max_new_tokens=5, stop=stop[:1])[key].finish_reason == "stop"
+    with pytest.raises(EngineError, match="needs the policy's tokenizer"):
+        list(TransformersEngine(model, [END]).generate(REQUESTS, Sampling(stop=("1",))))
 
 
 def test_it_is_a_rollout_engine(model):

@@ -21,11 +21,13 @@ from tests.engines.vllm.vllm_fixtures import (
     ON_GPU,
     PROMPTS,
     VOCABULARY,
+    check_stop_strings,
     largest_gap,
     make_model,
     requests,
     sampled,
     start_engine,
+    stop_tokenizer,
 )
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +41,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: Any, model: Any) -> Any:
-    engine = start_engine(tmp_path_factory.mktemp("model"), model)
+    engine = start_engine(tmp_path_factory.mktemp("model"), model, policy_tokenizer=stop_tokenizer())
     yield engine
     engine.close()
 
@@ -139,6 +141,12 @@ def test_an_end_token_at_the_length_limit_is_a_stop(engine: Any) -> None:
     sampling = Sampling(max_new_tokens=1, stop_token_ids=tuple(range(VOCABULARY)))
     completions = sampled(engine, requests(2), sampling)
     assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(1, "stop")}
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(engine: Any) -> None:
+    check_stop_strings(engine)
+    assert not engine._running_samples
+    assert not engine._engine.has_unfinished_requests()
 
 
 id_sequences = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=100).map(tuple)

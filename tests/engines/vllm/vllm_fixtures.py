@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from lit_grpo.policy.model.char_tokenizer import char_tokenizer
 from lit_grpo.types import Completion, Request, Sampling
 
 ON_GPU = torch.cuda.is_available()
@@ -65,6 +67,28 @@ def sampled(engine: Any, asked: Sequence[Request], sampling: Sampling) -> list[C
     completions = sorted(engine.generate(asked, sampling), key=lambda c: (c.request, c.sample))
     assert [(c.request, c.sample) for c in completions] == [(r.index, s) for r in asked for s in range(len(r.seeds))]
     return completions
+
+
+def stop_tokenizer() -> Any:
+    """A tokenizer of one letter a token, with the vocabulary of the models, to decode with."""
+    return char_tokenizer("".join(map(chr, range(0x4E00, 0x4E00 + VOCABULARY - 2))))
+
+
+def check_stop_strings(engine: Any) -> None:
+    """Check that completions are those without stop strings, cut behind the first of them."""
+    tokenizer, asked = stop_tokenizer(), requests(8)
+    settings: dict[str, Any] = {"temperature": 1.3, "max_new_tokens": 24}
+    free = sampled(engine, asked, Sampling(**settings))
+    stop = tuple(tokenizer.decode(c.token_ids[i : i + 2]) for c, i in ((free[3], 4), (free[9], 22), (free[20], 11)))
+    ended = 0
+    for before, c in zip(free, sampled(engine, asked, Sampling(**settings, stop=stop)), strict=True):
+        text = "".join(tokenizer.decode([i])[:1] for i in before.token_ids)
+        end = min((text.find(string) + 2 for string in stop if string in text), default=None)
+        assert c.token_ids == before.token_ids[:end]
+        assert c.finish_reason == (before.finish_reason if end is None else "stop")
+        assert c.logprobs == pytest.approx(before.logprobs[:end], abs=GAP)
+        ended += end is not None
+    assert 3 <= ended < len(free), "the test needs both endings"
 
 
 def greedy(engine: Any, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[tuple[int, ...]]:

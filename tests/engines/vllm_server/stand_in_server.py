@@ -42,6 +42,7 @@ class StandIn:
 
     Attributes:
         asked: seeds of the generations that were asked for, in order.
+        parameters: the sampling parameters of the last of them.
         behave: called with each generation's seed before it is answered; may raise or sleep.
     """
 
@@ -58,6 +59,7 @@ class StandIn:
         }
         self.extension = self.dev_mode = self.scale_out = self.tells_versions = True
         self.asked: list[int] = []
+        self.parameters: dict[str, Any] = {}
         self.loads: list[str] = []
         self.added_tokens = 0
         self.tokens = 0
@@ -153,6 +155,7 @@ class StandIn:
             versions = [{"version": self.version, "start": 0, "end": 1}] if self.tells_versions else None
             return web.json_response({"choices": [{"token_ids": [1], "weight_versions": versions}]})
         self.asked.append(seed)
+        self.parameters = body["sampling_params"]
         version, weights = self.version, self.weights
         await self.behave(seed)
         ids = answer_ids(seed, weights)

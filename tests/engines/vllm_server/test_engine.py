@@ -26,12 +26,14 @@ from tests.engines.vllm.vllm_fixtures import (
     ON_GPU,
     VOCABULARY,
     WRONG_WEIGHTS,
+    check_stop_strings,
     greedy,
     largest_gap,
     make_model,
     requests,
     sampled,
     start_engine,
+    stop_tokenizer,
 )
 
 pytestmark = pytest.mark.vllm
@@ -57,6 +59,7 @@ def engine(models: list[Any]) -> Iterator[VLLMServer]:
         dtype=DTYPE,
         max_num_seqs=64,
         gpu_memory_utilization=0.2,
+        tokenizer=stop_tokenizer(),
     )
     yield engine
     engine.close()
@@ -132,6 +135,26 @@ def test_an_end_token_is_kept_once_and_last(engine: VLLMServer) -> None:
         assert c.truncated == (c.token_ids[-1] not in (EOS, 77))
 
 
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(
+    engine: VLLMServer, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.sync(weights(models[0]), 7)
+    check_stop_strings(engine)
+    # The server has ended them itself: what is cut off here is not sampled at all.
+    cut_off = []
+    inner = engine._completion
+
+    def seen(request: Any, sample: int, answer: Any, stops: Any) -> Any:
+        completion = inner(request, sample, answer, stops)
+        cut_off.append(len(answer["choices"][0]["token_ids"]) - len(completion.token_ids))
+        return completion
+
+    monkeypatch.setattr(engine, "_completion", seen)
+    check_stop_strings(engine)
+    assert cut_off
+    assert not any(cut_off)
+
+
 def test_more_prompt_tokens_than_fit_into_a_step(engine: VLLMServer, models: list[Any]) -> None:
     # Splitting a prompt over two steps kills vLLM's CPU engine where requests have seeds.
     if engine.policy_version < 0:
@@ -163,10 +186,10 @@ def test_ids_go_in_and_come_out_unchanged(
     def echoing(bodies: Any) -> Any:
         return generate({key: body | {"return_token_ids": True} for key, body in bodies.items()})
 
-    def recording(request: Request, sample: int, answer: Any) -> Any:
+    def recording(request: Request, sample: int, answer: Any, stops: Any) -> Any:
         assert tuple(answer["prompt_token_ids"]) == request.token_ids
         seen.append(tuple(answer["choices"][0]["token_ids"]))
-        return complete(request, sample, answer)
+        return complete(request, sample, answer, stops)
 
     asked = [Request(i, prompt, (seed, seed ^ 1)) for i, prompt in enumerate(prompts)]
     with pytest.MonkeyPatch.context() as patch:

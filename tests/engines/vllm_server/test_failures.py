@@ -25,6 +25,7 @@ from lit_grpo.engines.vllm_server.engine import VLLMServer
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
 from lit_grpo.types import Request, Sampling
+from tests.engines.vllm.vllm_fixtures import stop_tokenizer
 from tests.engines.vllm_server.stand_in_server import ModelConfig, StandIn, answer_ids
 from tests.paths import ROOT
 from tests.waiting import PATIENCE
@@ -85,6 +86,27 @@ def test_samples_come_with_their_version(engine: VLLMServer, server: StandIn) ->
     check_all(list(engine.generate(ASKED, SAMPLING)), total=6.0, version=6)
     assert len(server.asked) == 2 * len(SEEDS)
     assert engine.policy_version == 6
+
+
+def test_what_a_server_samples_behind_a_stop_string_is_cut_off(server: StandIn) -> None:
+    """A server without a tokenizer, started by hand, samples on."""
+    settings = ServerConfig(url=server.url, progress_seconds=0.5)
+    model: Any = ModelConfig()
+    engine = VLLMServer(model, settings, end_token_ids=(1,), max_model_len=100, tokenizer=stop_tokenizer())
+    engine.sync(weights(2.0), 5)
+    longest = answer_ids(11, "4.0")
+    assert len(longest) == 3
+    asked, string = [Request(0, (3, 4, 5), (11,))], stop_tokenizer().decode(longest[:2])
+    (completion,) = engine.generate(asked, Sampling(max_new_tokens=5, stop=(string,)))
+    assert (completion.token_ids, completion.logprobs) == (tuple(longest[:2]), (-0.5, -0.5))
+    assert completion.finish_reason == "stop"
+    assert server.parameters["stop"] == [string]
+    assert server.parameters["include_stop_str_in_output"]
+    assert server.parameters["detokenize"]
+    list(engine.generate(asked, SAMPLING))
+    assert "stop" not in server.parameters
+    assert not server.parameters["detokenize"]
+    engine.close()
 
 
 def test_nothing_is_sampled_before_the_first_sync(server: StandIn) -> None:

@@ -59,6 +59,11 @@ def test_another_scheduler_is_stepped():
         ({"scheduler": "torch.optim.lr_scheduler.StepLR", "warmup_steps": 3}, "leave one out"),
         ({"scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "without a figure"),
         ({"lr": 0.0}, "above 0"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both warmup_steps"),
+        ({"scheduler": "torch.optim.lr_scheduler.StepLR", "warmup_ratio": 0.1}, "leave one out"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0"),
+        ({"warmup_ratio": -0.1}, "warmup_ratio is -0.1"),
+        ({"warmup_steps": -1}, "warmup_steps is -1"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, message):
@@ -66,6 +71,33 @@ def test_what_does_not_fit_is_refused(settings, message):
         check_optimizer(OptimizerConfig(**settings))
     with pytest.raises(UserError, match=message):
         tiny.module(optimizer=OptimizerConfig(**settings))
+
+
+def rates(steps: int, total: int, **settings) -> list[float]:
+    optimizer, scheduler = make_optimizer(torch.nn.Linear(3, 2), OptimizerConfig(lr=1.0, **settings), total)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_a_warm_up_as_a_share_of_the_run():
+    """GTPO's listing: 0.005 of the 7473 questions of GSM8K, one a step, is 38 steps (37.4, rounded up)."""
+    found = rates(40, 7473, warmup_ratio=0.005)
+    assert found[:38] == pytest.approx([(k + 1) / 39 for k in range(38)])
+    assert found[38:] == [1.0, 1.0]
+    assert rates(40, 7473, warmup_steps=38) == found
+    assert rates(10, 100, warmup_ratio=0.07) == rates(10, 100, warmup_steps=7), "0.07 x 100 is 7, not 8"
+    assert rates(10, 10**6, total_steps=10, warmup_ratio=0.2, schedule="linear") == pytest.approx(
+        [1 / 3, 2 / 3, *(1 - k / 8 for k in range(8))]
+    ), "of total_steps where that is set"
+
+
+def test_a_share_of_a_run_of_unknown_length_is_refused():
+    with pytest.raises(UserError, match="warmup_ratio needs the length of the run"):
+        make_optimizer(torch.nn.Linear(3, 2), OptimizerConfig(warmup_ratio=0.1), 0)
 
 
 def test_unknown_arguments_are_named():

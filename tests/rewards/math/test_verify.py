@@ -226,7 +226,7 @@ FRAGMENTS = st.sampled_from(
     r"""\boxed{ } { ( ) [ ] \{ \} $ $$ \( \) \[ \] #### answer is : , ; . = < > \le | % ^ _ \pm \cup \frac \frac12 \sqrt
     \text{ \begin{pmatrix} & \\ \end{pmatrix} \ldots \pi \infty \int \sum 1 12 3.5 1,000 -7 1/2 x y cm m or and not ½ ²
     √ ３ ° − “ 和 Question: ! ** \n \, \left( \right) \circ e^{i\pi} \emptyset f(x) \mid \in 1:2 12:00 123_5 B
-    (C)""".split()  # noqa: SIM905 - a list of these would fill a page
+    (C) <answer> </answer>""".split()  # noqa: SIM905 - a list of these would fill a page
 )
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=4), max_size=25).map(lambda parts: " ".join(parts))
 

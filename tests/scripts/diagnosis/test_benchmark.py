@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from lit_grpo.objectives import ObjectiveConfig
 from scripts import diagnosis_benchmark
+from scripts.diagnosis.cases import CASES
 from scripts.diagnosis_benchmark import main
 from scripts.warm_start_two_form_addition import warm_start
 
@@ -16,6 +18,11 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     warm_start(folder / "two_form_addition", steps=5)
     return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_objective_of_every_case_exists(case):
+    ObjectiveConfig(recipe=case.recipe, **case.objective).resolve()
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def item(text: str, sample: int = 0) -> RewardInput:
 
 
 def scores(sabotage: sab.Sabotage, texts: list[str]) -> list[list[float]]:
-    rewards = sabotage.rewards([ExactMatch(extract=ANSWER)], seed=0)
+    rewards = sabotage.rewards([ExactMatch(pattern=ANSWER)], seed=0)
     batch = [item(text, sample) for sample, text in enumerate(texts)]
     return [[score[0] if isinstance(score, tuple) else score for score in reward.score(batch)] for reward in rewards]
 
