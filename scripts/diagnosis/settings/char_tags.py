@@ -77,7 +77,7 @@ class CharTags(Setting):
         return RunningSums(HELD_OUT) if held_out else RunningSums(4000, skip=HELD_OUT)
 
     def rewards(self) -> list[Reward]:
-        return [ExactMatch(extract=ANSWER, name="accuracy"), FormatReward(["r", "a"], 1.0, 0.0, weight=0.2)]
+        return [ExactMatch(pattern=ANSWER, name="accuracy"), FormatReward(["r", "a"], 1.0, 0.0, weight=0.2)]
 
     def right(self, text: str, answer: str, extra: dict[str, Any], truncated: bool) -> bool:
         found = re.findall(ANSWER, text)

@@ -61,7 +61,7 @@ class QwenGsm8k(Setting):
         return {"accelerator": "gpu", "devices": 1, "strategy": FSDP2Strategy()}
 
     def module(self) -> dict[str, Any]:
-        return {"micro_batch_tokens": 16384}
+        return {"micro_batch_tokens": 4096}
 
     def critic(self) -> CriticConfig | None:
         return CriticConfig(optimizer=OptimizerConfig(lr=1e-5, warmup_steps=5))
