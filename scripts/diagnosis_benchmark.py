@@ -5,6 +5,7 @@
     python scripts/diagnosis_benchmark.py --seeds heldout --only nl pl healthy_grpo  # a look
     python scripts/diagnosis_benchmark.py --record traces                       # also each run's metrics, to replay
     python scripts/diagnosis_benchmark.py --replay traces                       # the monitors on them, in seconds
+    python scripts/diagnosis_benchmark.py --bench 2 --setting char_tags --record traces  # the second benchmark's runs
 
 All runs are the task two_form_addition, one thread each, many side by side. A run is written to --out (JSON lines) when
 it has ended, and what is there is not run again: the command can be cut and repeated. Sabotages are made from outside
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if second := arguments_of_second(sys.argv[1:] if argv is None else argv):
+        from scripts.diagnosis.recording import main as record_second
+
+        return record_second(second)
     args = parse(argv)
     from scripts.diagnosis.cases import plan
     from scripts.diagnosis.scoring import summary
@@ -59,6 +64,11 @@ def main(argv: list[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if any(run["status"] == "error" for run in runs) else 0
+
+
+def arguments_of_second(argv: list[str]) -> list[str] | None:
+    """Return the arguments after ``--bench 2``, which begins the command line of the second benchmark; else None."""
+    return argv[2:] if argv[:2] == ["--bench", "2"] else None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

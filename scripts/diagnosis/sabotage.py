@@ -7,6 +7,7 @@ monitor knows of it.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -87,6 +88,33 @@ class StaleEngine(Engine):
         self.inner.sync(iter(()), version)
 
 
+class SkippedSyncs(Engine):
+    """Engine with weights of its own, of any kind, that takes new ones only every ``every`` rollouts, and denies it."""
+
+    def __init__(self, inner: RolloutEngine, every: int) -> None:
+        super().__init__(inner)
+        self.every = every
+        self.claimed = inner.policy_version
+
+    @property
+    def policy_version(self) -> int:
+        return self.claimed
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        claimed = self.claimed
+        for completion in self.inner.generate(requests, sampling):
+            yield replace(completion, policy_version=claimed)
+
+    def sync(self, weights: NamedWeights, version: int) -> None:
+        if version % self.every == 0:
+            self.inner.sync(weights, version)
+        else:
+            # Read to the end all the same, since sharded weights are gathered on the way.
+            for _ in weights:
+                pass
+        self.claimed = version
+
+
 class HotEngine(Engine):
     """Engine that samples at another temperature than it is asked to."""
 
@@ -107,8 +135,10 @@ class StaleWeights(Sabotage):
         self.every = every
 
     def engine(self, engine: RolloutEngine) -> RolloutEngine:
-        assert isinstance(engine, TransformersEngine)
-        return StaleEngine(engine, self.every)
+        # This one samples with the learner's own weights, so it needs a copy to be stale.
+        if isinstance(engine, TransformersEngine):
+            return StaleEngine(engine, self.every)
+        return SkippedSyncs(engine, self.every)
 
 
 class OneSidedTemperature(Sabotage):
@@ -174,6 +204,66 @@ class HackableFormat(Sabotage):
         return [*rewards, BriefReward(self.weight, "format")]
 
 
+class PatternReward(Reward):
+    """Reward for a completion that matches a pattern from its start, right or not."""
+
+    correct_threshold = None
+
+    def __init__(self, pattern: str, weight: float, name: str) -> None:
+        super().__init__(weight, name)
+        self.pattern = re.compile(pattern, re.DOTALL)
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        return [Score(float(self.pattern.match(item.text) is not None)) for item in batch]
+
+
+class PaidForm(Sabotage):
+    """Second reward for a form in which the policy gets less right, paid for wrong answers too."""
+
+    def __init__(self, pattern: str, weight: float) -> None:
+        super().__init__()
+        self.pattern, self.weight = pattern, weight
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        return [*rewards, PatternReward(self.pattern, self.weight, "style")]
+
+
+class BrevityReward(Reward):
+    """Reward that falls from 1 for no token to 0 at ``limit`` tokens."""
+
+    correct_threshold = None
+    range = (0.0, 1.0)
+
+    def __init__(self, limit: int, weight: float) -> None:
+        super().__init__(weight, "brevity")
+        self.limit = limit
+
+    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+        return [Score(max(0.0, 1.0 - len(item.completion.token_ids) / self.limit)) for item in batch]
+
+
+class PaidBrevity(Sabotage):
+    """Second reward for short completions, which leave no room to work the answer out."""
+
+    def __init__(self, limit: int, weight: float) -> None:
+        super().__init__()
+        self.limit, self.weight = limit, weight
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        return [*rewards, BrevityReward(self.limit, self.weight)]
+
+
+class ConstantReward(Sabotage):
+    """The same value from every reward, as questions give that nobody can answer (0) or that all are solved (1)."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        return [WrappedReward(reward, lambda item, value: self.value) for reward in rewards]
+
+
 class PaidLength(Sabotage):
     """Reward that grows with length."""
 
@@ -223,6 +313,21 @@ class ShuffledGroups(ChangedExperience):
         return replace(experience, group_ids=experience.group_ids[order])
 
 
+class InvertedAdvantages(Sabotage):
+    """Advantages with the wrong sign."""
+
+    def around_fit(self) -> AbstractContextManager[Any]:
+        from lit_grpo.objectives.objective import Objective
+
+        advantages = Objective.advantages
+
+        def inverted(*args: Any, **kwargs: Any) -> Any:
+            values, state = advantages(*args, **kwargs)
+            return -values, state
+
+        return mock.patch.object(Objective, "advantages", inverted)
+
+
 class AtTrainStart(pl.Callback):
     """Callback that changes the module once its own checks are done."""
 
@@ -264,7 +369,7 @@ class BadValues(Sabotage):
 
             def noisy(batch: PolicyInput) -> torch.Tensor:
                 values = forward(batch)
-                noise = self.noise * torch.randn(values.shape, generator=generator)
+                noise = (self.noise * torch.randn(values.shape, generator=generator)).to(values)
                 # Where there is no token the value is 0 and stays 0.
                 return values + batch.scatter(noise[batch.row, batch.column])
 
@@ -297,3 +402,25 @@ class InjectedNan(Sabotage):
 
     def callbacks(self, seed: int) -> list[pl.Callback]:
         return [NanGradient(self.start, self.count)]
+
+
+class NanLogprobGradient(Sabotage):
+    """Gradient of the log-probabilities that is NaN for ``count`` rollouts; it works for sharded weights too."""
+
+    def __init__(self, start: int, count: int) -> None:
+        super().__init__(start)
+        self.active = range(start, start + count)
+
+    def callbacks(self, seed: int) -> list[pl.Callback]:
+        def change(module: Any) -> None:
+            forward = module.policy.forward
+
+            def spoiled(*args: Any, **kwargs: Any) -> Any:
+                out = forward(*args, **kwargs)
+                if module.policy_version in self.active and out.logprobs.requires_grad:
+                    out.logprobs.register_hook(lambda gradient: gradient * float("nan"))
+                return out
+
+            module.policy.forward = spoiled
+
+        return [AtTrainStart(change)]
