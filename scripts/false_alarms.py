@@ -76,6 +76,7 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
             "groups/equal_pairs": float(draw.poisson(0.5 * prompts)),
             "groups/prefix_pushed_down_frac": float((draw.random(prompts) < 0.45).mean()),
             "completions/length": float(length.mean()),
+            "completions/tokens": float(length.sum()),
             "completions/truncated_frac": float(cut.mean()),
             "completions/empty_frac": 0.0,
             "completions/no_answer_frac": float((~form).mean()),
@@ -136,10 +137,12 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
             if of.any():
                 out[f"completions/{name}_length"] = float(length[of].mean())
         if step % 10 == 1:
-            answers = (draw.random((100, 1)) < questions[:, None] ** (1 - 0.5 * done)).mean(1)
+            solved = draw.random(100) < questions ** (1 - 0.5 * done)
+            formed = (draw.random(100) < 0.95 + 0.04 * done) | solved
+            answers = solved.astype(float) if scale == "0/1" else 10.0 * solved + 10.0 * formed
             held = {
                 "val/reward": float(answers.mean()),
-                "val/pass@1": float(answers.mean()),
+                "val/pass@1": float(solved.mean()),
                 "val/held_out/reward": float(answers.mean()),
                 "val/held_out/reward/se": float(answers.std(ddof=1) / 10),
             }

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 
 REMEDIES_PL = (
     "return to the last checkpoint before the onset: the state does not recover on its own",
@@ -97,7 +95,8 @@ class CollapseDetector(Monitor):
         steeper: multiple of its median from which on the gradient norm has risen.
         unrelated: share of groups whose better completions get the smaller advantage, above which advantages do not
             follow the rewards.
-        token_normalised: whether the loss divides by a constant; None: where the module's recipe begins with ``tn``.
+        token_normalised: whether the loss divides by a constant; None: as the
+            aggregation of the module's objective says.
         actions: see :class:`Monitor`.
     """
 
@@ -108,7 +107,7 @@ class CollapseDetector(Monitor):
         "optim/grad_norm",
         "completions/truncated_frac",
         "completions/repetition_frac",
-        "reward",
+        *REWARDS,
         "policy/advantage_abs",
         "policy/advantage_abs_max",
         "sanity/inverted_advantage_frac",
@@ -122,7 +121,6 @@ class CollapseDetector(Monitor):
         ),
         FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),
     )
-    also_saved: ClassVar[tuple[str, ...]] = ("token_normalised",)
 
     def __init__(
         self,
@@ -149,12 +147,12 @@ class CollapseDetector(Monitor):
         self.truncation, self.spike, self.repetition = truncation, spike, repetition
         self.lost, self.sure, self.sure_one_sided, self.unrelated = lost, sure, sure_one_sided, unrelated
         self.sure_steep, self.steeper = sure_steep, steeper
-        self.token_normalised = token_normalised
+        self._token_normalised = token_normalised
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if self.token_normalised is None:
-            self.token_normalised = _recipe(pl_module).startswith("tn")
+    @property
+    def token_normalised(self) -> bool:
+        """Whether the loss divides by a constant: as was said, or as the module's objective says, else no."""
+        return bool(self.facts.token_normalised if self._token_normalised is None else self._token_normalised)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._minimal(step)
@@ -240,22 +238,23 @@ class CollapseDetector(Monitor):
 
     def _falling(self, step: int) -> Iterable[Finding]:
         """Look for a reward that falls beyond doubt, and name the collapse by what the objective learns from."""
-        share, errors = self.history.fall("reward")
+        key = reward_key(self.history)
+        share, errors = self.history.fall(key)
         signs = self._has_sign_advantages()
         bound = self.sure_one_sided if signs else self.sure
         norm, usual = self.history.median("optim/grad_norm", 5), self.history.median("optim/grad_norm", 50, 5)
         if signs and norm and usual and norm > self.steeper * usual:
-            share, errors, bound = *self.history.fall("reward", recent=6), self.sure_steep
+            share, errors, bound = *self.history.fall(key, recent=6), self.sure_steep
         if share <= self.lost or errors <= bound:
             return
-        now, best = self.history.mean("reward", 3) or 0.0, self.history.best("reward", 8) or 0.0
+        now, best = self.history.mean(key, 3) or 0.0, self.history.best(key, 8) or 0.0
         upward, inverted = (
             self.history.mean("policy/upward_frac", 10),
             self.history.mean("sanity/inverted_advantage_frac", 10),
         )
         entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
-        evidence: list[Numbers] = [("reward", 3, now, (1 - self.lost) * best, best)]
+        evidence: list[Numbers] = [(key, 3, now, (1 - self.lost) * best, best)]
         if entropy is not None:
             evidence.append(("policy/entropy", self.window, entropy[1], entropy[0], entropy[0]))
         if inverted is not None and inverted > self.unrelated:
@@ -326,7 +325,7 @@ class CollapseDetector(Monitor):
 
     def _peak(self) -> int:
         """Find the step at which the best mean of 8 rewards ends, where the fall began."""
-        values, steps = self.history.values["reward"], self.history.steps["reward"]
+        values, steps = (of[reward_key(self.history)] for of in (self.history.values, self.history.steps))
         ends = range(8, len(values) - 2)
         return steps[max(ends, key=lambda end: fmean(values[end - 8 : end])) - 1]
 
@@ -334,9 +333,3 @@ class CollapseDetector(Monitor):
         """Find the step of the window's largest (or smallest) value, where the way down or up began."""
         values, steps = self.history.window(key, self.window), self.history.steps[key][-self.window :]
         return (max if high else min)(zip(values, steps, strict=True))[1]
-
-
-def _recipe(pl_module: Any) -> str:
-    objective = getattr(pl_module, "hparams", {}).get("objective", {})
-    recipe = objective.get("recipe", "") if isinstance(objective, Mapping) else ""
-    return str(recipe)

@@ -10,6 +10,8 @@ from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.sampled import GROUPS, REWARDS, reward_key, unsolved, unsolved_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, bound, slope_errors
 
 REMEDIES_HIGH = (
     "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter: all and entropy_gamma)",
@@ -64,7 +66,7 @@ class EntropyMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", "reward", "groups/all_wrong_frac")
+    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", *REWARDS, *GROUPS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
         FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
@@ -127,13 +129,13 @@ class EntropyMonitor(Monitor):
         self._initial_seen += 1
         self.initial_entropy = self._initial_sum / self._initial_groups
 
-    def _high(self, what: str, now: float, bound: float, initial: float) -> Finding:
-        onset = self.history.began(self._key, lambda value: value > bound, self.step)
+    def _high(self, what: str, now: float, limit: float, initial: float) -> Finding:
+        onset = self.history.began(self._key, lambda value: value > limit, self.step)
         return self.finding(
             "entropy_high",
             "warning",
             f"entropy {what}: {now:.3g} nats, {initial:.3g} in the beginning",
-            (self._key, self.smooth, now, bound, initial),
+            (self._key, self.smooth, now, limit, initial),
             onset=onset,
         )
 
@@ -141,34 +143,36 @@ class EntropyMonitor(Monitor):
         slope = self.history.slope(self._key, self.trend)
         if slope is None or slope <= 0 or now <= initial:
             return
-        ahead, bound = now + slope * self.horizon, self.high * initial
-        if ahead > bound:
+        if slope_errors(self.history.window(self._key, self.trend)) < bound(RUN_LENGTH, freedom=self.trend):
+            return
+        ahead, limit = now + slope * self.horizon, self.high * initial
+        if ahead > limit:
             yield self.finding(
                 "entropy_rising",
                 "info",
-                f"entropy rises by {slope:.2g} nats a rollout and passes {bound:.3g} within {self.horizon} rollouts",
-                (self._key, self.trend, ahead, bound, now),
+                f"entropy rises by {slope:.2g} nats a rollout and passes {limit:.3g} within {self.horizon} rollouts",
+                (self._key, self.trend, ahead, limit, now),
                 onset=self.step - self.trend,
             )
 
     def _low(self, step: int, initial: float) -> Iterable[Finding]:
-        bound = max(self.low * initial, self.floor)
-        if not self.history.holds(self._key, self.patience, lambda value: value < bound):
+        least = max(self.low * initial, self.floor)
+        if not self.history.holds(self._key, self.patience, lambda value: value < least):
             return
-        wrong = self.history.mean("groups/all_wrong_frac", self.patience)
-        unsolved = (wrong is not None and wrong > self.unsolved) or self.history.fallen("reward")
+        wrong = unsolved(self.history, self.patience)
+        left = (wrong is not None and wrong > self.unsolved) or self.history.fallen(reward_key(self.history))
         now = self.history.mean(self._key, self.patience) or 0.0
-        evidence: list[tuple[str, int, float, float, float | None]] = [(self._key, self.patience, now, bound, initial)]
+        evidence: list[tuple[str, int, float, float, float | None]] = [(self._key, self.patience, now, least, initial)]
         if wrong is not None and wrong > self.unsolved:
-            evidence.append(("groups/all_wrong_frac", self.patience, wrong, self.unsolved, None))
+            evidence.append((unsolved_key(self.history), self.patience, wrong, self.unsolved, None))
         # Where no reward says what is right, nobody knows whether the prompts are solved.
         solved = "" if wrong is None else ", on prompts that are solved"
-        where = " while prompts are left unsolved" if unsolved else solved
+        where = " while prompts are left unsolved" if left else solved
         yield self.finding(
             "entropy_low",
-            "critical" if unsolved else "info",
-            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts" + where,
+            "critical" if left else "info",
+            f"exploration is over: entropy has been below {least:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
-            onset=self.history.began(self._key, lambda value: value < bound, step),
-            remedies=None if unsolved else ("take harder prompts, or end the run",),
+            onset=self.history.began(self._key, lambda value: value < least, step),
+            remedies=None if left else ("take harder prompts, or end the run",),
         )

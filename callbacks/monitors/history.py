@@ -116,6 +116,21 @@ class History:
         found = statistics.fall(self.values[key], recent, before)
         return (found.share, found.errors) if found.before > 0 and found.errors > 0 else (0.0, 0.0)
 
+    def errors_between(self, key: str, then: float, now: float, size: int = 3) -> float:
+        """Return how many standard errors lie between two medians of ``size`` values each."""
+        # The median's error is 1.25 times the mean's in large samples, 1.16 times with three values.
+        error = statistics.noise(self.values[key]) * 1.2 * math.sqrt(2 / size)
+        return abs(now - then) / error if error > 0 else 0.0 if now == then else math.inf
+
+    def bound(self, key: str, size: int, run_length: float) -> float:
+        """Return the standard errors that chance leaves once in ``run_length`` looks back over ``size`` values."""
+        return statistics.bound(run_length, size, max(4, min(self.count(key), statistics.NEWEST) - 1))
+
+    def completions(self) -> float | None:
+        """Return how many completions the newest rollout sampled, from their tokens and mean length, or None."""
+        tokens, length = (self.values.get(f"completions/{key}") for key in ("tokens", "length"))
+        return tokens[-1] / length[-1] if tokens and length and length[-1] > 0 else None
+
     def rises(self, key: str, recent: int = 5, before: int = 15, errors: float = 3.0) -> bool:
         """Tell whether the mean of the last ``recent`` values lies above that of the ``before`` values ahead of them.
 
@@ -160,4 +175,3 @@ class History:
             self.values[key] = list(state["values"].get(key, []))
         for key in self.early:
             self.early[key] = list(state.get("early", {}).get(key, []))
-

@@ -12,6 +12,7 @@ from lit_grpo.callbacks.diagnosis.actions import Actions, Journal, act, check_ac
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Evidence, Finding, Severity
 from lit_grpo.callbacks.diagnosis.kinds import FindingKind, declare, finding_kind
+from lit_grpo.callbacks.monitors.facts import UNKNOWN, facts_of
 from lit_grpo.callbacks.monitors.history import History
 from lit_grpo.errors import UserError
 
@@ -64,6 +65,8 @@ class Monitor(pl.Callback):
         self.history = History(self.keys, self.memory)
         self.step = 0
         """Rollouts trained on when metrics were last observed."""
+        self.facts = UNKNOWN
+        """What is known of the module's objective; all of it unknown in a replay."""
         self._active: dict[str, tuple[Finding, int]] = {}
         """The last finding of each kind, and the step at which it was last seen."""
         self._journal: Journal | None = None
@@ -103,6 +106,10 @@ class Monitor(pl.Callback):
         numbers = tuple(Evidence(*one) for one in evidence)
         return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies)
 
+    def know(self, pl_module: Any) -> None:
+        """Take the facts from the module as it is now: a remedy may have changed its objective."""
+        self.facts = facts_of(pl_module)
+
     # Replay.
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
@@ -135,10 +142,12 @@ class Monitor(pl.Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._journal = Journal.of(trainer)
+            self.know(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.know(pl_module)
         new = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
         diagnosis = merge(self.active()) if new else None
         if diagnosis is not None and self._journal is not None:

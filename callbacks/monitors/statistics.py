@@ -1,7 +1,7 @@
 """Tests of a change in a noisy series that is looked at again with every value. Each states its error.
 
-A monitor asks the same question at every rollout, and often for several windows at once. A bound of two standard errors,
-which is right for one look, is then passed by chance again and again. So a bound here is made from a **run length**: the
+A monitor asks the same question at every rollout, and often for several windows at once. A bound of two standard
+errors, right for one look, is then passed by chance again and again. So a bound here is made from a **run length**: the
 number of healthy rollouts in which at most one false alarm is to be expected. With m comparisons at each look, each
 passed by chance with probability p, the expected number of false alarms per look is at most m p (Boole), whatever the
 dependence between windows and looks, so p = 1 / (m x run length) holds the promise. It is the average run length to a
@@ -72,6 +72,21 @@ def bound(run_length: float, comparisons: int = 1, freedom: int = NEWEST - 1) ->
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
+def binomial_tail(hits: float, trials: float, share: float) -> float:
+    """Return the chance of at least ``hits`` hits in ``trials``, each of chance ``share``; both are rounded."""
+    n, k = round(trials), round(hits)
+    if k <= 0:
+        return 1.0
+    if k > n or share <= 0:
+        return 0.0
+    log = math.lgamma
+    terms = (
+        log(n + 1) - log(i + 1) - log(n - i + 1) + i * math.log(share) + (n - i) * math.log1p(-share)
+        for i in range(k, n + 1)
+    )
+    return min(1.0, math.fsum(math.exp(term) for term in terms))
+
+
 def noise(values: Sequence[float]) -> float:
     """Estimate the standard deviation of single values around their trend, from the newest :data:`NEWEST`.
 
@@ -136,16 +151,32 @@ def fall_of_measured(values: Sequence[float], errors: Sequence[float]) -> Change
     Each side is the mean weighted by the inverse squares of the errors. ``len(values) - 1`` comparisons.
     """
     best = NO_CHANGE
-    weights = [1 / max(error, 1e-12) ** 2 for error in errors]
-    for split in range(1, len(values)):
-        (then, w1), (now, w2) = (
-            (sum(w * v for w, v in zip(ws, vs, strict=True)) / sum(ws), sum(ws))
-            for ws, vs in ((weights[:split], values[:split]), (weights[split:], values[split:]))
-        )
-        apart = (then - now) / math.sqrt(1 / w1 + 1 / w2)
+    weights = [1 / max(error, 1e-9) ** 2 for error in errors]
+    sums = [w * v for w, v in zip(weights, values, strict=True)]
+    total, weight = math.fsum(sums), math.fsum(weights)
+    left, left_weight = 0.0, 0.0
+    for index in range(len(values) - 1):
+        left, left_weight = left + sums[index], left_weight + weights[index]
+        right_weight = weight - left_weight
+        if right_weight <= 0:
+            continue
+        then, now = left / left_weight, (total - left) / right_weight
+        apart = (then - now) / math.sqrt(1 / left_weight + 1 / right_weight)
         if apart > best.errors:
-            best = Change(then, now, apart, split - 1)
+            best = Change(then, now, apart, index)
     return best
+
+
+def slope_errors(values: Sequence[float]) -> float:
+    """Return the least-squares slope over all values in its standard errors; 0 with fewer than three."""
+    n = len(values)
+    if n < 3:
+        return 0.0
+    middle, mean = (n - 1) / 2, fmean(values)
+    spread = n * (n * n - 1) / 12
+    slope = sum((i - middle) * (v - mean) for i, v in enumerate(values)) / spread
+    error = noise(values) / math.sqrt(spread)
+    return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
 
 
 def _window_sums(values: Sequence[float], size: int) -> list[float]:
