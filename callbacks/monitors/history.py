@@ -95,6 +95,10 @@ class History:
             onset = step
         return onset
 
+    def steps_since(self, key: str, onset: int) -> list[int]:
+        """Return the steps from ``onset`` on at which the key had a value."""
+        return [step for step in self.steps[key] if step >= onset]
+
     def best(self, key: str, size: int) -> float | None:
         """Return the largest mean of ``size`` values in a row; None with fewer values."""
         values = self.values[key]

@@ -1,4 +1,4 @@
-"""Watches whether engine and learner agree on what was sampled, and whether all of it reaches the loss."""
+"""Watches whether engine and learner agree on what was sampled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ SAMPLER_MISMATCH = DiagnosisKind(
 
 
 class MismatchMonitor(Monitor):
-    """Monitor of sampler against learner on the sampled tokens before any update, and of their way into the loss.
+    """Monitor of sampler against learner on the sampled tokens before any update.
 
     Findings: ``sampler_mismatch`` (a bound below is left; critical on-policy, where both sides should hold the same
     weights, or where the effective sample size falls below ``ess_stop``), ``impossible_tokens`` (the engine was sure of
-    tokens that the learner holds for impossible: wrong template, tokenizer or weights), ``tokens_missing`` (the
-    learner's mask leaves generated tokens out), ``groups_mixed`` (completions of several prompts share a group).
+    tokens that the learner holds for impossible: wrong template, tokenizer or weights).
 
     Where the objective corrects for the mismatch (truncated or masked importance sampling), a difference that can be
     corrected is what it is there for: sampling in another number format is run that way. So a bound that is left is
@@ -67,28 +66,6 @@ class MismatchMonitor(Monitor):
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("sampler_mismatch", SAMPLER_MISMATCH, 200, REMEDIES),
         FindingKind("impossible_tokens", SAMPLER_MISMATCH, 210, REMEDIES),
-        FindingKind(
-            "tokens_missing",
-            DiagnosisKind(
-                "plumbing_mask",
-                "generated tokens are missing from the loss",
-                "a mask made from token ids instead of lengths, so that the end token counts as padding",
-                outlives_rollback=True,
-            ),
-            rank=220,
-            remedies=("make masks from lengths, never from token ids: the end token may equal the padding token",),
-        ),
-        FindingKind(
-            "groups_mixed",
-            DiagnosisKind(
-                "plumbing_groups",
-                "groups mix prompts",
-                "group ids were shuffled or completions were reordered without them",
-                outlives_rollback=True,
-            ),
-            rank=230,
-            remedies=("keep completions, rewards and group ids in one order; shuffle whole groups only",),
-        ),
     )
     also_saved: ClassVar[tuple[str, ...]] = ("_first_gap",)
 
@@ -116,7 +93,6 @@ class MismatchMonitor(Monitor):
         self._first_gap: float | None = None
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        yield from self._plumbing(metrics)
         if "sampler_mismatch/logprob_abs_diff" not in metrics:
             return
         if self._first_gap is None and step == 1:
@@ -189,21 +165,3 @@ class MismatchMonitor(Monitor):
             return []
         now = self.history.mean("sampler_mismatch/logprob_abs_diff", self.patience) or 0.0
         return [Evidence("sampler_mismatch/logprob_abs_diff", self.patience, now, bound, self._first_gap)]
-
-    def _plumbing(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        missing = metrics.get("sanity/missing_tokens_frac", 0.0)
-        if missing != 0:
-            yield self.finding(
-                "tokens_missing",
-                "critical",
-                f"{missing:.1%} of the generated tokens are not in the learner's mask",
-                ("sanity/missing_tokens_frac", 1, missing, 0.0),
-            )
-        mixed = metrics.get("sanity/mixed_prompts_frac", 0.0)
-        if mixed != 0:
-            yield self.finding(
-                "groups_mixed",
-                "critical",
-                f"{mixed:.1%} of the completions are in a group of another prompt",
-                ("sanity/mixed_prompts_frac", 1, mixed, 0.0),
-            )

@@ -90,6 +90,7 @@ class Monitor(pl.Callback):
         *evidence: Numbers,
         onset: int | None = None,
         remedies: tuple[str, ...] | None = None,
+        about: FindingKind | None = None,
     ) -> Finding:
         """Make a finding of the present step.
 
@@ -99,12 +100,14 @@ class Monitor(pl.Callback):
             explanation: what was seen, in one sentence.
             evidence: (metric, window, value, threshold[, before]) of each number behind it.
             onset: step at which what is seen began; the present one if left out.
-            remedies: what to do, best first; those of the declared kind if left out.
+            remedies: what to do, best first; those of the kind if left out.
+            about: the kind itself; the declared one of this name if left out.
         """
-        remedies = finding_kind(kind).remedies if remedies is None else remedies
+        about = finding_kind(kind) if about is None else about
+        remedies = about.remedies if remedies is None else remedies
         onset = self.step if onset is None else min(onset, self.step)
         numbers = tuple(Evidence(*one) for one in evidence)
-        return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies)
+        return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies, about)
 
     def know(self, pl_module: Any) -> None:
         """Take the facts from the module as it is now: a remedy may have changed its objective."""

@@ -23,7 +23,7 @@ from itertools import pairwise
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
-NEWEST = 40
+NEWEST = 80
 """Values from which the noise of a series is estimated."""
 RUN_LENGTH = 10_000
 """Healthy rollouts to one false alarm that a warning promises."""
@@ -167,16 +167,27 @@ def fall_of_measured(values: Sequence[float], errors: Sequence[float]) -> Change
     return best
 
 
-def slope_errors(values: Sequence[float]) -> float:
-    """Return the least-squares slope over all values in its standard errors; 0 with fewer than three."""
+def slope(values: Sequence[float]) -> float:
+    """Return the least-squares slope over the values, per value; 0 with fewer than two."""
     n = len(values)
-    if n < 3:
+    if n < 2:
         return 0.0
     middle, mean = (n - 1) / 2, fmean(values)
-    spread = n * (n * n - 1) / 12
-    slope = sum((i - middle) * (v - mean) for i, v in enumerate(values)) / spread
-    error = noise(values) / math.sqrt(spread)
-    return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
+    return sum((i - middle) * (v - mean) for i, v in enumerate(values)) / (n * (n * n - 1) / 12)
+
+
+def slope_errors(values: Sequence[float], scatter: float | None = None) -> float:
+    """Return the slope in its standard errors; ``scatter`` is the noise of single values, that of these if left out."""
+    n, steep = len(values), slope(values)
+    error = (noise(values) if scatter is None else scatter) / math.sqrt(max(1e-12, n * (n * n - 1) / 12))
+    return steep / error if error > 0 else math.copysign(math.inf, steep) if steep else 0.0
+
+
+def best_mean(values: Sequence[float], size: int, *, largest: bool) -> float | None:
+    """Return the largest, or smallest, mean of ``size`` values in a row; None with fewer values."""
+    if len(values) < size:
+        return None
+    return (max if largest else min)(_window_sums(values, size)) / size
 
 
 def _window_sums(values: Sequence[float], size: int) -> list[float]:

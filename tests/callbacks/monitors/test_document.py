@@ -12,17 +12,22 @@ import yaml
 from lit_grpo.callbacks import HealthMonitor, Rule, ThresholdMonitor, merge, monitors
 from lit_grpo.callbacks.diagnosis.actions import Action
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors.rules import RULES
 from lit_grpo.objectives import ObjectiveConfig
 from tests.paths import ROOT
 
 TEXT = (ROOT / "docs/monitors.md").read_text(encoding="utf-8")
 KINDS = sorted(
-    (kind for name in monitors.__all__ for kind in getattr(monitors, name).findings), key=lambda kind: kind.rank
+    (
+        *(kind for name in monitors.__all__ for kind in getattr(monitors, name).findings),
+        *{rule.name: rule.kind for rule in RULES}.values(),
+    ),
+    key=lambda kind: kind.rank,
 )
 
 
 def test_everything_is_named():
-    for name in (*monitors.__all__, "ThresholdMonitor", *get_args(Action)):
+    for name in (*monitors.__all__, *get_args(Action)):
         assert f"`{name}`" in TEXT, name
     for kind in KINDS:
         assert f"`{kind.name}`" in TEXT
