@@ -35,8 +35,10 @@ BATCHES = (1, 8, 64)
 """Prompts a rollout."""
 SCALES = ("0/1", "0..20")
 TRENDS = ("stationary", "learning")
-TRUE_OF_NOISE = ("small_batch", "reward_flat")
-"""Findings that are right about a small batch, or about a policy that does not change."""
+TRUE_OF_NOISE = ("small_batch",)
+"""Findings that are right about a small batch."""
+TRUE_OF_STANDSTILL = ("reward_flat",)
+"""Findings that are right about a policy that does not change."""
 TOO_SMALL_TO_HAVE_A_GRADIENT = ("zero_gradient", "all_wrong")
 """Findings that are right about rollouts of one prompt."""
 MARKS = ("<!-- false alarms: scripts/false_alarms.py -->", "<!-- end of false alarms -->")
@@ -160,17 +162,23 @@ def count(prompts: int, scale: str, trend: str, runs: int, rollouts: int) -> Cou
     return found
 
 
-def is_false(kind: str, prompts: int) -> bool:
+def is_false(kind: str, prompts: int, trend: str) -> bool:
     """Tell whether a finding of this kind is untrue of a run of noise."""
+    if trend == "stationary" and kind in TRUE_OF_STANDSTILL:
+        return False
     return kind not in TRUE_OF_NOISE and not (prompts == 1 and kind in TOO_SMALL_TO_HAVE_A_GRADIENT)
 
 
 def table(runs: int, rollouts: int) -> str:
     """Make the table: false alarms per 1,000 rollouts by kind and severity, one column for each batch and scale."""
     columns = [(prompts, scale) for scale in SCALES for prompts in BATCHES]
-    counts = {c: sum((count(*c, trend, runs, rollouts) for trend in TRENDS), Counter()) for c in columns}
+    by_trend = {(c, trend): count(*c, trend, runs, rollouts) for c in columns for trend in TRENDS}
+    counts = {c: sum((by_trend[c, trend] for trend in TRENDS), Counter()) for c in columns}
     every = len(TRENDS) * runs * rollouts / 1000
-    kinds = sorted({kind.name for name in monitors.__all__ for kind in getattr(monitors, name).findings})
+    kinds = sorted(
+        {kind.name for name in monitors.__all__ for kind in getattr(monitors, name).findings}
+        | {r.name for r in monitors.RULES}
+    )
     severities = ("info", "warning", "critical")
     head = [
         "| finding | " + " | ".join(f"{p} x {GROUP}, {s}" for p, s in columns) + " |",
@@ -180,6 +188,10 @@ def table(runs: int, rollouts: int) -> str:
     def row(title: str, numbers: list[float]) -> str:
         return f"| {title} | " + " | ".join("0" if n == 0 else f"{n:.2f}" for n in numbers) + " |"
 
+    def untrue(severity: str, c: tuple[int, str]) -> float:
+        pairs = [(trend, k, n) for trend in TRENDS for (k, s), n in by_trend[c, trend].items() if s == severity]
+        return sum(n for trend, k, n in pairs if is_false(k, c[0], trend))
+
     rows, silent = [], []
     for kind in kinds:
         said = [s for s in severities if any(counts[c][kind, s] for c in columns)]
@@ -187,7 +199,7 @@ def table(runs: int, rollouts: int) -> str:
             silent.append(f"`{kind}`")
         rows += [row(f"`{kind}` ({s})", [counts[c][kind, s] / every for c in columns]) for s in said]
     for severity in ("warning", "critical"):
-        sums = [sum(n for (k, s), n in counts[c].items() if s == severity and is_false(k, c[0])) for c in columns]
+        sums = [untrue(severity, c) for c in columns]
         rows.append(row(f"**all untrue: {severity}**", [n / every for n in sums]))
     return "\n".join([*head, *rows, "", f"Never: {', '.join(silent)}."])
 

@@ -9,8 +9,10 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH_CRITICAL
 
 REMEDIES_PL = (
     "return to the last checkpoint before the onset: the state does not recover on its own",
@@ -241,7 +243,9 @@ class CollapseDetector(Monitor):
         key = reward_key(self.history)
         share, errors = self.history.fall(key)
         signs = self._has_sign_advantages()
-        bound = self.sure_one_sided if signs else self.sure
+        # Never fewer than chance reaches once in so many rollouts, over all windows that are compared.
+        chance = statistics.bound(RUN_LENGTH_CRITICAL, self.history.count(key), statistics.NEWEST)
+        bound = self.sure_one_sided if signs else max(self.sure, chance)
         norm, usual = self.history.median("optim/grad_norm", 5), self.history.median("optim/grad_norm", 50, 5)
         if signs and norm and usual and norm > self.steeper * usual:
             share, errors, bound = *self.history.fall(key, recent=6), self.sure_steep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
@@ -33,8 +34,9 @@ class RewardMonitor(Monitor):
 
     Where dynamic sampling leaves groups out, the reward of everything that was sampled is judged for its course.
 
-    Findings: ``reward_flat`` (over ``flat_rollouts`` the reward has not risen, and a rise of ``flat`` standard
-    deviations of the completions' rewards would have been seen; a warning where it has never risen in the run and
+    Findings: ``reward_flat`` (over the last 300 rollouts, or all if there are at least ``flat_rollouts``, the reward has
+    not risen, and a rise of ``flat`` standard deviations of the completions' rewards would have been seen: with few
+    completions a rollout that takes longer; a warning where it has never risen in the run and
     prompts are left unsolved, else only ``info``), ``reward_falling`` (the mean of the last ``recent`` rollouts lies
     below the best of as many in a row by more standard errors than chance gives once in 10,000 rollouts, and by more
     than ``fall`` of it), ``reward_chaotic`` (over ``chaos_rollouts`` the reward scatters more than ``chaos`` times as
@@ -42,7 +44,7 @@ class RewardMonitor(Monitor):
     equal; a noisy or chaotic reward curve is a clear sign that something is wrong, S1).
 
     Args:
-        flat_rollouts: rollouts over which the reward must rise, at most 120.
+        flat_rollouts: rollouts in which the reward must rise.
         flat: rise, in standard deviations of single rewards (``reward/std``), that is too small to matter.
         solved: share of groups that are all correct above which nothing is left to learn.
         recent: rollouts whose mean is compared.
@@ -78,12 +80,13 @@ class RewardMonitor(Monitor):
             ),
         ),
     )
+    memory: ClassVar[int] = 300
     also_saved: ClassVar[tuple[str, ...]] = ("_has_risen",)
 
     def __init__(
         self,
         flat_rollouts: int = 100,
-        flat: float = 0.2,
+        flat: float = 0.1,
         solved: float = 0.8,
         recent: int = 10,
         fall: float = 0.1,
@@ -130,7 +133,7 @@ class RewardMonitor(Monitor):
             return
         explained = spread / math.sqrt(groups)
         scatter = statistics.noise(values)
-        # The scatter of n values has a relative error of 1 / sqrt(2 n); its square is bounded as Wilson and Hilferty do.
+        # The square of the scatter of n values is chi-square / n, bounded as by Wilson and Hilferty.
         chance = (1 + statistics.bound(RUN_LENGTH, 1, 10**6) * math.sqrt(2 / (9 * size))) ** 1.5
         if scatter > max(self.chaos, chance) * explained:
             yield self.finding(
@@ -143,14 +146,14 @@ class RewardMonitor(Monitor):
             )
 
     def _flat(self, key: str, values: list[float]) -> Iterable[Finding]:
-        size = min(self.flat_rollouts, self.memory)
+        size = len(values)
         spread = self.history.median("reward/std", size)
-        if len(values) < size or not spread:
+        if size < self.flat_rollouts or not spread:
             return
-        newest, quarter = values[-size:], size // 4
-        rose = statistics.step_between([*newest[:quarter], *newest[-quarter:]], quarter, quarter)
-        error = statistics.noise(newest) * math.sqrt(2 / quarter)
-        gain = rose.now - rose.before
+        quarter = size // 4
+        before, now = fmean(values[:quarter]), fmean(values[-quarter:])
+        error = statistics.noise(values) * math.sqrt(2 / quarter)
+        gain = now - before
         # No rise, and enough rollouts to have seen one.
         if gain > 2 * error or gain + 2 * error > self.flat * spread:
             return
@@ -162,6 +165,6 @@ class RewardMonitor(Monitor):
             "reward_flat",
             "info" if solved or self._has_risen else "warning",
             f"in {size} rollouts the reward has moved by {gain:.2g}, with an error of {error:.2g}",
-            (key, size, rose.now, rose.before + self.flat * spread, rose.before),
+            (key, size, now, before + self.flat * spread, before),
             onset=self.history.steps[key][-size],
         )

@@ -44,8 +44,8 @@ class Rule:
         below: the bound, for an alarm on small values.
         of: what the bound is a multiple of. None: nothing, it is the number itself. ``early``: the median of the run's
             first ``reference_rollouts`` values. ``usual``: the median of the ``reference_rollouts`` values, or as many
-            as there are, ahead of the last ``for_rollouts``. ``best``: the best mean of ``reference_rollouts`` values in
-            a row ahead of the last ``for_rollouts``, the largest for ``below`` and the smallest for ``above``. Anything
+            as there are, ahead of the last ``for_rollouts``. ``best``: the best mean of ``reference_rollouts`` in a row
+            ahead of the last ``for_rollouts``, the largest for ``below`` and the smallest for ``above``. Anything
             else is the key of another metric, whose newest value is taken. A reference that is unknown or 0 is no
             alarm.
         reference_rollouts: values that ``early`` and ``usual`` are made from.
