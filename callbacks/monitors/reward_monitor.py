@@ -34,7 +34,7 @@ class RewardMonitor(Monitor):
 
     Where dynamic sampling leaves groups out, the reward of everything that was sampled is judged for its course.
 
-    Findings: ``reward_flat`` (over the last 300 rollouts, or all if there are at least ``flat_rollouts``, the reward has
+    Findings: ``reward_flat`` (over the last 300 rollouts, or all if there are ``flat_rollouts`` or more, the reward has
     not risen, and a rise of ``flat`` standard deviations of the completions' rewards would have been seen: with few
     completions a rollout that takes longer; a warning where it has never risen in the run and
     prompts are left unsolved, else only ``info``), ``reward_falling`` (the mean of the last ``recent`` rollouts lies
