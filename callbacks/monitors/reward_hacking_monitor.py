@@ -118,6 +118,8 @@ class RewardHackingMonitor(Monitor):
             key = reward_key(self.history)
             trained = self.history.mean(key, 2 * self.smooth)
             error = statistics.noise(self.history.values[key]) / math.sqrt(2 * self.smooth)
+            # Unknown in the first rollouts, and a history holds numbers only: as large as the reward itself.
+            error = error if math.isfinite(error) else max(1.0, abs(metrics.get(key, 1.0)))
             metrics = {
                 **metrics,
                 HELD_ERROR: self._held_out_error(held, metrics),

@@ -95,12 +95,13 @@ def noise(values: Sequence[float]) -> float:
     the differences may be 0. The largest difference is left out, so that one jump counts little. Values that hang
     together (prompts that come in blocks, a slow sampler) have smaller differences than their means have errors. So the
     differences of means of four in a row, robust by their median, are looked at as well, and the larger estimate is
-    taken, up to one and a half times the smaller.
+    taken, up to one and a half times the smaller. Of fewer than four values it is unknown: infinite, so that no change is
+    certain.
     """
     newest = list(values[-NEWEST:])
     squares = sorted((b - a) ** 2 for a, b in pairwise(newest))
-    if len(squares) < 2:
-        return 0.0
+    if len(squares) < 3:
+        return math.inf
     # Without the largest the mean of the squares is too small by a factor that depends on the number of values alone.
     kept = squares[:-1]
     least = math.sqrt(sum(kept) / len(kept) / 2 * (1 + 4 / len(squares)))

@@ -40,12 +40,12 @@ def test_facts_are_those_of_the_objective_and_unknown_elsewhere():
         ("tnpl", True, False),
         ("gspo", False, True),
     ):
-        facts = facts_of(SimpleNamespace(objective=Objective.from_name(recipe)))
+        facts = facts_of(SimpleNamespace(objective=Objective.from_recipe(recipe)))
         assert (facts.token_normalised, facts.sequence_ratio, facts.label_noise) == (constant, sequence, False), recipe
-    own = Objective.from_name("pl", aggregation="per_prompt_set_const")
+    own = Objective.from_recipe("pl", aggregation="per_prompt_set_const")
     assert facts_of(SimpleNamespace(objective=own)).token_normalised, "by what it does, not by its name"
-    assert facts_of(SimpleNamespace(objective=Objective.from_name("grpo", label_noise=0.1))).label_noise
-    assert facts_of(SimpleNamespace(objective=Objective.from_name("olmo3"))).sampler_corrected
+    assert facts_of(SimpleNamespace(objective=Objective.from_recipe("grpo", label_noise=0.1))).label_noise
+    assert facts_of(SimpleNamespace(objective=Objective.from_recipe("olmo3"))).sampler_corrected
 
 
 @pytest.mark.parametrize("prompts", false_alarms.BATCHES)
@@ -78,8 +78,8 @@ def test_sampling_in_another_precision_with_tis_runs_and_is_told():
         (monitors.MismatchMonitor(), quantized | {"sampler_mismatch/applied_ess": 1.0}, "critical"),
         (monitors.MismatchMonitor(), corrected, "warning"),
         (monitors.MismatchMonitor(), corrected | {"sampler_mismatch/applied_ess": 0.05}, "critical"),
-        (with_facts(monitors.MismatchMonitor(), Objective.from_name("olmo3")), corrected, "warning"),
-        (with_facts(monitors.MismatchMonitor(), Objective.from_name("grpo")), corrected, "critical"),
+        (with_facts(monitors.MismatchMonitor(), Objective.from_recipe("olmo3")), corrected, "warning"),
+        (with_facts(monitors.MismatchMonitor(), Objective.from_recipe("grpo")), corrected, "critical"),
     ):
         assert found(monitor, lambda t, numbers=numbers: numbers) == [("sampler_mismatch", severity)]
 
@@ -87,7 +87,7 @@ def test_sampling_in_another_precision_with_tis_runs_and_is_told():
 def test_gspo_clips_twelve_percent_of_the_tokens_and_is_left_alone():
     gspo = {"policy/clip_frac/low": 0.06, "policy/clip_frac/high": 0.12, "policy/ratio_gap": 4e-4}
     assert found(monitors.RatioMonitor(), lambda t: gspo) == []
-    assert found(with_facts(monitors.RatioMonitor(), Objective.from_name("gspo")), lambda t: gspo) == []
+    assert found(with_facts(monitors.RatioMonitor(), Objective.from_recipe("gspo")), lambda t: gspo) == []
     token = gspo | {"policy/ratio_gap": 0.05}
     assert found(monitors.RatioMonitor(), lambda t: token) == [("clipping", "info")]
     wild = gspo | {"policy/clip_frac/high": 0.5}
@@ -177,18 +177,18 @@ def test_labels_that_are_flipped_on_purpose_are_no_broken_verifier():
     def step(t: int) -> Step:
         return {"sanity/advantage_contradiction_frac": 0.45, "critic/value_outside_frac": float("nan")}
 
-    noisy = with_facts(monitors.SignalMonitor(), Objective.from_name("grpo", label_noise=0.25))
+    noisy = with_facts(monitors.SignalMonitor(), Objective.from_recipe("grpo", label_noise=0.25))
     assert ("reward_noise", "critical") not in found(noisy, step)
     assert ("reward_noise", "critical") in found(monitors.SignalMonitor(), step)
-    broken = with_facts(monitors.SignalMonitor(), Objective.from_name("grpo", label_noise=0.25))
+    broken = with_facts(monitors.SignalMonitor(), Objective.from_recipe("grpo", label_noise=0.25))
     assert ("reward_noise", "critical") in found(broken, lambda t: {"sanity/reward_contradiction_frac": 0.3})
 
 
 @pytest.mark.parametrize("recipe", ["tnnl", "dr_grpo"])
 def test_the_collapse_detector_knows_a_token_normaliser_from_the_objective(recipe):
-    detector = with_facts(monitors.CollapseDetector(), Objective.from_name(recipe))
+    detector = with_facts(monitors.CollapseDetector(), Objective.from_recipe(recipe))
     assert detector.token_normalised
-    assert not with_facts(detector, Objective.from_name("grpo")).token_normalised, "a remedy changed it"
+    assert not with_facts(detector, Objective.from_recipe("grpo")).token_normalised, "a remedy changed it"
     assert monitors.CollapseDetector(token_normalised=True).token_normalised
 
 

@@ -1,4 +1,4 @@
-"""The tests of a change hold what they promise: right values on counted cases, and false alarms below the stated rate."""
+"""The tests of a change hold what they promise: values counted by hand, and false alarms below the stated rate."""
 
 from __future__ import annotations
 
