@@ -26,7 +26,8 @@ def row(rule: Rule) -> str:
     limit = rule.above if rule.above is not None else rule.below
     bound = f"{'above' if rule.above is not None else 'below'} {limit:g}"
     bound += f" times {rule.of}" if rule.of else ""
-    bound += f" for {rule.for_rollouts} rollouts" if rule.for_rollouts > 1 else ""
+    bound += f" on average of {rule.for_rollouts} rollouts" if rule.on_average else ""
+    bound += f" for {rule.for_rollouts} rollouts" if rule.for_rollouts > 1 and not rule.on_average else ""
     severity = rule.severity + (f", critical for {rule.critical_for}" if rule.critical_for else "")
     cells = (f"`{rule.key}`", rule.healthy, f"`{rule.name}`: {bound} ({severity})", rule.source, rule.remedies[0])
     return f"| {' | '.join(cells)} |"

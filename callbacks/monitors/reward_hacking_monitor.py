@@ -16,8 +16,8 @@ from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, RUN_LENGTH_CRITIC
 NO_TERMS = ("reward/std", "sanity/reward_contradiction_frac")
 """Metrics whose names begin like those of reward terms, and which are no terms."""
 HELD, HELD_ERROR = "val/reward", "val/reward/se"
-TRAINED, TRAINED_ERROR = "reward at evaluation", "reward at evaluation/se"
-"""What is remembered with each evaluation: its reward and the training reward of that time, with standard errors."""
+TRAINED = "reward at evaluation"
+"""What is remembered with each evaluation: its reward and standard error, and the training reward of that time."""
 KNOWN = 1_000_000
 """Degrees of freedom of a standard error that is known and not estimated from a few values."""
 REMEDIES = (
@@ -103,7 +103,7 @@ class RewardHackingMonitor(Monitor):
         self.window, self.rise, self.fall, self.smooth = window, rise, fall, smooth
         self.held_out_lost, self.held_out_gain, self.held_out = held_out_lost, held_out_gain, held_out
         self.format_key, self.format_share = format_key, format_share
-        for key in (HELD_ERROR, TRAINED, TRAINED_ERROR):
+        for key in (HELD_ERROR, TRAINED):
             self.history.watch(key)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
@@ -117,14 +117,10 @@ class RewardHackingMonitor(Monitor):
         else:
             key = reward_key(self.history)
             trained = self.history.mean(key, 2 * self.smooth)
-            error = statistics.noise(self.history.values[key]) / math.sqrt(2 * self.smooth)
-            # Unknown in the first rollouts, and a history holds numbers only: as large as the reward itself.
-            error = error if math.isfinite(error) else max(1.0, abs(metrics.get(key, 1.0)))
             metrics = {
                 **metrics,
                 HELD_ERROR: self._held_out_error(held, metrics),
                 TRAINED: metrics.get(key, math.nan) if trained is None else trained,
-                TRAINED_ERROR: error,
             }
         return super().observe(step, metrics)
 
@@ -200,7 +196,9 @@ class RewardHackingMonitor(Monitor):
         if third < 2:
             return
         gain, error = _gain(held, errors, third)
-        trained, trained_error = _gain(self.history.values[TRAINED], self.history.values[TRAINED_ERROR], third)
+        # The noise of now, which is known better than that of the first rollouts.
+        error_each = statistics.noise(self.history.values[reward_key(self.history)]) / math.sqrt(2 * self.smooth)
+        trained, trained_error = _gain(self.history.values[TRAINED], [error_each] * len(held), third)
         sure = trained > bound(RUN_LENGTH, len(held)) * trained_error > 0
         if sure and gain + HELD_OUT_SURE * error < self.held_out_gain * trained:
             yield self.finding(

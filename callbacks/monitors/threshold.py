@@ -63,6 +63,7 @@ class Rule:
         remedies: what to do, best first. Left out: what the declared kind says.
         statistic: which number of the last ``for_rollouts`` values is shown: ``last``, ``mean`` or ``median``. With
             ``slope`` it is also what is compared: the least-squares slope a rollout over them.
+        on_average: whether the statistic, ``mean`` or ``median``, is compared, and not each of the values.
         diagnosis: the diagnosis that the finding speaks for, with title, likely cause and remedy. Left out: that of the
             kind that is declared under ``name``, else one of that name, described by the text.
         rank: place in the order of decision (:attr:`lit_grpo.callbacks.FindingKind.rank`) where ``diagnosis`` is given.
@@ -87,6 +88,7 @@ class Rule:
     text: str = ""
     remedies: tuple[str, ...] = ()
     statistic: Literal["last", "mean", "median", "slope"] = "last"
+    on_average: bool = False
     diagnosis: DiagnosisKind | None = None
     rank: int = LAST
     healthy: str = ""
@@ -154,9 +156,11 @@ class Rule:
             slope = statistics.slope(values)
             first = history.steps[self.key][-self.for_rollouts]
             return Crossing(slope, bound, None, first) if beyond(slope) and self._is_sure(history, slope) else None
-        if not all(map(beyond, values)) or not self._is_sure(history, reference):
+        compared = [STATISTICS[self.statistic](values)] if self.on_average else values
+        if not all(map(beyond, compared)) or not self._is_sure(history, reference):
             return None
-        onset = history.began(self.key, beyond, history.steps[self.key][-1])
+        first = history.steps[self.key][-self.for_rollouts]
+        onset = first if self.on_average else history.began(self.key, beyond, history.steps[self.key][-1])
         return Crossing(STATISTICS[self.statistic](values), bound, reference, onset)
 
     def explanation(self, crossing: Crossing) -> str:

@@ -173,6 +173,12 @@ def test_a_change_can_be_asked_to_be_beyond_chance():
     assert said(Rule("x", above=1.4, of="usual", errors="auto"), values("x", 1, 3)) == [], "the noise is not known"
 
 
+def test_an_average():
+    rule = Rule("x", below=-0.1, for_rollouts=3, statistic="mean", on_average=True)
+    (found,) = said(rule, values("x", 1, 0.1, -0.3, -0.2, -0.2))
+    assert (found.step, found.onset, found.evidence[0].value) == (4, 2, pytest.approx(-0.4 / 3))
+
+
 def test_a_slope():
     rule = Rule("x", below=-0.5, for_rollouts=4, statistic="slope", text="{value:.2f} a rollout")
     (found,) = said(rule, values("x", 5, 5, 5, 4.5, 4, 3, 2))
