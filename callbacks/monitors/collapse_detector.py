@@ -329,7 +329,8 @@ class CollapseDetector(Monitor):
 
     def _peak(self) -> int:
         """Find the step at which the best mean of 8 rewards ends, where the fall began."""
-        values, steps = (of[reward_key(self.history)] for of in (self.history.values, self.history.steps))
+        key = reward_key(self.history)
+        values, steps = self.history.values[key], self.history.steps[key]
         ends = range(8, len(values) - 2)
         return steps[max(ends, key=lambda end: fmean(values[end - 8 : end])) - 1]
 

@@ -50,9 +50,9 @@ class RewardHackingMonitor(Monitor):
     ``held_out_gain`` of that), ``format_lost`` (``format_key`` falls below ``format_share`` of its best: 2508.03772
     marks the onset of a collapse at 9 of 10).
 
-    The standard error of an evaluation is the logged one. Where evaluations repeat their questions, that of the change
-    since the evaluation before (``val/<set>/reward/change/se``) is smaller, since the difficulty of the questions is no
-    part of it. Where neither is logged it is that of a share of ``held_out`` questions.
+    The standard error of an evaluation is the logged one. Where evaluations repeat their questions, the change since
+    the best of them is judged as well (``val/<set>/reward/change``, paired): the difficulty of the questions is no part of
+    its error. Where none is logged it is that of a share of ``held_out`` questions.
 
     Args:
         window: rollouts over which reward terms are compared.
@@ -129,9 +129,7 @@ class RewardHackingMonitor(Monitor):
         errors = []
         for key, value in metrics.items():
             if key.startswith("val/") and key.endswith("/reward/se"):
-                change = metrics.get(f"{key.removesuffix('/se')}/change/se", math.nan)
-                # A change has the errors of two evaluations.
-                errors.append(change / math.sqrt(2) if math.isfinite(change) else value)
+                errors.append(value)
         if errors and all(map(math.isfinite, errors)):
             # All answers alike have a standard error of 0, from which every other evaluation would differ.
             usual = max(self.history.values[HELD_ERROR], default=0.0)
@@ -144,7 +142,7 @@ class RewardHackingMonitor(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._diverge(step)
-        yield from self._held_out()
+        yield from self._held_out(metrics)
         yield from self._format(step)
 
     def _diverge(self, step: int) -> Iterable[Finding]:
@@ -156,7 +154,7 @@ class RewardHackingMonitor(Monitor):
                 continue
             for up, high in terms.items():
                 # From the place where the other one turned.
-                since = len(high) - (len(low) - 1 - fell.index)
+                since = len(high) - (len(low) - 1 - fell.place)
                 if up == down or since < 3 or len(high) != len(low):
                     continue
                 rose = statistics.step_between(high, 3, min(since, len(high) - 3))
@@ -172,16 +170,20 @@ class RewardHackingMonitor(Monitor):
                         f"{up} rises while {down} falls, by {rose.errors:.1f} and {fell.errors:.1f} standard errors",
                         (up, self.window, rose.now, rose.before + self.rise * max(map(abs, high)), rose.before),
                         (down, self.window, fell.now, (1 - self.fall) * fell.before, fell.before),
-                        onset=self.history.steps[down][-len(low) :][fell.index],
+                        onset=self.history.steps[down][-len(low) :][fell.place],
                     )
                     return
 
-    def _held_out(self) -> Iterable[Finding]:
+    def _held_out(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
         held, errors = self.history.values[HELD], self.history.values[HELD_ERROR]
         if len(held) < 2:
             return
         fell = statistics.fall_of_measured(held, errors)
-        if fell.errors > bound(RUN_LENGTH_CRITICAL, len(held) - 1, KNOWN):
+        # Two tests, each over all earlier evaluations.
+        looks = 2 * (len(held) - 1)
+        paired = self._paired_fall(held, metrics, looks)
+        if paired is not None or fell.errors > bound(RUN_LENGTH_CRITICAL, looks, KNOWN):
+            fell = paired or fell
             # What is lost in training as well is a collapse, and others speak of it.
             if not self.history.fallen(reward_key(self.history)):
                 yield self.finding(
@@ -189,7 +191,7 @@ class RewardHackingMonitor(Monitor):
                     "critical" if fell.share > self.held_out_lost else "warning",
                     f"the held-out reward has fallen, by {fell.errors:.1f} standard errors, the training one not",
                     (HELD, len(held), fell.now, (1 - self.held_out_lost) * fell.before, fell.before),
-                    onset=self.history.steps[HELD][fell.index],
+                    onset=self.history.steps[HELD][fell.place],
                 )
             return
         third = len(held) // 3
@@ -209,6 +211,20 @@ class RewardHackingMonitor(Monitor):
                 ("val/reward gained", len(held), gain, self.held_out_gain * trained),
                 onset=self.history.steps[HELD][third - 1],
             )
+
+    def _paired_fall(self, held: list[float], metrics: Mapping[str, float], looks: int) -> statistics.Change | None:
+        """Return the change since the best evaluation on the same questions, if chance does not explain the fall."""
+        sets = [key for key in metrics if key.startswith("val/") and key.endswith("/reward/change")]
+        for key in sets:
+            change, error = metrics[key], metrics.get(f"{key}/se", math.nan)
+            prompts = metrics.get(f"{key.removesuffix('reward/change')}prompts", math.nan)
+            # All changes alike have no error, which a few questions may well be by chance.
+            if not (error > 0 and prompts > 10):
+                continue
+            if -change / error > bound(RUN_LENGTH_CRITICAL, looks * len(sets), round(prompts) - 1):
+                best = max(range(len(held)), key=held.__getitem__)
+                return statistics.Change(held[-1] - change, held[-1], -change / error, best)
+        return None
 
     def _format(self, step: int) -> Iterable[Finding]:
         values = self.history.values.get(self.format_key)

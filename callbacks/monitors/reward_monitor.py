@@ -122,7 +122,7 @@ class RewardMonitor(Monitor):
                 "warning",
                 f"the reward fell from {fell.before:.3g} to {fell.now:.3g}, by {fell.errors:.1f} standard errors",
                 (key, self.recent, fell.now, (1 - self.fall) * fell.before, fell.before),
-                onset=self.history.steps[key][fell.index],
+                onset=self.history.steps[key][fell.place],
             )
 
     def _chaotic(self) -> Iterable[Finding]:

@@ -42,7 +42,7 @@ class Change(NamedTuple):
     """Mean of the newest values."""
     errors: float
     """Standard errors between them; above 0 in the direction that was asked for."""
-    index: int
+    place: int
     """Place in the series of the last value before the change, from 0."""
 
     @property
@@ -95,8 +95,8 @@ def noise(values: Sequence[float]) -> float:
     the differences may be 0. The largest difference is left out, so that one jump counts little. Values that hang
     together (prompts that come in blocks, a slow sampler) have smaller differences than their means have errors. So the
     differences of means of four in a row, robust by their median, are looked at as well, and the larger estimate is
-    taken, up to one and a half times the smaller. Of fewer than four values it is unknown: infinite, so that no change is
-    certain.
+    taken, up to one and a half times the smaller. Of fewer than four values it is unknown, so infinite: no
+    change is certain.
     """
     newest = list(values[-NEWEST:])
     squares = sorted((b - a) ** 2 for a, b in pairwise(newest))
@@ -133,7 +133,7 @@ def fall(values: Sequence[float], recent: int, before: int) -> Change:
 def rise(values: Sequence[float], recent: int, before: int) -> Change:
     """Compare as :func:`fall` does with the worst mean ahead; errors above 0 are a rise."""
     found = fall([-value for value in values], recent, before)
-    return Change(-found.before, -found.now, found.errors, found.index)
+    return Change(-found.before, -found.now, found.errors, found.place)
 
 
 def step_between(values: Sequence[float], recent: int, before: int) -> Change:

@@ -241,7 +241,7 @@ class ThresholdMonitor(Monitor):
             # It needs this module for its rules.
             from lit_grpo.callbacks.monitors.rules import RULES
 
-            rules = RULES
+            rules = [*RULES]
         # A rule is a mapping where it comes from a configuration that was not parsed by type.
         self.rules = [rule if isinstance(rule, Rule) else Rule(**rule) for rule in rules]
         # Before the actions are checked, which may name these kinds.

@@ -74,14 +74,19 @@ def test_sampling_in_another_precision_with_tis_runs_and_is_told():
     """The chi-square bound is left all the time; what is applied has nearly all of its effective sample size."""
     quantized = {"sampler_mismatch/chi2_token": 1.5, "sampler_mismatch/ess": 0.4}
     corrected = quantized | {"sampler_mismatch/applied_ess": 0.93}
-    for monitor, numbers, severity in (
+    cases: list[tuple[Any, Step, str]] = [
         (monitors.MismatchMonitor(), quantized | {"sampler_mismatch/applied_ess": 1.0}, "critical"),
         (monitors.MismatchMonitor(), corrected, "warning"),
         (monitors.MismatchMonitor(), corrected | {"sampler_mismatch/applied_ess": 0.05}, "critical"),
         (with_facts(monitors.MismatchMonitor(), Objective.from_recipe("olmo3")), corrected, "warning"),
         (with_facts(monitors.MismatchMonitor(), Objective.from_recipe("grpo")), corrected, "critical"),
-    ):
-        assert found(monitor, lambda t, numbers=numbers: numbers) == [("sampler_mismatch", severity)]
+    ]
+    for monitor, numbers, severity in cases:
+
+        def step(t: int, numbers: Step = numbers) -> Step:
+            return numbers
+
+        assert found(monitor, step) == [("sampler_mismatch", severity)]
 
 
 def test_gspo_clips_twelve_percent_of_the_tokens_and_is_left_alone():
@@ -96,7 +101,8 @@ def test_gspo_clips_twelve_percent_of_the_tokens_and_is_left_alone():
 
 def evaluations(truth: Callable[[int], float], seed: int, n: int = 100) -> Callable[[int], Step]:
     """Every tenth rollout a held-out set of n questions, drawn anew, with its standard error."""
-    draw, now = random.Random(seed), {}
+    draw = random.Random(seed)
+    now: Step = {}
 
     def at(t: int) -> Step:
         if t % 10 == 1:
@@ -193,7 +199,8 @@ def test_the_collapse_detector_knows_a_token_normaliser_from_the_objective(recip
 
 
 def signs(change: Callable[[int], Step], steps: int = 300) -> dict[str, str]:
-    watcher, said = HealthMonitor(), {}
+    watcher = HealthMonitor()
+    said: dict[str, str] = {}
     for t, metrics in enumerate(healthy(steps), 1):
         for finding in watcher.observe(t, metrics | change(t))[0]:
             said[finding.kind] = finding.severity
@@ -221,3 +228,32 @@ def test_a_slow_loss_of_entropy_that_buys_no_reward_is_told():
         return {"policy/entropy": entropy, "reward": 0.4 + draw.gauss(0, 0.03), "groups/all_wrong_frac": 0.4}
 
     assert signs(step)["entropy_spent"] == "warning"
+
+
+@pytest.mark.parametrize(("stay", "truth", "falls"), [(0.0, 0.5, False), (0.8, 0.5, False), (0.8, 0.35, True)])
+def test_held_out_questions_that_repeat_are_compared_in_pairs(stay, truth, falls):
+    """A share of the verdicts stays from one evaluation to the next; 100 questions, 20 evaluations, 10 runs."""
+    called = []
+    for seed in range(10):
+        draw = random.Random(seed)
+        right = [float(draw.random() < 0.5) for _ in range(300)]
+        best = list(right)
+        now: Step = {}
+
+        def at(t: int, draw: random.Random = draw, now: Step = now, right: list[float] = right) -> Step:
+            nonlocal best
+            if t % 10 == 1:
+                wanted = 0.5 if t < 100 else truth
+                right[:] = [r if draw.random() < stay else float(draw.random() < wanted) for r in right]
+                changes = [r - b for r, b in zip(right, best, strict=True)]
+                change = sum(changes) / 300
+                error = (sum((c - change) ** 2 for c in changes) / 299 / 300) ** 0.5
+                if change > 0:
+                    best = list(right)
+                now.update({"val/reward": sum(right) / 300, "val/set/prompts": 300.0})
+                now.update({"val/set/reward/change": change, "val/set/reward/change/se": error})
+                now.update({"val/set/reward/se": 0.029})
+            return dict(now)
+
+        called.append("held_out_falls" in dict(found(monitors.RewardHackingMonitor(), at, 200)))
+    assert sum(called) >= 9 if falls else not any(called)

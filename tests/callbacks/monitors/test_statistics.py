@@ -58,7 +58,7 @@ def test_values_that_hang_together_have_more_noise_than_their_neighbours_say():
 def test_a_fall_is_measured_from_the_best_window_and_a_rise_from_the_worst():
     values = [0.0, 4.0, 5.0, 3.0, 1.0, 0.0]
     found = statistics.fall(values, 2, 2)
-    assert (found.before, found.now, found.index, found.share) == (4.5, 0.5, 2, pytest.approx(8 / 9))
+    assert (found.before, found.now, found.place, found.share) == (4.5, 0.5, 2, pytest.approx(8 / 9))
     assert found.errors == pytest.approx(4 / (statistics.noise(values) * 1))
     assert statistics.rise([-v for v in values], 2, 2) == (-4.5, -0.5, found.errors, 2)
     assert statistics.fall(values[:3], 2, 2) == statistics.NO_CHANGE
@@ -77,7 +77,7 @@ def test_measurements_with_errors_are_split_where_they_differ_most():
     found = statistics.fall_of_measured([0.6, 0.8, 0.3], [0.1, 0.2, 0.1])
     then = (0.6 / 0.01 + 0.8 / 0.04) / (1 / 0.01 + 1 / 0.04)
     assert found.before == pytest.approx(then)
-    assert (found.now, found.index) == (pytest.approx(0.3), 1)
+    assert (found.now, found.place) == (pytest.approx(0.3), 1)
     assert found.errors == pytest.approx((then - 0.3) / math.sqrt(1 / 125 + 0.01))
     assert statistics.fall_of_measured([0.2, 0.8], [0.1, 0.1]) == statistics.NO_CHANGE
 
