@@ -50,9 +50,9 @@ class RewardHackingMonitor(Monitor):
     ``held_out_gain`` of that), ``format_lost`` (``format_key`` falls below ``format_share`` of its best: 2508.03772
     marks the onset of a collapse at 9 of 10).
 
-    The standard error of an evaluation is the logged one. Where evaluations repeat their questions, the change since
-    the best of them is judged as well (``val/<set>/reward/change``, paired): the difficulty of the questions is no part of
-    its error. Where none is logged it is that of a share of ``held_out`` questions.
+    The standard error of an evaluation is the logged one; where none is logged, that of a share of ``held_out``
+    questions. Where evaluations repeat their questions, the change since the best of them is judged as well
+    (``val/<set>/reward/change``, paired): the difficulty of the questions is no part of its error.
 
     Args:
         window: rollouts over which reward terms are compared.
