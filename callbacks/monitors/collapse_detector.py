@@ -77,8 +77,9 @@ class CollapseDetector(Monitor):
     (``policy/upward_frac``), and ``unstable``, which is a learning rate that is too high, where none of that explains
     it.
 
-    With a loss that divides by a constant number of tokens, collapses change form: positives-only gets long and random
-    (``tn_pl``), negatives-only short (``tn_nl``), so the sign of the length test is swapped.
+    With a loss that divides by a constant number of tokens, collapses change form (S0, Eq. 13 and 14, figure 17):
+    positives-only gets certain and long, and random when it collapses (``tn_pl``); negatives-only gets uncertain and
+    short (``tn_nl``). Where entropy and length contradict that, the direction in which the loss pushes gives the name.
 
     Args:
         window: rollouts over which values are compared.
@@ -187,15 +188,29 @@ class CollapseDetector(Monitor):
             ]
             if distinct is not None:
                 evidence.append(("groups/distinct_frac", self.window, distinct[1], distinct[0], distinct[0]))
-            kind = "tn_nl" if self.token_normalised else "c_pl"
+            kind = ("tn_nl" if self._only("down") else "tn_pl") if self.token_normalised else "c_pl"
             yield self.finding(
                 kind,
                 "critical",
                 "entropy, length and diversity have fallen together: the policy says one short thing",
                 *evidence,
                 onset=self._turn("policy/entropy", high=True),
-                remedies=REMEDIES_NL if self.token_normalised else REMEDIES_PL,
+                remedies=REMEDIES_NL if kind == "tn_nl" else REMEDIES_PL,
             )
+            return
+        shortest = self._then_and_now("completions/length", high=False)
+        if self.token_normalised and entropy[1] < keep * entropy[0] and shortest is not None:
+            longer = (1 + self.growth) * shortest[0]
+            if shortest[1] > longer and not self._only("down"):
+                yield self.finding(
+                    "tn_pl",
+                    "critical",
+                    "entropy falls while completions grow to the limit: the policy is certain of one long thing",
+                    ("policy/entropy", self.window, entropy[1], keep * entropy[0], entropy[0]),
+                    ("completions/length", self.window, shortest[1], longer, shortest[0]),
+                    onset=self._turn("policy/entropy", high=True),
+                    remedies=REMEDIES_PL,
+                )
 
     def _maximal(self, step: int) -> Iterable[Finding]:
         entropy, length = (
@@ -217,13 +232,18 @@ class CollapseDetector(Monitor):
         steep = norm is not None and bool(usual) and norm > self.spike * (usual or 1.0)
         degenerate = repeated is not None and repeated > self.repetition
         kind = None
-        if wild and (long or (self.token_normalised and short)) and (steep or degenerate):
-            kind = "c_nl" if not self.token_normalised else "tn_pl" if long else "tn_nl"
+        if self.token_normalised and wild and short:
+            # Both together are the whole of S0's Eq. 14, and neither spikes nor repeats tokens.
+            kind = "tn_pl" if self._only("up") else "tn_nl"
+        elif wild and long and (steep or degenerate):
+            kind = "c_nl" if not self.token_normalised else "tn_nl" if self._only("down") else "tn_pl"
         if kind is None:
             return
         evidence: list[Numbers] = [
             ("policy/entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
-            ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0]),
+            ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0])
+            if shorter is None or not short
+            else ("completions/length", self.window, shorter[1], (1 - self.fall) * shorter[0], shorter[0]),
         ]
         if steep and norm is not None and usual:
             evidence.append(("grad_norm / median", 50, norm / usual, self.spike))
@@ -320,6 +340,11 @@ class CollapseDetector(Monitor):
                 onset=self._turn("policy/entropy", high=False),
                 remedies=REMEDIES_NL,
             )
+
+    def _only(self, way: str) -> bool:
+        """Tell whether the loss is known to push probabilities only ``up``, or only ``down``."""
+        upward = self.history.mean("policy/upward_frac", 10)
+        return upward is not None and (upward > 0.9 if way == "up" else upward < 0.1)
 
     def _has_sign_advantages(self) -> bool:
         """Tell whether advantages are signs, without a baseline, so that solved prompts push as hard as others."""

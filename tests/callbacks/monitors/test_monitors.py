@@ -310,7 +310,17 @@ def test_the_order_of_decision_is_clear_and_every_diagnosis_is_described():
     ("kind", "change"),
     [
         ("tn_pl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 480), optim__grad_norm=ramp(1, 9))),
-        ("tn_nl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 20), optim__grad_norm=ramp(1, 9))),
+        ("tn_nl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 20))),
+        ("tn_pl", grows(policy__entropy=ramp(0.3, 0.01), completions__length=ramp(110, 480))),
+        (
+            "tn_pl",
+            grows(
+                policy__entropy=ramp(0.3, 0.01),
+                completions__length=ramp(110, 20),
+                groups__distinct_frac=ramp(0.8, 0.1),
+                policy__upward_frac=1.0,
+            ),
+        ),
     ],
 )
 def test_a_token_normaliser_swaps_the_sign_of_the_length(kind, change):
