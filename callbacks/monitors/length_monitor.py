@@ -232,9 +232,9 @@ class LengthMonitor(Monitor):
         return gap / error if error > 0 else math.copysign(math.inf, gap)
 
     def _is_chance(self, cut: float) -> bool:
-        """Tell whether so many of the newest completions are cut by chance; ``truncation`` of them is usual."""
-        count = self.history.completions()
-        return count is not None and binomial_tail(cut * count, count, self.truncation) > 1 / RUN_LENGTH
+        """Tell whether so many of the newest completions are cut by chance, where a third of the bound is usual."""
+        count, usual = self.history.completions(), min(self.truncation, self.truncation_once / 3)
+        return count is not None and binomial_tail(cut * count, count, usual) > 1 / RUN_LENGTH
 
     def _truncated(self, step: int) -> Iterable[Finding]:
         now = self.history.now("completions/truncated_frac", step)
