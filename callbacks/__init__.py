@@ -9,7 +9,7 @@ from lit_grpo.callbacks.flight_recorder import FlightRecorder
 from lit_grpo.callbacks.health_monitor import HealthMonitor
 from lit_grpo.callbacks.monitors import *  # noqa: F403
 from lit_grpo.callbacks.monitors.monitor import Monitor
-from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
+from lit_grpo.callbacks.monitors.threshold import Rule
 from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
 from lit_grpo.run.stop import StopReason, request_stop, stop_reason
 
@@ -26,7 +26,6 @@ __all__ = [
     "RolloutCheckpoint",
     "Rule",
     "StopReason",
-    "ThresholdMonitor",
     "merge",
     "request_stop",
     "stop_reason",

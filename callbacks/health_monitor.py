@@ -154,6 +154,8 @@ class HealthMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        for monitor in self.monitors:
+            monitor.know(pl_module)
         new, diagnosis = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
         if diagnosis is None or self._journal is None:
             return

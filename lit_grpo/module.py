@@ -199,6 +199,7 @@ class LitGRPO(pl.LightningModule):
         """Number of rollouts trained on."""
         self.counters = StepCounters()
         self._evaluator = Evaluator("val")
+        self._best_held_out: dict[str, dict[int, float]] = {}
         self.evaluation: EvaluationResult | None = None
         """Result of the last evaluation."""
         self.step_result: StepResult | None = None
@@ -588,7 +589,7 @@ class LitGRPO(pl.LightningModule):
     # ---------------------------------------------------------------------------------------------- evaluation
 
     def on_validation_epoch_start(self) -> None:
-        self._evaluator = Evaluator("val", self.device)
+        self._evaluator = Evaluator("val", self.device, self._best_held_out)
 
     def on_test_epoch_start(self) -> None:
         self._evaluator = Evaluator("test", self.device)
@@ -607,6 +608,10 @@ class LitGRPO(pl.LightningModule):
         self.evaluation = self._evaluator.compute()
         # The numbers are alike on all ranks already, so that their mean over ranks changes none of them.
         self.log_dict(self.evaluation.metrics(), sync_dist=True)
+
+        # Sanity checking looks at a few prompts only, and a test at others.
+        if self._evaluator.stage == "val" and not self.trainer.sanity_checking:
+            self._best_held_out = self._evaluator.best
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -714,6 +719,7 @@ class LitGRPO(pl.LightningModule):
             checkpoint,
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
             objective=self.objective_state.to_dict(),
+            best_held_out=self._best_held_out,
             world_size=self.trainer.world_size,
             sharded=self.sharded,
         )
@@ -726,6 +732,7 @@ class LitGRPO(pl.LightningModule):
         for name in asdict(self.counters):
             setattr(self.counters, name, state.counters.get(name, 0))
         self.objective_state = ObjectiveState.from_dict(state.objective)
+        self._best_held_out = state.best_held_out
         self._restored_random_state = state.random
 
     def restore_random_state(self) -> None:

@@ -28,7 +28,7 @@ if str(ROOT) not in sys.path:
 
 AUDITS = {
     "lit_grpo.module": ("add_audit_metrics",),
-    "lit_grpo.learner.optimizer_step": ("add_direction", "update_size"),
+    "lit_grpo.learner.optimizer_step": ("add_direction", "gradient_cosine", "update_size"),
 }
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding, Severity, worst
-from lit_grpo.callbacks.diagnosis.kinds import finding_kind
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,10 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
         return None
     # By rank and not by onset: broken plumbing makes every other signal unreliable, even one that was seen earlier.
     severity = worst([finding.severity for finding in findings])
-    ranked = sorted(findings, key=lambda f: finding_kind(f.kind).rank)
-    kind = next(finding_kind(f.kind).diagnosis for f in ranked if f.severity == severity)
-    own = [f for f in ranked if finding_kind(f.kind).diagnosis.name == kind.name]
-    ordered = (*own, *(f for f in ranked if finding_kind(f.kind).diagnosis.name != kind.name))
+    ranked = sorted(findings, key=lambda f: f.about.rank)
+    kind = next(f.about.diagnosis for f in ranked if f.severity == severity)
+    own = [f for f in ranked if f.about.diagnosis.name == kind.name]
+    ordered = (*own, *(f for f in ranked if f.about.diagnosis.name != kind.name))
     onset = min(f.onset for f in own)
     numbers = list(dict.fromkeys(text for f in ordered for text in map(_as_text, f.evidence)))[:5]
     explanation = f"{kind.title or own[0].explanation}, began at step {onset}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
+
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind, finding_kind, is_declared
 
 Severity = Literal["info", "warning", "critical"]
 """``info``: worth knowing. ``warning``: the run loses something. ``critical``: what comes after is not worth having."""
@@ -42,6 +44,9 @@ class Finding:
         evidence: the numbers behind it.
         explanation: what was seen, in one sentence.
         remedies: what to do, best first.
+        about: its kind: the diagnosis that it speaks for, with title and likely cause, and its place in the order of
+            decision. It travels with the finding, so whoever reads one needs no table of kinds. Left out: the kind that
+            is declared under this name.
     """
 
     monitor: str
@@ -52,8 +57,11 @@ class Finding:
     evidence: tuple[Evidence, ...]
     explanation: str
     remedies: tuple[str, ...] = ()
+    about: FindingKind = field(default=FindingKind(""), compare=False)
 
     def __post_init__(self) -> None:
+        if not self.about.name:
+            object.__setattr__(self, "about", finding_kind(self.kind))
         if self.severity not in SEVERITIES:
             raise ValueError(f"severity is {self.severity!r}, must be one of {', '.join(SEVERITIES)}")
         if self.onset > self.step:
@@ -70,6 +78,12 @@ class Finding:
             "evidence": [{key: _plain(value) for key, value in e._asdict().items()} for e in self.evidence],
             "explanation": self.explanation,
             "remedies": list(self.remedies),
+            "about": {
+                "diagnosis": self.about.diagnosis.name,
+                "title": self.about.diagnosis.title,
+                "likely_cause": self.about.diagnosis.likely_cause,
+                "rank": self.about.rank,
+            },
         }
 
     @classmethod
@@ -94,6 +108,7 @@ class Finding:
             evidence=evidence,
             explanation=value["explanation"],
             remedies=tuple(value["remedies"]),
+            about=_kind(value["kind"], value.get("about")),
         )
 
     def to_json(self) -> str:
@@ -109,6 +124,14 @@ class Finding:
 def worst(severities: list[Severity]) -> Severity:
     """Return the gravest of some severities; ``info`` if there are none."""
     return max(severities, key=SEVERITIES.index, default="info")
+
+
+def _kind(name: str, about: dict[str, Any] | None) -> FindingKind:
+    """Return the kind of a finding that was written down; the declared one, which knows more, if there is one."""
+    if about is None or is_declared(name):
+        return finding_kind(name)
+    diagnosis = DiagnosisKind(about["diagnosis"], about["title"], about["likely_cause"])
+    return FindingKind(name, diagnosis, about["rank"])
 
 
 def _plain(value: Any) -> Any:

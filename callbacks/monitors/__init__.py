@@ -10,9 +10,11 @@ from lit_grpo.callbacks.monitors.length_monitor import LengthMonitor
 from lit_grpo.callbacks.monitors.mismatch_monitor import MismatchMonitor
 from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.callbacks.monitors.ratio_monitor import RatioMonitor
-from lit_grpo.callbacks.monitors.repetition_monitor import RepetitionMonitor
 from lit_grpo.callbacks.monitors.reward_hacking_monitor import RewardHackingMonitor
+from lit_grpo.callbacks.monitors.reward_monitor import RewardMonitor
+from lit_grpo.callbacks.monitors.rules import RULES as RULES
 from lit_grpo.callbacks.monitors.signal_monitor import SignalMonitor
+from lit_grpo.callbacks.monitors.threshold import ThresholdMonitor
 from lit_grpo.callbacks.monitors.throughput_monitor import ThroughputMonitor
 
 __all__ = [
@@ -25,9 +27,10 @@ __all__ = [
     "LengthMonitor",
     "MismatchMonitor",
     "RatioMonitor",
-    "RepetitionMonitor",
     "RewardHackingMonitor",
+    "RewardMonitor",
     "SignalMonitor",
+    "ThresholdMonitor",
     "ThroughputMonitor",
 ]
 

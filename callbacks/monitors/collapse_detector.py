@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH_CRITICAL
 
 REMEDIES_PL = (
     "return to the last checkpoint before the onset: the state does not recover on its own",
@@ -77,8 +77,9 @@ class CollapseDetector(Monitor):
     (``policy/upward_frac``), and ``unstable``, which is a learning rate that is too high, where none of that explains
     it.
 
-    With a loss that divides by a constant number of tokens, collapses change form: positives-only gets long and random
-    (``tn_pl``), negatives-only short (``tn_nl``), so the sign of the length test is swapped.
+    With a loss that divides by a constant number of tokens, collapses change form (S0, Eq. 13 and 14, figure 17):
+    positives-only gets certain and long, and random when it collapses (``tn_pl``); negatives-only gets uncertain and
+    short (``tn_nl``). Where entropy and length contradict that, the direction in which the loss pushes gives the name.
 
     Args:
         window: rollouts over which values are compared.
@@ -97,7 +98,8 @@ class CollapseDetector(Monitor):
         steeper: multiple of its median from which on the gradient norm has risen.
         unrelated: share of groups whose better completions get the smaller advantage, above which advantages do not
             follow the rewards.
-        token_normalised: whether the loss divides by a constant; None: where the module's recipe begins with ``tn``.
+        token_normalised: whether the loss divides by a constant; None: as the
+            aggregation of the module's objective says.
         actions: see :class:`Monitor`.
     """
 
@@ -108,7 +110,7 @@ class CollapseDetector(Monitor):
         "optim/grad_norm",
         "completions/truncated_frac",
         "completions/repetition_frac",
-        "reward",
+        *REWARDS,
         "policy/advantage_abs",
         "policy/advantage_abs_max",
         "sanity/inverted_advantage_frac",
@@ -122,7 +124,6 @@ class CollapseDetector(Monitor):
         ),
         FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),
     )
-    also_saved: ClassVar[tuple[str, ...]] = ("token_normalised",)
 
     def __init__(
         self,
@@ -149,12 +150,12 @@ class CollapseDetector(Monitor):
         self.truncation, self.spike, self.repetition = truncation, spike, repetition
         self.lost, self.sure, self.sure_one_sided, self.unrelated = lost, sure, sure_one_sided, unrelated
         self.sure_steep, self.steeper = sure_steep, steeper
-        self.token_normalised = token_normalised
+        self._token_normalised = token_normalised
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if self.token_normalised is None:
-            self.token_normalised = _recipe(pl_module).startswith("tn")
+    @property
+    def token_normalised(self) -> bool:
+        """Whether the loss divides by a constant: as was said, or as the module's objective says, else no."""
+        return bool(self.facts.token_normalised if self._token_normalised is None else self._token_normalised)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._minimal(step)
@@ -187,15 +188,29 @@ class CollapseDetector(Monitor):
             ]
             if distinct is not None:
                 evidence.append(("groups/distinct_frac", self.window, distinct[1], distinct[0], distinct[0]))
-            kind = "tn_nl" if self.token_normalised else "c_pl"
+            kind = ("tn_nl" if self._only("down") else "tn_pl") if self.token_normalised else "c_pl"
             yield self.finding(
                 kind,
                 "critical",
                 "entropy, length and diversity have fallen together: the policy says one short thing",
                 *evidence,
                 onset=self._turn("policy/entropy", high=True),
-                remedies=REMEDIES_NL if self.token_normalised else REMEDIES_PL,
+                remedies=REMEDIES_NL if kind == "tn_nl" else REMEDIES_PL,
             )
+            return
+        shortest = self._then_and_now("completions/length", high=False)
+        if self.token_normalised and entropy[1] < keep * entropy[0] and shortest is not None:
+            longer = (1 + self.growth) * shortest[0]
+            if shortest[1] > longer and not self._only("down"):
+                yield self.finding(
+                    "tn_pl",
+                    "critical",
+                    "entropy falls while completions grow to the limit: the policy is certain of one long thing",
+                    ("policy/entropy", self.window, entropy[1], keep * entropy[0], entropy[0]),
+                    ("completions/length", self.window, shortest[1], longer, shortest[0]),
+                    onset=self._turn("policy/entropy", high=True),
+                    remedies=REMEDIES_PL,
+                )
 
     def _maximal(self, step: int) -> Iterable[Finding]:
         entropy, length = (
@@ -217,13 +232,18 @@ class CollapseDetector(Monitor):
         steep = norm is not None and bool(usual) and norm > self.spike * (usual or 1.0)
         degenerate = repeated is not None and repeated > self.repetition
         kind = None
-        if wild and (long or (self.token_normalised and short)) and (steep or degenerate):
-            kind = "c_nl" if not self.token_normalised else "tn_pl" if long else "tn_nl"
+        if self.token_normalised and wild and short:
+            # Both together are the whole of S0's Eq. 14, and neither spikes nor repeats tokens.
+            kind = "tn_pl" if self._only("up") else "tn_nl"
+        elif wild and long and (steep or degenerate):
+            kind = "c_nl" if not self.token_normalised else "tn_nl" if self._only("down") else "tn_pl"
         if kind is None:
             return
         evidence: list[Numbers] = [
             ("policy/entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
-            ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0]),
+            ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0])
+            if shorter is None or not short
+            else ("completions/length", self.window, shorter[1], (1 - self.fall) * shorter[0], shorter[0]),
         ]
         if steep and norm is not None and usual:
             evidence.append(("grad_norm / median", 50, norm / usual, self.spike))
@@ -240,22 +260,25 @@ class CollapseDetector(Monitor):
 
     def _falling(self, step: int) -> Iterable[Finding]:
         """Look for a reward that falls beyond doubt, and name the collapse by what the objective learns from."""
-        share, errors = self.history.fall("reward")
+        key = reward_key(self.history)
+        share, errors = self.history.fall(key)
         signs = self._has_sign_advantages()
-        bound = self.sure_one_sided if signs else self.sure
+        # Never fewer than chance reaches once in so many rollouts, over all windows that are compared.
+        chance = statistics.bound(RUN_LENGTH_CRITICAL, self.history.count(key), statistics.NEWEST)
+        bound = self.sure_one_sided if signs else max(self.sure, chance)
         norm, usual = self.history.median("optim/grad_norm", 5), self.history.median("optim/grad_norm", 50, 5)
         if signs and norm and usual and norm > self.steeper * usual:
-            share, errors, bound = *self.history.fall("reward", recent=6), self.sure_steep
+            share, errors, bound = *self.history.fall(key, recent=6), self.sure_steep
         if share <= self.lost or errors <= bound:
             return
-        now, best = self.history.mean("reward", 3) or 0.0, self.history.best("reward", 8) or 0.0
+        now, best = self.history.mean(key, 3) or 0.0, self.history.best(key, 8) or 0.0
         upward, inverted = (
             self.history.mean("policy/upward_frac", 10),
             self.history.mean("sanity/inverted_advantage_frac", 10),
         )
         entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
-        evidence: list[Numbers] = [("reward", 3, now, (1 - self.lost) * best, best)]
+        evidence: list[Numbers] = [(key, 3, now, (1 - self.lost) * best, best)]
         if entropy is not None:
             evidence.append(("policy/entropy", self.window, entropy[1], entropy[0], entropy[0]))
         if inverted is not None and inverted > self.unrelated:
@@ -318,6 +341,11 @@ class CollapseDetector(Monitor):
                 remedies=REMEDIES_NL,
             )
 
+    def _only(self, way: str) -> bool:
+        """Tell whether the loss is known to push probabilities only ``up``, or only ``down``."""
+        upward = self.history.mean("policy/upward_frac", 10)
+        return upward is not None and (upward > 0.9 if way == "up" else upward < 0.1)
+
     def _has_sign_advantages(self) -> bool:
         """Tell whether advantages are signs, without a baseline, so that solved prompts push as hard as others."""
         # Seen in the numbers and not asked of the module: a monitor works in any project.
@@ -326,7 +354,8 @@ class CollapseDetector(Monitor):
 
     def _peak(self) -> int:
         """Find the step at which the best mean of 8 rewards ends, where the fall began."""
-        values, steps = self.history.values["reward"], self.history.steps["reward"]
+        key = reward_key(self.history)
+        values, steps = self.history.values[key], self.history.steps[key]
         ends = range(8, len(values) - 2)
         return steps[max(ends, key=lambda end: fmean(values[end - 8 : end])) - 1]
 
@@ -334,9 +363,3 @@ class CollapseDetector(Monitor):
         """Find the step of the window's largest (or smallest) value, where the way down or up began."""
         values, steps = self.history.window(key, self.window), self.history.steps[key][-self.window :]
         return (max if high else min)(zip(values, steps, strict=True))[1]
-
-
-def _recipe(pl_module: Any) -> str:
-    objective = getattr(pl_module, "hparams", {}).get("objective", {})
-    recipe = objective.get("recipe", "") if isinstance(objective, Mapping) else ""
-    return str(recipe)

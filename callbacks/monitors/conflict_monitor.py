@@ -8,6 +8,8 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH
 
 CONFLICT = DiagnosisKind(
     "conflict", "right and wrong completions fight over the same tokens", "the prefix they share is pushed down"
@@ -32,7 +34,7 @@ class ConflictMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("policy/conflict_frac", "groups/prefix_pushed_down_frac", "reward")
+    keys: ClassVar[tuple[str, ...]] = ("policy/conflict_frac", "groups/prefix_pushed_down_frac", *REWARDS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
             "prefix_pushed_down",
@@ -63,13 +65,12 @@ class ConflictMonitor(Monitor):
         self.history.watch(format_key)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        key = self.format_key if self.history.count(self.format_key) else "reward"
-        down, lost = (
-            self.history.median("groups/prefix_pushed_down_frac", self.smooth),
-            self.history.lost(key, self.smooth),
-        )
+        key = self.format_key if self.history.count(self.format_key) else reward_key(self.history)
+        down = self.history.median("groups/prefix_pushed_down_frac", self.smooth)
+        lost, errors = self.history.fall(key, self.smooth, self.smooth)
+        sure = errors > self.history.bound(key, self.history.count(key), RUN_LENGTH)
         enough = self.history.count("groups/prefix_pushed_down_frac") >= self.smooth
-        if enough and down is not None and down > self.share and lost > self.fall:
+        if enough and down is not None and down > self.share and lost > self.fall and sure:
             yield self.finding(
                 "prefix_pushed_down",
                 "warning",

@@ -9,6 +9,7 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
 REMEDIES = (
@@ -60,7 +61,7 @@ class CriticMonitor(ThresholdMonitor):
         "critic/value_outside_frac",
         "critic/explained_variance",
         "sanity/advantage_contradiction_frac",
-        "reward",
+        *REWARDS,
     )
     findings: ClassVar[tuple[FindingKind, ...]] = tuple(
         FindingKind(name, CRITIC_FAILURE, rank, REMEDIES)
@@ -140,6 +141,6 @@ class CriticMonitor(ThresholdMonitor):
         far_off = max(distances, default=0.0) > self.highest - self.lowest
         if step <= self.warmup and not far_off:
             return
-        severity: Severity = "critical" if self.history.fallen("reward") or far_off else "warning"
+        severity: Severity = "critical" if self.history.fallen(reward_key(self.history)) or far_off else "warning"
         for rule in self._after_warmup:
             yield from self.apply(rule, severity)

@@ -9,7 +9,10 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.sampled import GROUPS, REWARDS, reward_key, unsolved, unsolved_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, bound, slope_errors
 
 REMEDIES_HIGH = (
     "turn on the entropy filter and gamma 0.1 (recipe gtpo, or entropy_filter: all and entropy_gamma)",
@@ -48,12 +51,18 @@ class EntropyMonitor(Monitor):
     while prompts are still left unsolved: more than ``unsolved`` of the groups have no right answer, or the reward has
     fallen beyond doubt (:meth:`lit_grpo.callbacks.monitors.history.History.fallen`).
 
+    ``entropy_spent`` is the slow loss: below ``spent`` H_ini for ``patience`` rollouts, while prompts are left unsolved
+    and the reward has not risen beyond chance in the last ``bought`` rollouts. Entropy that is spent on a rising reward
+    is how a policy learns.
+
     Args:
         threshold: entropy in nats that H must not cross from below: ln 2, below which one token has the majority
             (2508.03772 Eq. 10).
         high: multiple of H_ini above which H is too high.
         low: multiple of H_ini below which H is too low.
         floor: entropy in nats below which H is too low, whatever H_ini is.
+        spent: multiple of H_ini below which entropy must still buy reward.
+        bought: rollouts in which it must have.
         patience: rollouts in a row for which it must be too low.
         horizon: rollouts over which the slope is extrapolated.
         unsolved: share of groups without a right answer above which prompts are left unsolved.
@@ -64,10 +73,11 @@ class EntropyMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", "reward", "groups/all_wrong_frac")
+    keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", *REWARDS, *GROUPS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
         FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
+        FindingKind("entropy_spent", ENTROPY_COLLAPSE, 665, REMEDIES_LOW),
         FindingKind("entropy_rising", ENTROPY_EXPLOSION, 700, REMEDIES_HIGH),
     )
     also_saved: ClassVar[tuple[str, ...]] = ("initial_entropy", "_initial_sum", "_initial_groups", "_initial_seen")
@@ -78,6 +88,8 @@ class EntropyMonitor(Monitor):
         high: float = 2.0,
         low: float = 0.1,
         floor: float = 0.02,
+        spent: float = 0.5,
+        bought: int = 50,
         patience: int = 10,
         horizon: int = 50,
         unsolved: float = 0.2,
@@ -90,6 +102,7 @@ class EntropyMonitor(Monitor):
         super().__init__(actions)
         positive("EntropyMonitor", threshold=threshold, high=high, patience=patience, smooth=smooth, trend=trend)
         self.threshold, self.high, self.low, self.floor = threshold, high, low, floor
+        self.spent, self.bought = spent, bought
         self.patience, self.horizon, self.unsolved = patience, horizon, unsolved
         self.smooth, self.trend = smooth, trend
         self.initial_prompts, self.initial_rollouts = initial_prompts, initial_rollouts
@@ -127,13 +140,13 @@ class EntropyMonitor(Monitor):
         self._initial_seen += 1
         self.initial_entropy = self._initial_sum / self._initial_groups
 
-    def _high(self, what: str, now: float, bound: float, initial: float) -> Finding:
-        onset = self.history.began(self._key, lambda value: value > bound, self.step)
+    def _high(self, what: str, now: float, limit: float, initial: float) -> Finding:
+        onset = self.history.began(self._key, lambda value: value > limit, self.step)
         return self.finding(
             "entropy_high",
             "warning",
             f"entropy {what}: {now:.3g} nats, {initial:.3g} in the beginning",
-            (self._key, self.smooth, now, bound, initial),
+            (self._key, self.smooth, now, limit, initial),
             onset=onset,
         )
 
@@ -141,34 +154,57 @@ class EntropyMonitor(Monitor):
         slope = self.history.slope(self._key, self.trend)
         if slope is None or slope <= 0 or now <= initial:
             return
-        ahead, bound = now + slope * self.horizon, self.high * initial
-        if ahead > bound:
+        if slope_errors(self.history.window(self._key, self.trend)) < bound(RUN_LENGTH, freedom=self.trend):
+            return
+        ahead, limit = now + slope * self.horizon, self.high * initial
+        if ahead > limit:
             yield self.finding(
                 "entropy_rising",
                 "info",
-                f"entropy rises by {slope:.2g} nats a rollout and passes {bound:.3g} within {self.horizon} rollouts",
-                (self._key, self.trend, ahead, bound, now),
+                f"entropy rises by {slope:.2g} nats a rollout and passes {limit:.3g} within {self.horizon} rollouts",
+                (self._key, self.trend, ahead, limit, now),
                 onset=self.step - self.trend,
             )
 
     def _low(self, step: int, initial: float) -> Iterable[Finding]:
-        bound = max(self.low * initial, self.floor)
-        if not self.history.holds(self._key, self.patience, lambda value: value < bound):
+        least = max(self.low * initial, self.floor)
+        if not self.history.holds(self._key, self.patience, lambda value: value < least):
+            yield from self._spent(step, initial)
             return
-        wrong = self.history.mean("groups/all_wrong_frac", self.patience)
-        unsolved = (wrong is not None and wrong > self.unsolved) or self.history.fallen("reward")
+        wrong = unsolved(self.history, self.patience)
+        left = (wrong is not None and wrong > self.unsolved) or self.history.fallen(reward_key(self.history))
         now = self.history.mean(self._key, self.patience) or 0.0
-        evidence: list[tuple[str, int, float, float, float | None]] = [(self._key, self.patience, now, bound, initial)]
+        evidence: list[tuple[str, int, float, float, float | None]] = [(self._key, self.patience, now, least, initial)]
         if wrong is not None and wrong > self.unsolved:
-            evidence.append(("groups/all_wrong_frac", self.patience, wrong, self.unsolved, None))
+            evidence.append((unsolved_key(self.history), self.patience, wrong, self.unsolved, None))
         # Where no reward says what is right, nobody knows whether the prompts are solved.
         solved = "" if wrong is None else ", on prompts that are solved"
-        where = " while prompts are left unsolved" if unsolved else solved
+        where = " while prompts are left unsolved" if left else solved
         yield self.finding(
             "entropy_low",
-            "critical" if unsolved else "info",
-            f"exploration is over: entropy has been below {bound:.3g} nats for {self.patience} rollouts" + where,
+            "critical" if left else "info",
+            f"exploration is over: entropy has been below {least:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
-            onset=self.history.began(self._key, lambda value: value < bound, step),
-            remedies=None if unsolved else ("take harder prompts, or end the run",),
+            onset=self.history.began(self._key, lambda value: value < least, step),
+            remedies=None if left else ("take harder prompts, or end the run",),
+        )
+
+    def _spent(self, step: int, initial: float) -> Iterable[Finding]:
+        limit, key = self.spent * initial, reward_key(self.history)
+        if not self.history.holds(self._key, self.patience, lambda value: value < limit):
+            return
+        rewards, wrong = self.history.window(key, self.bought), unsolved(self.history, self.patience)
+        right = self.history.mean(unsolved_key(self.history).replace("wrong", "correct"), self.patience)
+        # A rise within the window, at whatever time: two standard errors are enough to leave it alone.
+        half = len(rewards) // 2
+        if half < self.patience or statistics.step_between(rewards, half, half).errors > 2:
+            return
+        left = wrong is not None and wrong > self.unsolved and (right is None or right < 0.5)
+        now = self.history.mean(self._key, self.patience) or 0.0
+        yield self.finding(
+            "entropy_spent",
+            "warning" if left else "info",
+            f"entropy has fallen to {now:.3g} nats, {initial:.3g} in the beginning, and the reward does not rise",
+            (self._key, self.patience, now, limit, initial),
+            onset=self.history.began(self._key, lambda value: value < limit, step),
         )

@@ -8,6 +8,7 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 
 
 class KLMonitor(Monitor):
@@ -26,7 +27,7 @@ class KLMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = ("policy/kl_ref_k3", "policy/entropy", "reward")
+    keys: ClassVar[tuple[str, ...]] = ("policy/kl_ref_k3", "policy/entropy", *REWARDS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
             "kl_late",
@@ -55,7 +56,7 @@ class KLMonitor(Monitor):
         if kl is None or entropy is None or kl[1] <= self.growth * kl[0]:
             return
         moved = abs(entropy[1] - entropy[0]) > self.entropy * entropy[0]
-        if moved and self.history.lost("reward", self.smooth) > self.lost:
+        if moved and self.history.lost(reward_key(self.history), self.smooth) > self.lost:
             yield self.finding(
                 "kl_late",
                 "info",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, RUN_LENGTH_CRITICAL, binomial_tail
 
 REMEDIES_LONG = (
     "aggregate with a token mean or a constant (agg: token_mean, sum_const), which takes 1/length out of the loss",
@@ -55,7 +59,8 @@ class LengthMonitor(Monitor):
         "completions/correct_length",
         "completions/incorrect_length",
         "completions/truncated_frac",
-        "reward",
+        "completions/tokens",
+        *REWARDS,
         "policy/entropy",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
@@ -114,7 +119,8 @@ class LengthMonitor(Monitor):
     def _reward_gain(self, size: int) -> float:
         """Return the rise of the mean reward over the last ``size`` rollouts; 0 where it is not known."""
         half = max(1, size // 2)
-        now, then = self.history.mean("reward", min(5, half)), self.history.mean("reward", min(5, half), back=size - 5)
+        key = reward_key(self.history)
+        now, then = self.history.mean(key, min(5, half)), self.history.mean(key, min(5, half), back=size - 5)
         return 0.0 if now is None or then is None else now - then
 
     def _change(self, step: int) -> Iterable[Finding]:
@@ -127,10 +133,13 @@ class LengthMonitor(Monitor):
         assert now is not None
         low = min(self.history.median("completions/length", 3, back) or 0.0 for back in range(3, size - 2))
         high = max(self.history.median("completions/length", 3, back) or 0.0 for back in range(3, size - 2))
-        (lost, _), fallen = self.history.fall("reward"), self.history.fallen("reward", errors=5.0)
+        reward = reward_key(self.history)
+        (lost, _), fallen = self.history.fall(reward), self.history.fallen(reward, errors=5.0)
+        sure, surer = (self.history.bound("completions/length", size, n) for n in (RUN_LENGTH, RUN_LENGTH_CRITICAL))
+        longer, shorter = (self.history.errors_between("completions/length", then, now) for then in (low, high))
         cut = self.history.median("completions/truncated_frac", 3) or 0.0
-        if low and now > self.growth * low and self._reward_gain(size) < self.flat:
-            bad = fallen or cut > self.truncation_once
+        if low and now > self.growth * low and longer > sure and self._reward_gain(size) < self.flat:
+            bad = (fallen or cut > self.truncation_once) and longer > surer
             start = self.history.steps["completions/length"][-size:][values.index(min(values))]
             yield self.finding(
                 "length_growing",
@@ -140,7 +149,7 @@ class LengthMonitor(Monitor):
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
             )
-        if now < self.floor or now < self.fall * high:
+        if now < self.floor or (now < self.fall * high and shorter > sure):
             start = self.history.steps["completions/length"][-size:][values.index(max(values))]
             yield self.finding(
                 "length_falling",
@@ -166,6 +175,11 @@ class LengthMonitor(Monitor):
             min(history.median(key, 3, back) or 0.0 for back in range(3, size + 1))
             for key in ("completions/length", "policy/entropy")
         )
+        sure = history.bound("completions/length", size, RUN_LENGTH)
+        longer = history.errors_between("completions/length", low, now) > sure
+        less_sure = history.errors_between("policy/entropy", calm, unsure) > sure
+        if not longer or not less_sure:
+            return
         if now > self.sudden * low and cut > self.truncation_sudden and unsure > self.sudden_entropy * calm:
             yield self.finding(
                 "length_growing",
@@ -186,7 +200,8 @@ class LengthMonitor(Monitor):
         if right is None or wrong is None or self.history.count("completions/correct_length") < self.patience:
             return
         gap = wrong - right
-        if gap > self.gap * right:
+        sure = statistics.bound(RUN_LENGTH)
+        if gap > self.gap * right and self._gap_errors(gap - self.gap * right) > sure:
             yield self.finding(
                 "length_gap",
                 "warning",
@@ -200,7 +215,8 @@ class LengthMonitor(Monitor):
         if rights is None or wrongs is None:
             return
         before = wrongs[0] - rights[0]
-        if gap > max(1.2 * before, before + 0.1 * right) and self._reward_gain(self.trend) < self.flat:
+        wider = self._gap_errors((gap - before) / math.sqrt(2)) > sure
+        if gap > max(1.2 * before, before + 0.1 * right) and wider and self._reward_gain(self.trend) < self.flat:
             yield self.finding(
                 "length_gap",
                 "info",
@@ -209,13 +225,25 @@ class LengthMonitor(Monitor):
                 onset=step - self.trend,
             )
 
+    def _gap_errors(self, gap: float) -> float:
+        """Return a difference of the lengths of incorrect and correct completions, medians of ten, in its errors."""
+        noises = (statistics.noise(self.history.values[f"completions/{s}_length"]) for s in ("correct", "incorrect"))
+        error = math.hypot(*noises) * 1.25 / math.sqrt(10)
+        return gap / error if error > 0 else math.copysign(math.inf, gap)
+
+    def _is_chance(self, cut: float) -> bool:
+        """Tell whether so many of the newest completions are cut by chance, where a third of the bound is usual."""
+        count, usual = self.history.completions(), min(self.truncation, self.truncation_once / 3)
+        return count is not None and binomial_tail(cut * count, count, usual) > 1 / RUN_LENGTH
+
     def _truncated(self, step: int) -> Iterable[Finding]:
         now = self.history.now("completions/truncated_frac", step)
         if now is None:
             return
         lasting = self.history.holds("completions/truncated_frac", self.patience, lambda value: value > self.truncation)
-        if now > self.truncation_once or lasting:
-            bound = self.truncation_once if now > self.truncation_once else self.truncation
+        at_once = now > self.truncation_once and not self._is_chance(now)
+        if at_once or lasting:
+            bound = self.truncation_once if at_once else self.truncation
             remedies = ["raise the length limit (max_new_tokens)", "add a soft penalty on overlong completions"]
             # Where most completions are truncated, masking them would leave nearly nothing to learn from.
             if now <= 0.5:

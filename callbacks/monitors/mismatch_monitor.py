@@ -1,4 +1,4 @@
-"""Watches whether engine and learner agree on what was sampled, and whether all of it reaches the loss."""
+"""Watches whether engine and learner agree on what was sampled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ SAMPLER_MISMATCH = DiagnosisKind(
 
 
 class MismatchMonitor(Monitor):
-    """Monitor of sampler against learner on the sampled tokens before any update, and of their way into the loss.
+    """Monitor of sampler against learner on the sampled tokens before any update.
 
     Findings: ``sampler_mismatch`` (a bound below is left; critical on-policy, where both sides should hold the same
     weights, or where the effective sample size falls below ``ess_stop``), ``impossible_tokens`` (the engine was sure of
-    tokens that the learner holds for impossible: wrong template, tokenizer or weights), ``tokens_missing`` (the
-    learner's mask leaves generated tokens out), ``groups_mixed`` (completions of several prompts share a group).
+    tokens that the learner holds for impossible: wrong template, tokenizer or weights).
+
+    Where the objective corrects for the mismatch (truncated or masked importance sampling), a difference that can be
+    corrected is what it is there for: sampling in another number format is run that way. So a bound that is left is
+    then a warning, and critical only where the effective sample size of the corrected weights is below ``ess_stop``.
 
     Weights one or two rollouts old differ too little for absolute bounds. So the mean gap of log-probabilities is also
     compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone.
@@ -44,47 +47,25 @@ class MismatchMonitor(Monitor):
         weight_std: largest standard deviation of c.
         kl: largest size of the KL divergence in nats, by k1 and by k3.
         chi2: largest mean c^2 - 1.
-        prob_max: bound of the largest |pi_old - pi_sampler|, which must be left for ``patience`` rollouts in a row.
         perplexity: lower and upper bound of the learner's perplexity over the sampler's.
-        impossible: share of impossible tokens that is critical; any at all is a warning.
+        impossible: share of impossible tokens that is critical.
+        impossible_tokens: impossible tokens in one rollout that are a warning. A rollout of 200,000 tokens has one that
+            contradicts now and then, and the loss does not feel it; so the largest gap of all is no alarm either.
         growth: multiple of the first rollout's mean gap that must be exceeded for ``patience`` rollouts in a row,
             on-policy.
         least: mean gap in nats below which none is called grown.
         ess_stop: effective sample size, as a share, below which a mismatch is critical under any staleness.
-        patience: rollouts in a row for which ``prob_max`` and ``growth`` must be exceeded.
+        patience: rollouts in a row for which ``growth`` must be exceeded.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = (
         "sampler_mismatch/logprob_abs_diff",
-        "sampler_mismatch/prob_abs_diff_max",
         "sampler_mismatch/kl_k3",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("sampler_mismatch", SAMPLER_MISMATCH, 200, REMEDIES),
         FindingKind("impossible_tokens", SAMPLER_MISMATCH, 210, REMEDIES),
-        FindingKind(
-            "tokens_missing",
-            DiagnosisKind(
-                "plumbing_mask",
-                "generated tokens are missing from the loss",
-                "a mask made from token ids instead of lengths, so that the end token counts as padding",
-                outlives_rollback=True,
-            ),
-            rank=220,
-            remedies=("make masks from lengths, never from token ids: the end token may equal the padding token",),
-        ),
-        FindingKind(
-            "groups_mixed",
-            DiagnosisKind(
-                "plumbing_groups",
-                "groups mix prompts",
-                "group ids were shuffled or completions were reordered without them",
-                outlives_rollback=True,
-            ),
-            rank=230,
-            remedies=("keep completions, rewards and group ids in one order; shuffle whole groups only",),
-        ),
     )
     also_saved: ClassVar[tuple[str, ...]] = ("_first_gap",)
 
@@ -95,9 +76,9 @@ class MismatchMonitor(Monitor):
         weight_std: float = 1.0,
         kl: float = 0.1,
         chi2: float = 1.0,
-        prob_max: float = 0.9,
         perplexity: tuple[float, float] = (0.9, 1.1),
         impossible: float = 1e-3,
+        impossible_tokens: int = 3,
         growth: float = 10.0,
         least: float = 5e-3,
         ess_stop: float = 0.1,
@@ -107,12 +88,11 @@ class MismatchMonitor(Monitor):
         super().__init__(actions)
         positive("MismatchMonitor", weight_std=weight_std, kl=kl, chi2=chi2, growth=growth, least=least)
         self.weight, self.ess, self.weight_std, self.kl, self.chi2 = weight, ess, weight_std, kl, chi2
-        self.prob_max, self.perplexity, self.impossible = prob_max, perplexity, impossible
+        self.perplexity, self.impossible, self.impossible_tokens = perplexity, impossible, impossible_tokens
         self.growth, self.least, self.ess_stop, self.patience = growth, least, ess_stop, patience
         self._first_gap: float | None = None
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        yield from self._plumbing(metrics)
         if "sampler_mismatch/logprob_abs_diff" not in metrics:
             return
         if self._first_gap is None and step == 1:
@@ -122,7 +102,9 @@ class MismatchMonitor(Monitor):
         if not stale:
             left += self._grown()
         if left:
-            starved = metrics.get("sampler_mismatch/ess", 1.0) < self.ess_stop
+            corrected = self._is_corrected(metrics)
+            ess = metrics.get(f"sampler_mismatch/{'applied_ess' if corrected else 'ess'}", 1.0)
+            expected, starved = stale or corrected, ess < self.ess_stop
             known = self.history.window("sampler_mismatch/logprob_abs_diff", self.memory)
             usual = min(known)
             onset = self.history.began(
@@ -131,7 +113,7 @@ class MismatchMonitor(Monitor):
             names = ", ".join(e.metric.partition("/")[2] for e in left)
             yield self.finding(
                 "sampler_mismatch",
-                "warning" if stale and not starved else "critical",
+                "warning" if expected and not starved else "critical",
                 f"engine and learner disagree on the sampled tokens ({names})",
                 *left,
                 onset=onset,
@@ -139,10 +121,11 @@ class MismatchMonitor(Monitor):
                 remedies=REMEDIES[-1:] + REMEDIES[:-1] if stale else None,
             )
         share = metrics.get("sampler_mismatch/impossible_frac", 0.0)
-        if share > 0:
+        tokens = metrics.get("completions/tokens", math.inf)
+        if share > 0 and share * tokens >= self.impossible_tokens:
             yield self.finding(
                 "impossible_tokens",
-                "critical" if share > self.impossible and not stale else "warning",
+                "critical" if share > self.impossible and not stale and not self._is_corrected(metrics) else "warning",
                 f"{share:.2%} of the tokens were likely for the engine and impossible for the learner",
                 ("sampler_mismatch/impossible_frac", 1, share, self.impossible),
             )
@@ -164,15 +147,15 @@ class MismatchMonitor(Monitor):
         outside("sampler_mismatch/chi2_token", metrics.get("sampler_mismatch/chi2_token", nan), -inf, self.chi2)
         learner, sampler = (metrics.get(f"sampler_mismatch/{side}_perplexity", nan) for side in ("learner", "sampler"))
         outside("sampler_mismatch/perplexity_ratio", learner / sampler, *self.perplexity)
-        if self.history.holds("sampler_mismatch/prob_abs_diff_max", self.patience, lambda value: value > self.prob_max):
-            outside(
-                "sampler_mismatch/prob_abs_diff_max",
-                metrics.get("sampler_mismatch/prob_abs_diff_max", nan),
-                -inf,
-                self.prob_max,
-                self.patience,
-            )
         return found
+
+    def _is_corrected(self, metrics: Mapping[str, float]) -> bool:
+        """Tell whether tokens are weighed against the mismatch, by the module or else by the numbers."""
+        if self.facts.sampler_corrected is not None:
+            return self.facts.sampler_corrected
+        # Without a correction every weight is 1, whatever the mismatch is.
+        applied, ess = (metrics.get(f"sampler_mismatch/{key}", 1.0) for key in ("applied_ess", "ess"))
+        return applied < 1 and ess < 1
 
     def _grown(self) -> list[Evidence]:
         if self._first_gap is None:
@@ -182,21 +165,3 @@ class MismatchMonitor(Monitor):
             return []
         now = self.history.mean("sampler_mismatch/logprob_abs_diff", self.patience) or 0.0
         return [Evidence("sampler_mismatch/logprob_abs_diff", self.patience, now, bound, self._first_gap)]
-
-    def _plumbing(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        missing = metrics.get("sanity/missing_tokens_frac", 0.0)
-        if missing != 0:
-            yield self.finding(
-                "tokens_missing",
-                "critical",
-                f"{missing:.1%} of the generated tokens are not in the learner's mask",
-                ("sanity/missing_tokens_frac", 1, missing, 0.0),
-            )
-        mixed = metrics.get("sanity/mixed_prompts_frac", 0.0)
-        if mixed != 0:
-            yield self.finding(
-                "groups_mixed",
-                "critical",
-                f"{mixed:.1%} of the completions are in a group of another prompt",
-                ("sanity/mixed_prompts_frac", 1, mixed, 0.0),
-            )

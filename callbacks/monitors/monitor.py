@@ -12,6 +12,7 @@ from lit_grpo.callbacks.diagnosis.actions import Actions, Journal, act, check_ac
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Evidence, Finding, Severity
 from lit_grpo.callbacks.diagnosis.kinds import FindingKind, declare, finding_kind
+from lit_grpo.callbacks.monitors.facts import UNKNOWN, facts_of
 from lit_grpo.callbacks.monitors.history import History
 from lit_grpo.errors import UserError
 
@@ -64,6 +65,8 @@ class Monitor(pl.Callback):
         self.history = History(self.keys, self.memory)
         self.step = 0
         """Rollouts trained on when metrics were last observed."""
+        self.facts = UNKNOWN
+        """What is known of the module's objective; all of it unknown in a replay."""
         self._active: dict[str, tuple[Finding, int]] = {}
         """The last finding of each kind, and the step at which it was last seen."""
         self._journal: Journal | None = None
@@ -87,6 +90,7 @@ class Monitor(pl.Callback):
         *evidence: Numbers,
         onset: int | None = None,
         remedies: tuple[str, ...] | None = None,
+        about: FindingKind | None = None,
     ) -> Finding:
         """Make a finding of the present step.
 
@@ -96,12 +100,18 @@ class Monitor(pl.Callback):
             explanation: what was seen, in one sentence.
             evidence: (metric, window, value, threshold[, before]) of each number behind it.
             onset: step at which what is seen began; the present one if left out.
-            remedies: what to do, best first; those of the declared kind if left out.
+            remedies: what to do, best first; those of the kind if left out.
+            about: the kind itself; the declared one of this name if left out.
         """
-        remedies = finding_kind(kind).remedies if remedies is None else remedies
+        about = finding_kind(kind) if about is None else about
+        remedies = about.remedies if remedies is None else remedies
         onset = self.step if onset is None else min(onset, self.step)
         numbers = tuple(Evidence(*one) for one in evidence)
-        return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies)
+        return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies, about)
+
+    def know(self, pl_module: Any) -> None:
+        """Take the facts from the module as it is now: a remedy may have changed its objective."""
+        self.facts = facts_of(pl_module)
 
     # Replay.
 
@@ -135,10 +145,12 @@ class Monitor(pl.Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._journal = Journal.of(trainer)
+            self.know(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.know(pl_module)
         new = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
         diagnosis = merge(self.active()) if new else None
         if diagnosis is not None and self._journal is not None:

@@ -9,6 +9,8 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import positive
+from lit_grpo.callbacks.monitors.sampled import GROUPS, unsolved_key
+from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, binomial_tail
 from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
 REWARD_NOISE = DiagnosisKind(
@@ -56,8 +58,9 @@ class SignalMonitor(ThresholdMonitor):
 
     keys: ClassVar[tuple[str, ...]] = (
         "groups/zero_advantage_frac",
-        "groups/all_correct_frac",
-        "groups/all_wrong_frac",
+        *GROUPS,
+        "completions/tokens",
+        "completions/length",
         "groups/count",
         "groups/equal_pairs",
         "sanity/reward_contradiction_frac",
@@ -133,28 +136,39 @@ class SignalMonitor(ThresholdMonitor):
         yield from self._groups(step)
         yield from self._noise("sanity/reward_contradiction_frac", "rewards")
         # With a critic its values are in the advantages, and contradictions are the CriticMonitor's concern.
-        if not math.isfinite(metrics.get("critic/value_outside_frac", math.nan)):
+        # Labels that are flipped on purpose contradict themselves in the advantages, and nothing is broken.
+        if not math.isfinite(metrics.get("critic/value_outside_frac", math.nan)) and not self.facts.label_noise:
             yield from self._noise("sanity/advantage_contradiction_frac", "advantages")
         yield from super().check(step, metrics)
         yield from self._failures(metrics)
 
     def _groups(self, step: int) -> Iterable[Finding]:
-        history, size = self.history, self.smooth
+        history = self.history
+        groups = history.last("groups/count")
+        # With few groups a rollout, shares are of many rollouts, or a handful of prompts would decide.
+        rollouts = 1 if not groups else math.ceil(self.batch * 2 / groups)
+        size = max(self.smooth, rollouts)
         if history.count("groups/zero_advantage_frac") < size:
             return
-        zero, wrong = history.median("groups/zero_advantage_frac", size), history.median("groups/all_wrong_frac", size)
-        right = history.median("groups/all_correct_frac", size)
+        middle = history.mean if rollouts > self.smooth else history.median
+        # What was sampled is judged where dynamic sampling leaves the uniform groups out.
+        wrong_key, right_key = unsolved_key(history), unsolved_key(history).replace("wrong", "correct")
+        zero, wrong, right = (
+            middle("groups/zero_advantage_frac", size),
+            middle(wrong_key, size),
+            middle(right_key, size),
+        )
         assert zero is not None
         if wrong is not None and wrong > self.all_wrong:
-            lasts = history.holds("groups/all_wrong_frac", self.patience, lambda value: value > self.hopeless)
+            lasts = history.holds(wrong_key, max(self.patience, rollouts), lambda value: value > self.hopeless)
             # A run that learns the format first has no right answer for long, and yet learns.
             lasts = lasts and zero > self.zero_gradient
             yield self.finding(
                 "all_wrong",
                 "critical" if lasts else "warning",
                 f"{wrong:.0%} of the groups have no correct completion",
-                ("groups/all_wrong_frac", size, wrong, self.hopeless if lasts else self.all_wrong),
-                onset=history.began("groups/all_wrong_frac", lambda value: value > self.all_wrong, step),
+                (wrong_key, size, wrong, self.hopeless if lasts else self.all_wrong),
+                onset=history.began(wrong_key, lambda value: value > self.all_wrong, step),
             )
         elif zero > self.zero_gradient:
             solved = right is not None and right > zero / 2
@@ -166,7 +180,6 @@ class SignalMonitor(ThresholdMonitor):
                 ("groups/zero_advantage_frac", size, zero, self.zero_gradient),
                 onset=history.began("groups/zero_advantage_frac", lambda value: value > self.zero_gradient, step),
             )
-        groups = history.last("groups/count")
         if groups is not None and groups * (1 - zero) < self.batch:
             yield self.finding(
                 "small_batch",
@@ -194,8 +207,13 @@ class SignalMonitor(ThresholdMonitor):
         )
 
     def _failures(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        count = self.history.completions()
         for key, value in sorted(metrics.items()):
-            if key.startswith(("reward_errors/timeout_frac/", "reward_errors/failed_frac/")) and value > self.failures:
+            if not key.startswith(("reward_errors/timeout_frac/", "reward_errors/failed_frac/")):
+                continue
+            # One of eight completions is 12 %, and happens.
+            chance = 0.0 if count is None else binomial_tail(value * count, count, self.failures / 2)
+            if value > self.failures and chance < 1 / RUN_LENGTH:
                 yield self.finding(
                     "reward_failures",
                     "critical" if value > 0.5 else "warning",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lit_grpo.evaluation.estimators import standard_error
 from lit_grpo.evaluation.grading import Graded, answer_classes, selector_scores
 from lit_grpo.evaluation.metrics import AvgAtK, BestOfK, MajAtK, PassAtK, PromptMean
 from lit_grpo.evaluation.sets import EvaluationPart
@@ -52,10 +54,18 @@ class Evaluator:
     Args:
         stage: ``val`` or ``test``.
         device: device on which ranks exchange tensors.
+        best: ``best`` after the evaluation before this one. A set with the same prompts then has ``reward/change``, the
+            mean change of their rewards since, and its standard error, of which the difficulty of the prompts is no
+            part.
     """
 
-    def __init__(self, stage: str, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, stage: str, device: torch.device | str = "cpu", best: Mapping[str, Mapping[int, float]] | None = None
+    ) -> None:
         self.stage, self.device = stage, device
+        self.best: dict[str, dict[int, float]] = {name: dict(of_set) for name, of_set in (best or {}).items()}
+        """Reward of each prompt, by set and by the prompt's key, in the evaluation with the best mean; greedy ones
+        aside. :meth:`compute` brings it up to date."""
         self._meters: dict[tuple[str, bool], _PartMeters] = {}
 
     def update(self, batch: Rollout) -> list[dict[str, Any]]:
@@ -76,6 +86,13 @@ class Evaluator:
             result.parts.setdefault(name, []).append(meters.part)
             for key, value in meters.compute().items():
                 of_set.setdefault(_greedy_name(key) if greedy else key, value)
+            if not greedy:
+                best, now = self.best.get(name, {}), meters.means.first_by_prompt
+                change = _change(best, now)
+                of_set |= change
+                # Of other prompts nothing can be said, and the next evaluation is compared with this one.
+                if change.get("reward/change", 1.0) > 0:
+                    self.best[name] = now
         return result
 
 
@@ -127,6 +144,14 @@ class _PartMeters:
             values |= {key: float(value) for key, value in metric.compute().items()}
         # What was not measured is left out, never reported as a number.
         return {key: value for key, value in values.items() if not math.isnan(value)}
+
+
+def _change(before: Mapping[int, float], now: Mapping[int, float]) -> dict[str, float]:
+    """Compare the rewards of the same prompts; nothing where they are others."""
+    if len(now) < 2 or before.keys() != now.keys():
+        return {}
+    changes = np.array([now[key] - before[key] for key in sorted(now)])
+    return {"reward/change": float(changes.mean()), "reward/change/se": standard_error(changes)}
 
 
 def _by_prompt(values: Tensor, group_size: int) -> Tensor:

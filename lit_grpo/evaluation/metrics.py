@@ -40,6 +40,8 @@ class PromptMean(Metric):
     def __init__(self, names: Sequence[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.names = list(names)
+        self.first_by_prompt: dict[int, float] = {}
+        """The first value of each prompt of all ranks, by the prompt's key; as of the last ``compute``."""
         self.add_state("prompt_keys", default=[], dist_reduce_fx="cat")
         self.add_state("prompt_values", default=[], dist_reduce_fx="cat")
 
@@ -69,16 +71,20 @@ class PromptMean(Metric):
 
     def rows(self) -> np.ndarray:
         """Return the values of the distinct prompts, [prompts, names]; inside ``compute`` those of all ranks."""
+        return self._keyed_rows()[1]
+
+    def _keyed_rows(self) -> tuple[np.ndarray, np.ndarray]:
         keys, values = _joined(self.prompt_keys), _joined(self.prompt_values)
         if not len(keys):
-            return np.zeros((0, len(self.names)))
+            return np.zeros(0, dtype=np.int64), np.zeros((0, len(self.names)))
         # In the order of the keys, so that sums are rounded alike however prompts are spread over ranks.
-        _, first = np.unique(keys.numpy(), return_index=True)
+        distinct, first = np.unique(keys.numpy(), return_index=True)
         rows: np.ndarray = values.numpy()[first]
-        return rows
+        return distinct, rows
 
     def compute(self) -> dict[str, Tensor]:
-        rows = self.rows()
+        keys, rows = self._keyed_rows()
+        self.first_by_prompt = dict(zip(keys.tolist(), rows[:, 0].tolist(), strict=True))
         out: dict[str, Tensor] = {"prompts": torch.tensor(float(len(rows)), dtype=torch.float64)}
         for i, name in enumerate(self.names):
             column = rows[:, i]

@@ -22,12 +22,20 @@ class LearnerState:
 
     counters: Mapping[str, int]
     objective: dict[str, Any]
+    best_held_out: dict[str, dict[int, float]]
+    """Reward of each held-out prompt in the best evaluation so far, by set."""
     random: dict[str, Any] | None
     """Random state of this rank. None where the saved run had fewer ranks: the rank keeps what it was seeded with."""
 
 
 def save_state(
-    checkpoint: dict[str, Any], *, counters: Mapping[str, int], objective: Any, world_size: int, sharded: bool
+    checkpoint: dict[str, Any],
+    *,
+    counters: Mapping[str, int],
+    objective: Any,
+    best_held_out: Mapping[str, Mapping[int, float]],
+    world_size: int,
+    sharded: bool,
 ) -> None:
     """Put the state into a checkpoint that Lightning has begun. All ranks must call it.
 
@@ -35,6 +43,7 @@ def save_state(
         checkpoint: checkpoint of Lightning that the state is added to.
         counters: how far the run is, by name.
         objective: histories of the objective, in plain types.
+        best_held_out: reward of each held-out prompt in the best evaluation so far, by set.
         world_size: number of ranks.
         sharded: whether optimizer states are written as shards, in a format of their own.
     """
@@ -43,7 +52,7 @@ def save_state(
     if world_size > 1:
         random_states = [None] * world_size
         torch.distributed.all_gather_object(random_states, rng.get_state())
-    checkpoint[KEY] = {**counters, "objective": objective, "rng": random_states}
+    checkpoint[KEY] = {**counters, "objective": objective, "best_held_out": _plain(best_held_out), "rng": random_states}
     if not sharded and "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [to_plain(state) for state in checkpoint["optimizer_states"]]
 
@@ -58,10 +67,15 @@ def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
     if "optimizer_states" in checkpoint and fitting:
         checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]
     state = checkpoint[KEY]
-    counters = {name: value for name, value in state.items() if name not in ("objective", "rng")}
+    counters = {name: value for name, value in state.items() if name not in ("objective", "best_held_out", "rng")}
     # A checkpoint from before each rank had its own random state holds a single one.
     random_states = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
     # Not Trainer.global_rank: a checkpoint is also loaded without a Trainer.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
-    return LearnerState(counters, state["objective"], random_states[rank] if rank < len(random_states) else None)
+    random = random_states[rank] if rank < len(random_states) else None
+    return LearnerState(counters, state["objective"], _plain(state.get("best_held_out", {})), random)
+
+
+def _plain(rewards: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+    return {name: dict(of_set) for name, of_set in rewards.items()}

@@ -17,7 +17,13 @@ from lit_grpo.learner.batch import positions, probe
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics
-from lit_grpo.learner.rollout_metrics import PREFIX, add_direction, prefix_pushed_down, update_size
+from lit_grpo.learner.rollout_metrics import (
+    PREFIX,
+    add_direction,
+    gradient_cosine,
+    prefix_pushed_down,
+    update_size,
+)
 from lit_grpo.objectives.diagnostics import entropies, groups_without_advantage
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.state import ObjectiveState
@@ -292,6 +298,8 @@ class OptimizerStepper:
         # Ranks hold different shards, so they must round with different random numbers, and sum what each measures.
         rank, reduce = (self.rank, self.reduce) if sharded else (0, None)
         for bundle in bundles:
+            if (cosine := gradient_cosine(bundle.optimizer, reduce)) is not None:
+                metrics.add(f"{bundle.prefix}update_cosine", cosine)
             with rounding_seed(
                 bundle.optimizer, rng.derive_seed("round", rng.run_seed(), bundle.seed_name, *steps, rank)
             ):

@@ -211,6 +211,31 @@ def update_size(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) 
     return (moved / weights) ** 0.5 if weights else None
 
 
+@torch.no_grad()
+def gradient_cosine(optimizer: torch.optim.Optimizer, reduce: Reduce | None = None) -> float | None:
+    """Return the cosine of the gradient with Adam's running mean of those before; None without either.
+
+    Call it before the step. It is measured as :func:`update_size` is. Below 0 the step undoes what the last ones did.
+
+    Args:
+        optimizer: is about to take the step.
+        reduce: sum over ranks that hold different shards.
+    """
+    # Adam's mean and not the last gradient: that one would have to be kept, and to come back with a checkpoint.
+    dot = new = old = 0.0
+    for group in optimizer.param_groups:
+        known = [
+            p for p in group["params"] if p.ndim >= 2 and p.grad is not None and "exp_avg" in optimizer.state.get(p, {})
+        ]
+        if not known:
+            continue
+        g, m = _sampled([p.grad for p in known]), _sampled([optimizer.state[p]["exp_avg"] for p in known])
+        dot, new, old = dot + float((g * m).sum()), new + float(g.square().sum()), old + float(m.square().sum())
+    if reduce is not None:
+        dot, new, old = reduce(torch.tensor([dot, new, old], dtype=torch.float64)).tolist()
+    return dot / (new * old) ** 0.5 if new > 0 and old > 0 else None
+
+
 def _sampled(tensors: Sequence[Tensor]) -> Tensor:
     parts = []
     for tensor in tensors:

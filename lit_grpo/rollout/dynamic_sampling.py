@@ -139,6 +139,8 @@ class DynamicSampler:
         stream = _GroupStream(self.generator, prompt_at, self.sampling, self.group_size, index)
         # Whether the group at each position is mixed, over all ranks.
         mixed_at: dict[int, bool] = {}
+        # The share of its completions that are correct; None where no reward says what is right.
+        right_at: dict[int, float | None] = {}
         results: dict[int, Scored] = {}
         totals: list[float] = []
         # Of the first `known_until` positions the outcome is known without a gap.
@@ -155,13 +157,16 @@ class DynamicSampler:
                     position, result = scored_group
                     results[position] = result
                     totals += self.generator.totals(result)
-                    outcome = position, self._is_mixed(prompt_at(position), result)
+                    prompt = prompt_at(position)
+                    correct = self.generator.correct(prompt, result)
+                    outcome = position, self._is_mixed(prompt, result), _share(correct)
                 # One exchange for each group, and not one for each round: a rank never runs its engine dry while it
                 # waits for the last long completion of another's round.
                 outcomes = [one for one in self.gather(outcome) if one is not None]
                 if not outcomes and asked >= self.max_prompts:
                     break
-                mixed_at |= dict(outcomes)
+                mixed_at |= {position: mixed for position, mixed, _ in outcomes}
+                right_at |= {position: right for position, _, right in outcomes}
                 while known_until in mixed_at:
                     known_until += 1
         finally:
@@ -186,15 +191,29 @@ class DynamicSampler:
         )
         candidates = {group.position: group for group in split_groups(sampled, order)}
         totals_of_ranks = self.gather((sum(totals), len(totals)))
-        metrics = sampled.metrics | {
-            "sampling/rounds": float(rounds),
-            "sampling/prompts": float(used),
-            "sampling/kept": float(min(mixed, self.groups)),
-            "sampling/surplus": float(sum(mixed_at.values()) - min(mixed, self.groups)),
-            "sampling/short": float(max(0, self.groups - mixed)),
-            "sampling/cancelled": float(asked - len(mixed_at)),
-            "sampling/reward": sum(t for t, _ in totals_of_ranks) / sum(n for _, n in totals_of_ranks),
-        }
+        # Of the prompts that the rollout took, apart from the mixed groups that it keeps.
+        right = [value for position in range(used) if (value := right_at[position]) is not None]
+        verdicts = (
+            {}
+            if not right
+            else {
+                "sampling/all_correct_frac": sum(value == 1 for value in right) / len(right),
+                "sampling/all_wrong_frac": sum(value == 0 for value in right) / len(right),
+            }
+        )
+        metrics = (
+            sampled.metrics
+            | verdicts
+            | {
+                "sampling/rounds": float(rounds),
+                "sampling/prompts": float(used),
+                "sampling/kept": float(min(mixed, self.groups)),
+                "sampling/surplus": float(sum(mixed_at.values()) - min(mixed, self.groups)),
+                "sampling/short": float(max(0, self.groups - mixed)),
+                "sampling/cancelled": float(asked - len(mixed_at)),
+                "sampling/reward": sum(t for t, _ in totals_of_ranks) / sum(n for _, n in totals_of_ranks),
+            }
+        )
         share = self._share(candidates, chosen)
         return SamplingResult(
             join_groups(share, sampled, metrics),
@@ -366,3 +385,7 @@ def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
     known = list(parts)
     tensors = [part for part in known if part is not None]
     return torch.cat(tensors) if tensors and len(tensors) == len(known) else None
+
+
+def _share(correct: Sequence[bool] | None) -> float | None:
+    return None if correct is None else sum(correct) / len(correct)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -83,3 +84,44 @@ def test_the_same_samples_again_whatever_else_is_evaluated() -> None:
     for key, value in module.evaluation.metrics().items():
         if key.startswith("val/seven/"):
             assert whole[key] == value
+
+
+def test_the_change_since_the_best_evaluation_is_that_of_each_question_and_outlives_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    class Held(tiny.pl.Callback):
+        def __init__(self) -> None:
+            self.now: dict[str, list[float]] = {}
+            self.rewards: list[dict[str, float]] = []
+            self.seen: list[dict[str, float]] = []
+
+        def on_validation_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            for record in outputs["records"]:
+                if record["set"] == "seven" and not record["greedy"]:
+                    self.now.setdefault(record["id"], []).append(record["reward"])
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.rewards.append({prompt: mean(rewards) for prompt, rewards in self.now.items()})
+            self.now = {}
+            self.seen.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/seven")})
+
+    held, module = Held(), tiny.module()
+    trainer = tiny.trainer(callbacks=[held], val_check_interval=1, check_val_every_n_epoch=None)
+    trainer.fit(module, datamodule=data(rollouts=4))
+    assert "val/seven/reward/change" not in held.seen[0]
+    assert all("val/one/reward/change" not in seen for seen in held.seen), "one question has no error"
+    best = held.rewards[0]
+    for seen, rewards in zip(held.seen[1:], held.rewards[1:], strict=True):
+        changes = [rewards[prompt] - best[prompt] for prompt in best]
+        assert len(changes) == 7
+        assert seen["val/seven/reward/change"] == pytest.approx(mean(changes))
+        assert seen["val/seven/reward/change/se"] == pytest.approx(stdev(changes) / 7**0.5)
+        best = rewards if mean(changes) > 0 else best
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["lit_grpo"]["best_held_out"]
+    assert sorted(saved["seven"].values()) == pytest.approx(sorted(best.values()))
+    again = tiny.module()
+    again.on_load_checkpoint(torch.load(tmp_path / "run.ckpt", weights_only=True))
+    assert again._best_held_out == saved

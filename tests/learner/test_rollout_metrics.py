@@ -13,7 +13,13 @@ import torch
 
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.metric_sums import StepMetrics
-from lit_grpo.learner.rollout_metrics import add_audit_metrics, prefix_pushed_down, repetition, update_size
+from lit_grpo.learner.rollout_metrics import (
+    add_audit_metrics,
+    gradient_cosine,
+    prefix_pushed_down,
+    repetition,
+    update_size,
+)
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.types import Completion, Rollout
 from tests import tiny
@@ -162,3 +168,22 @@ def test_upward_tells_which_half_of_the_signal_is_learned_from(recipe, share):
     module = tiny.module(objective=ObjectiveConfig(recipe=recipe))
     tiny.trainer().fit(module, datamodule=tiny.data(rollouts=1))
     assert module.step_metrics["policy/upward_frac"] == pytest.approx(share)
+
+
+def test_the_cosine_is_that_of_the_gradient_with_the_mean_of_those_before():
+    weights = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, betas=(0.5, 0.9))
+    gradients = [[[1.0, 0.0], [0.0, 0.0]], [[1.0, 2.0], [0.0, 0.0]], [[-1.0, -1.0], [0.0, 0.0]]]
+    mean, found = torch.zeros(2, 2), []
+    for gradient in gradients:
+        weights[0].grad = torch.tensor(gradient)
+        weights[1].grad = torch.ones(3)  # a vector is none of the matrices that are looked at
+        found.append(gradient_cosine(optimizer))
+        if mean.any():
+            expected = (weights[0].grad * mean).sum() / (weights[0].grad.norm() * mean.norm())
+            assert found[-1] == pytest.approx(float(expected))
+        optimizer.step()
+        mean = 0.5 * mean + 0.5 * weights[0].grad
+    assert found[0] is None
+    assert found[2] is not None
+    assert found[2] < -0.9

@@ -366,6 +366,13 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
         flat = [f"p{order[i]}" for i in range(taken) if not mixed[i]]
         assert used == sorted(good + flat[: 4 - len(good)])
         assert (metrics["sampling/kept"], metrics["sampling/short"]) == (len(good), 4 - len(good))
+    if uniform_by == "correct":
+        # What was sampled for the rollout, counted apart from what was kept.
+        correct = [[halves == 2 for halves in table[k]] for k in order[:taken]]
+        for rollout in (*rollouts, one):
+            assert rollout.metrics["sampling/all_correct_frac"] == pytest.approx(sum(map(all, correct)) / taken)
+            nothing = sum(not any(of_group) for of_group in correct)
+            assert rollout.metrics["sampling/all_wrong_frac"] == pytest.approx(nothing / taken)
     if taken <= len(table):
         assert len(set(used)) == 4
     for rollout in rollouts:

@@ -12,17 +12,23 @@ import yaml
 from lit_grpo.callbacks import HealthMonitor, Rule, ThresholdMonitor, merge, monitors
 from lit_grpo.callbacks.diagnosis.actions import Action
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors.rules import RULES
 from lit_grpo.objectives import ObjectiveConfig
+from scripts import false_alarms, rules_table
 from tests.paths import ROOT
 
 TEXT = (ROOT / "docs/monitors.md").read_text(encoding="utf-8")
 KINDS = sorted(
-    (kind for name in monitors.__all__ for kind in getattr(monitors, name).findings), key=lambda kind: kind.rank
+    (
+        *(kind for name in monitors.__all__ for kind in getattr(monitors, name).findings),
+        *{rule.name: rule.kind for rule in RULES}.values(),
+    ),
+    key=lambda kind: kind.rank,
 )
 
 
 def test_everything_is_named():
-    for name in (*monitors.__all__, "ThresholdMonitor", *get_args(Action)):
+    for name in (*monitors.__all__, *get_args(Action)):
         assert f"`{name}`" in TEXT, name
     for kind in KINDS:
         assert f"`{kind.name}`" in TEXT
@@ -97,3 +103,17 @@ def test_the_configurations_that_train_are_watched(path):
     only_told = {"quickstart", "gsm8k_smollm2_cpu", "countdown"}
     assert watcher.actions["critical"] == ("log" if path.stem in only_told else "stop")
     assert len(watching) == 1
+
+
+def test_the_table_of_rules_is_up_to_date():
+    assert rules_table.main(["--check"]) == 0, "run scripts/rules_table.py"
+    for rule in RULES:
+        assert rule.healthy, rule.name
+        assert rule.source, rule.name
+        assert rule.remedies, rule.name
+
+
+def test_the_table_of_false_alarms_names_every_finding():
+    shown = TEXT[TEXT.index(false_alarms.MARKS[0]) : TEXT.index(false_alarms.MARKS[1])]
+    for kind in KINDS:
+        assert f"`{kind.name}`" in shown

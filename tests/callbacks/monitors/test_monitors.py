@@ -10,6 +10,7 @@ import pytest
 from lit_grpo.callbacks import HealthMonitor, monitors
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.kinds import finding_kind
+from lit_grpo.callbacks.monitors.rules import RULES
 from lit_grpo.errors import UserError
 from tests.callbacks.synthetic import Change, changed, healthy, replay
 
@@ -133,12 +134,16 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("RatioMonitor", "policy_change", "warning", grows(policy__approx_kl_k3=0.1)),
     ("RatioMonitor", "policy_change", "warning", grows(policy__ratio_gap=0.3)),
     ("RatioMonitor", "policy_change", "info", grows(policy__delta_prob_abs=ramp(0.01, 0.05))),
-    ("RatioMonitor", "clipping", "info", grows(policy__clip_frac__low=0.2, policy__clip_frac__high=0.15)),
+    (
+        "RatioMonitor",
+        "clipping",
+        "info",
+        grows(policy__clip_frac__low=0.2, policy__clip_frac__high=0.15, policy__ratio_gap=0.1),
+    ),
     ("RatioMonitor", "clipping", "info", grows(policy__clip_frac__high=0.08)),
     ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__kl_k3=0.3)),
     ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__logprob_abs_diff=0.15)),
     ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__learner_perplexity=1.8)),
-    ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__prob_abs_diff_max=0.95)),
     ("MismatchMonitor", "sampler_mismatch", "warning", grows(sampler_mismatch__kl_k3=0.3, rollout__staleness=1)),
     ("MismatchMonitor", "sampler_mismatch", "critical", grows(sampler_mismatch__ess=0.05, rollout__staleness=1)),
     ("MismatchMonitor", "impossible_tokens", "critical", grows(sampler_mismatch__impossible_frac=0.01)),
@@ -148,8 +153,8 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
         "warning",
         lambda k: {"sampler_mismatch/impossible_frac": 1e-4} if k == 5 else {},
     ),
-    ("MismatchMonitor", "tokens_missing", "critical", grows(sanity__missing_tokens_frac=0.02)),
-    ("MismatchMonitor", "groups_mixed", "critical", grows(sanity__mixed_prompts_frac=0.5)),
+    ("ThresholdMonitor", "tokens_missing", "critical", grows(sanity__missing_tokens_frac=0.02)),
+    ("ThresholdMonitor", "groups_mixed", "critical", grows(sanity__mixed_prompts_frac=0.5)),
     ("SignalMonitor", "zero_gradient", "warning", grows(groups__zero_advantage_frac=0.8, groups__all_wrong_frac=0.45)),
     (
         "SignalMonitor",
@@ -186,9 +191,21 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ),
     ("RewardHackingMonitor", "held_out_falls", "critical", grows(val__reward=0.3)),
     ("RewardHackingMonitor", "format_lost", "warning", grows(reward__format=0.7)),
-    ("RepetitionMonitor", "repetition", "critical", grows(completions__repetition_frac=0.8)),
-    ("RepetitionMonitor", "repetition", "critical", grows(completions__top_token_frac=0.9)),
-    ("RepetitionMonitor", "repetition", "warning", lambda k: {"completions/longest_run_frac": 0.9} if k == 5 else {}),
+    ("ThresholdMonitor", "repetition", "critical", grows(completions__repetition_frac=0.8)),
+    ("ThresholdMonitor", "repetition", "critical", grows(completions__top_token_frac=0.9)),
+    ("ThresholdMonitor", "repetition", "warning", lambda k: {"completions/longest_run_frac": 0.9} if k == 5 else {}),
+    ("RewardMonitor", "reward_falling", "warning", grows(reward=ramp(0.8, 0.65, 30))),
+    ("RewardMonitor", "reward_chaotic", "warning", lambda k: {"reward": 0.5 + 0.3 * (-1) ** k}),
+    ("EntropyMonitor", "entropy_spent", "info", grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.75)),
+    (
+        "EntropyMonitor",
+        "entropy_spent",
+        "warning",
+        grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.5, groups__all_wrong_frac=0.4),
+    ),
+    ("ThresholdMonitor", "empty_completions", "warning", grows(completions__empty_frac=0.8)),
+    ("ThresholdMonitor", "no_answer", "info", grows(completions__no_answer_frac=0.95)),
+    ("ThresholdMonitor", "updates_turn_back", "warning", grows(optim__update_cosine=-0.7)),
     ("ThroughputMonitor", "slow", "warning", grows(time__tokens_per_second=500, time__generate=12)),
     ("ThroughputMonitor", "memory", "warning", grows(memory__peak_gib=lambda k: 10 * 1.02**k)),
     (
@@ -264,16 +281,25 @@ def test_every_monitor_and_every_kind_is_tried():
     tried = {kind for _, kind, *_ in TROUBLES}
     # What has tests of its own below is left out here; a kind that nothing tries shows.
     declared = {kind.name for name in monitors.__all__ for kind in getattr(monitors, name).findings}
-    assert declared - tried == {"first_update_ratio", "first_update_clip", "tn_pl", "tn_nl"}
+    declared |= {rule.name for rule in RULES}
+    assert declared - tried == {
+        "first_update_ratio",
+        "first_update_clip",
+        "tn_pl",
+        "tn_nl",
+        "held_out_flat",
+        "reward_flat",
+    }
     assert tried <= declared
 
 
 def test_the_order_of_decision_is_clear_and_every_diagnosis_is_described():
     kinds = [kind for name in monitors.__all__ for kind in getattr(monitors, name).findings]
+    kinds += {rule.name: rule.kind for rule in RULES}.values()
     ranks = [kind.rank for kind in kinds]
     assert len(set(ranks)) == len(ranks)
     for kind in kinds:
-        assert finding_kind(kind.name) is kind, "two monitors declare it"
+        assert finding_kind(kind.name) == kind, "two monitors declare it"
         assert kind.diagnosis.title
         assert kind.diagnosis.likely_cause
     described = {kind.diagnosis.name: kind.diagnosis for kind in kinds}
@@ -284,7 +310,17 @@ def test_the_order_of_decision_is_clear_and_every_diagnosis_is_described():
     ("kind", "change"),
     [
         ("tn_pl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 480), optim__grad_norm=ramp(1, 9))),
-        ("tn_nl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 20), optim__grad_norm=ramp(1, 9))),
+        ("tn_nl", grows(policy__entropy=ramp(0.3, 3), completions__length=ramp(110, 20))),
+        ("tn_pl", grows(policy__entropy=ramp(0.3, 0.01), completions__length=ramp(110, 480))),
+        (
+            "tn_pl",
+            grows(
+                policy__entropy=ramp(0.3, 0.01),
+                completions__length=ramp(110, 20),
+                groups__distinct_frac=ramp(0.8, 0.1),
+                policy__upward_frac=1.0,
+            ),
+        ),
     ],
 )
 def test_a_token_normaliser_swaps_the_sign_of_the_length(kind, change):

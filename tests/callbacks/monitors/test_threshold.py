@@ -155,3 +155,75 @@ def test_a_wrong_rule_is_refused_by_the_name_of_its_key(wrong, what):
     with pytest.raises(UserError, match=what) as error:
         Rule("reward", **wrong)
     assert "reward" in str(error.value)
+
+
+def test_a_multiple_of_the_best():
+    rule = Rule("x", below=0.5, of="best", reference_rollouts=2, for_rollouts=2)
+    (found,) = said(rule, values("x", 1, 5, 3, 4, 1.9, 1.8))
+    assert (found.step, found.evidence[0].threshold, found.evidence[0].before) == (6, 2.0, 4.0)
+    (found,) = said(Rule("x", above=2, of="best", reference_rollouts=2), values("x", 5, 1, 3, 4, 4.1))
+    assert found.evidence[0].before == 2.0, "the smallest, for a bound above"
+
+
+def test_a_change_can_be_asked_to_be_beyond_chance():
+    jumps = [1.0, 3.0] * 20
+    assert said(Rule("x", above=1.4, of="usual", for_rollouts=1), values("x", *jumps))
+    assert said(Rule("x", above=1.4, of="usual", for_rollouts=1, errors="auto"), values("x", *jumps)) == []
+    assert said(Rule("x", above=1.4, of="usual", for_rollouts=1, errors="auto"), values("x", *jumps, 30.0))
+    assert said(Rule("x", above=1.4, of="usual", errors="auto"), values("x", 1, 3)) == [], "the noise is not known"
+
+
+def test_an_average():
+    rule = Rule("x", below=-0.1, for_rollouts=3, statistic="mean", on_average=True)
+    (found,) = said(rule, values("x", 1, 0.1, -0.3, -0.2, -0.2))
+    assert (found.step, found.onset, found.evidence[0].value) == (4, 2, pytest.approx(-0.4 / 3))
+
+
+def test_a_slope():
+    rule = Rule("x", below=-0.5, for_rollouts=4, statistic="slope", text="{value:.2f} a rollout")
+    (found,) = said(rule, values("x", 5, 5, 5, 4.5, 4, 3, 2))
+    assert (found.step, found.onset, found.explanation) == (6, 3, "-0.65 a rollout")
+    noisy = [float(i % 2) * 4 - 0.3 * i for i in range(12)]
+    sloped = Rule("x", below=-0.1, for_rollouts=12, statistic="slope", errors=3.0)
+    assert said(sloped, values("x", *noisy)) == []
+    assert said(sloped, values("x", *[-0.3 * i for i in range(12)]))
+
+
+def test_it_becomes_critical_when_it_lasts():
+    rule = Rule("x", above=1, critical_for=3)
+    found = said(rule, values("x", 2, 2, 2, 2))
+    assert [(f.step, f.severity, f.onset) for f in found] == [(1, "warning", 1), (3, "critical", 1)]
+
+
+def test_a_finding_carries_its_diagnosis_wherever_it_is_read():
+    about: dict[str, Any] = {"name": "style_gone", "title": "no style", "likely_cause": "nobody pays for it"}
+    rule = Rule("reward/style", below=0.5, name="style", diagnosis=about, rank=3)  # type: ignore[arg-type]
+    (found,) = said(rule, values("reward/style", 0.1))
+    plain = found.to_dict()
+    assert plain["about"] == {
+        "diagnosis": "style_gone",
+        "title": "no style",
+        "likely_cause": "nobody pays for it",
+        "rank": 3,
+    }
+    # A reader that has never seen the rule.
+    plain["kind"] = "style_of_another_process"
+    diagnosis = merge([Finding.from_dict(plain)])
+    assert diagnosis is not None
+    assert diagnosis.name == "style_gone"
+    assert diagnosis.explanation.startswith("no style, began at step 1")
+    assert "nobody pays for it" in diagnosis.explanation
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"errors": "some"}, "some"),
+        ({"errors": 3.0}, "has none"),
+        ({"statistic": "slope"}, "3 or more"),
+        ({"statistic": "slope", "for_rollouts": 5, "of": "usual"}, "no reference"),
+    ],
+)
+def test_errors_and_slopes_that_cannot_be_are_refused(wrong, what):
+    with pytest.raises(UserError, match=what):
+        Rule("reward", above=1.0, **wrong)
