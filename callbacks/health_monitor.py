@@ -43,8 +43,8 @@ class HealthMonitor(pl.Callback):
     newest checkpoint from before the onset of what is now known to have gone wrong, applies the remedy, and goes on
     from there: weights, optimizers, schedules, data, loop progress, monitors and random state are those of the
     checkpoint, as if the run had been resumed from it. When no rollback is left, when there is no such checkpoint, or
-    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Gradient spikes and steps that
-    are not finite are left out before the optimizer steps, whatever is chosen (``GradientNormMonitor.skip_spikes``).
+    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Whatever is chosen, a step that
+    is not finite is left out, and a spike of the gradient norm is clipped (``GradientNormMonitor.clip_spikes``).
 
     Args:
         monitors: monitors that watch the run; None takes one of each that comes with lit-grpo, with defaults.
@@ -150,6 +150,21 @@ class HealthMonitor(pl.Callback):
         if reason and self._journal is not None:
             self._journal.write("skip_step", {"step": trained_rollouts(trainer), "reason": reason})
         return reason
+
+    def limit_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> dict[str, float]:
+        """Name the gradient norms that the optimizer step that is about to be taken is to be clipped to, by key.
+
+        See :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`.
+        """
+        limits: dict[str, float] = {}
+        for monitor in self.monitors:
+            if hasattr(monitor, "limit_update"):
+                for key, limit in monitor.limit_update(trainer, module, metrics).items():
+                    limits[key] = min(limit, limits.get(key, limit))
+        if limits and self._journal is not None:
+            entries = [f"{key} {metrics[key]:.3g} to {limit:.3g}" for key, limit in limits.items()]
+            self._journal.write("clipped_step", {"step": trained_rollouts(trainer), "reason": ", ".join(entries)})
+        return limits
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

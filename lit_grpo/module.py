@@ -432,6 +432,7 @@ class LitGRPO(pl.LightningModule):
                 counters=self.counters,
                 backward=self.manual_backward,
                 veto=self._ask_callbacks_for_veto,
+                limit=self._ask_callbacks_for_limits,
                 gradients=GradientExchange.of(self.trainer.strategy, self.trainer.world_size),
                 reduce=self.reduce_or_none,
                 rank=self.global_rank,
@@ -540,6 +541,19 @@ class LitGRPO(pl.LightningModule):
         ]
         return next((reason for reason in reasons if reason), None)
 
+    def _ask_callbacks_for_limits(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the gradient norms that callbacks want this step to be clipped to, by the key of the norm.
+
+        Callbacks answer by a method ``limit_update(trainer, module, metrics) -> dict[str, float]``, see
+        :attr:`lit_grpo.learner.optimizer_step.OptimizerStepper.limit`. Of several limits the smallest holds.
+        """
+        limits: dict[str, float] = {}
+        for callback in cast(Any, self.trainer).callbacks:
+            if hasattr(callback, "limit_update"):
+                for key, limit in callback.limit_update(self.trainer, self, metrics).items():
+                    limits[key] = min(limit, limits.get(key, limit))
+        return limits
+
     @torch.no_grad()
     def _refresh_reference(self) -> None:
         every = self.reference_config.refresh_every
@@ -621,6 +635,7 @@ class LitGRPO(pl.LightningModule):
         values |= {
             "optim/steps": float(self.optimizer_steps),
             "optim/skipped_steps": float(self.skipped_steps),
+            "optim/clipped_steps": float(self.clipped_steps),
             "optim/empty_steps": float(self.empty_steps),
             "rollout/policy_version": float(self.policy_version),
             "rollout/staleness": float(staleness),
@@ -694,6 +709,11 @@ class LitGRPO(pl.LightningModule):
     def skipped_steps(self) -> int:
         """Optimizer steps so far that were vetoed or not finite."""
         return self.counters.skipped_steps
+
+    @property
+    def clipped_steps(self) -> int:
+        """Optimizer steps so far that were taken with a gradient clipped to a norm that a callback named."""
+        return self.counters.clipped_steps
 
     @property
     def empty_steps(self) -> int:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 Action = Literal["log", "skip_step", "adjust", "stop", "rollback"]
 """``log``: write it down. ``skip_step``: the same; what can be known before an optimizer step (gradient norms, loss)
-has left it out already. ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3.
+has clipped it or left it out already. ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3.
 ``rollback``: return to the last checkpoint from before the onset, then apply the remedy."""
 
 Actions = dict[str, Action]
@@ -32,7 +32,7 @@ DEFAULT_ACTIONS: Actions = {"info": "log", "warning": "log", "critical": "stop"}
 
 FINDINGS_FILE = "findings.jsonl"
 """In the folder of the run. Each line has ``event``: ``finding``, ``diagnosis`` (with the ``action`` that was taken),
-``rollback``, ``adjust`` or ``skip_step``."""
+``over``, ``rollback``, ``adjust``, ``skip_step``, ``clipped_step`` or ``exception``."""
 
 
 def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -> Actions:
