@@ -43,8 +43,8 @@ class HealthMonitor(pl.Callback):
     newest checkpoint from before the onset of what is now known to have gone wrong, applies the remedy, and goes on
     from there: weights, optimizers, schedules, data, loop progress, monitors and random state are those of the
     checkpoint, as if the run had been resumed from it. When no rollback is left, when there is no such checkpoint, or
-    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Whatever is chosen, a step that
-    is not finite is left out, and a spike of the gradient norm is clipped (``GradientNormMonitor.clip_spikes``).
+    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Whatever is chosen, a step
+    that is not finite is left out, and a spike of the gradient norm is clipped (``GradientNormMonitor.clip_spikes``).
 
     Args:
         monitors: monitors that watch the run; None takes one of each that comes with lit-grpo, with defaults.
