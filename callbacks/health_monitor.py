@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lit_grpo.callbacks.diagnosis.actions import Action, Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, merge
-from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import all_monitors
@@ -74,6 +74,8 @@ class HealthMonitor(pl.Callback):
         self.monitors = all_monitors() if monitors is None else list(monitors)
         self.actions: Actions = check_actions(actions, "HealthMonitor", alone=False)
         self.remedies: dict[str, Remedy] = {name: kind.remedy for name, kind in diagnosis_kinds().items()}
+        self._given = frozenset(remedies or {})
+        """Diagnoses whose remedy was given as an argument."""
         for name, remedy in (remedies or {}).items():
             check_actions({name: "log"}, "HealthMonitor", alone=True)
             self.remedies[name] = remedy if isinstance(remedy, Remedy) else Remedy(**remedy)
@@ -122,6 +124,43 @@ class HealthMonitor(pl.Callback):
         for monitor in self.monitors:
             monitor.setup(trainer, pl_module, stage)
         self._after_all.attach(trainer)
+        self._try_remedies(trainer, pl_module)
+
+    def _try_remedies(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Try every remedy that the actions could apply, and say which of them would be a lower learning rate.
+
+        Raises:
+            UserError: a remedy that was given, and not declared by its diagnosis, does not fit the run.
+        """
+        unfit: dict[str, list[str]] = {}
+        for name, remedy in self.remedies.items():
+            if not self._may_apply(name):
+                continue
+            _, reason = remedy.fitted(pl_module)
+            if reason and name in self._given:
+                raise UserError(
+                    f"the remedy of {name} does not fit this run: {reason}",
+                    where=f"HealthMonitor.remedies.{name}",
+                    remedy="give another, or leave it out for that of its diagnosis",
+                )
+            if reason:
+                unfit.setdefault(reason, []).append(name)
+        for reason, names in unfit.items():
+            if trainer.is_global_zero:
+                log.warning(
+                    "HealthMonitor: after %s the learning rate would be lowered, and the objective stays as it is: %s",
+                    ", ".join(names),
+                    reason,
+                )
+
+    def _may_apply(self, name: str) -> bool:
+        """Tell whether a diagnosis can be answered by its remedy under the actions that were chosen."""
+        kind = diagnosis_kinds().get(name)
+        own = self.actions.get(name)
+        chosen_actions = {own} if own is not None else {self.actions[severity] for severity in SEVERITIES}
+        if own is None and kind is not None and kind.outlives_rollback:
+            chosen_actions -= {"rollback"}
+        return bool(chosen_actions & {"rollback", "adjust"})
 
     @property
     def _can_roll_back(self) -> bool:
@@ -265,7 +304,7 @@ class HealthMonitor(pl.Callback):
             "diagnosis": decided.diagnosis.name,
             "left": self.rollbacks - len(self.targets),
         }
-        self._apply(trainer, pl_module, decided.remedy, event)
+        applied = self._apply(trainer, pl_module, decided.remedy, event)
         # After the remedy, so that the checkpoint that is saved in their place holds it.
         give_up_later_checkpoints(trainer)
         logger = run_logger(trainer)
@@ -279,20 +318,22 @@ class HealthMonitor(pl.Callback):
                 left_at,
                 decided.target,
                 decided.diagnosis.name,
-                decided.remedy,
+                applied.plain(),
             )
 
-    def _apply(self, trainer: Trainer, pl_module: LightningModule, remedy: Remedy, event: dict[str, Any]) -> None:
-        """Change the run and write down how. A module that cannot change its objective gets a lower rate instead."""
-        applied = remedy
-        if remedy.objective and not hasattr(pl_module, "change_objective"):
-            applied = Remedy(min(remedy.lr_scale, 0.5))
+    def _apply(self, trainer: Trainer, pl_module: LightningModule, remedy: Remedy, event: dict[str, Any]) -> Remedy:
+        """Change the run and write down how. An objective that cannot be changed so keeps a lower rate instead."""
+        applied, reason = remedy.fitted(pl_module)
+        if reason and trainer.is_global_zero:
+            log.warning("the learning rate is lowered, and the objective stays as it is: %s", reason)
         applied.apply(trainer, pl_module)
         if applied.objective:
             self._changed.append(dict(applied.objective))
         if self._journal is not None:
             entries = {key: value for key, value in event.items() if key != "event"}
-            self._journal.write(event["event"], {**entries, "remedy": applied.plain()})
+            why = {"instead": reason} if reason else {}
+            self._journal.write(event["event"], {**entries, "remedy": applied.plain(), **why})
+        return applied
 
     # State.
 
