@@ -85,7 +85,7 @@ def test_what_is_lacking_arrives(tmp_path):
 def test_a_remedy_of_your_own_that_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path):
     watcher = ill("C_NL", "adjust", remedies={"C_NL": Remedy(0.5, {"kl_coef": 0.1})})
     module = tiny.module()
-    with pytest.raises(UserError, match="remedy of C_NL does not fit this run: grpo.* needs a reference model"):
+    with pytest.raises(UserError, match=r"remedy of C_NL does not fit this run: grpo.* needs a reference model"):
         tiny.trainer(callbacks=[watcher], default_root_dir=str(tmp_path)).fit(module, datamodule=tiny.data(rollouts=1))
     assert module.policy is None
     typo = ill("C_NL", "rollback", remedies={"C_NL": {"objective": {"clip_hihg": 0.3}}})
