@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lit_grpo.callbacks.diagnosis.actions import Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Evidence, Finding, Severity
+from lit_grpo.callbacks.diagnosis.holding import HoldingFindings
 from lit_grpo.callbacks.diagnosis.kinds import FindingKind, declare, finding_kind
 from lit_grpo.callbacks.monitors.history import History
 from lit_grpo.errors import UserError
@@ -66,6 +67,7 @@ class Monitor(pl.Callback):
         """Rollouts trained on when metrics were last observed."""
         self._active: dict[str, tuple[Finding, int]] = {}
         """The last finding of each kind, and the step at which it was last seen."""
+        self._holding = HoldingFindings()
         self._journal: Journal | None = None
 
     # For subclasses.
@@ -140,6 +142,9 @@ class Monitor(pl.Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         new = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
+        for entries in self._holding.update(self.step, self.active()):
+            if self._journal is not None:
+                self._journal.write("over", entries)
         diagnosis = merge(self.active()) if new else None
         if diagnosis is not None and self._journal is not None:
             # A milder finding that joins an alarm must not repeat the action that was taken on that.
@@ -156,6 +161,7 @@ class Monitor(pl.Callback):
             "step": self.step,
             "history": self.history.state_dict(),
             "active": {kind: [found.to_dict(), seen] for kind, (found, seen) in self._active.items()},
+            "holding": self._holding.state(),
             **{name: getattr(self, name) for name in self.also_saved},
         }
 
@@ -163,6 +169,7 @@ class Monitor(pl.Callback):
         self.step = state_dict["step"]
         self.history.load_state_dict(state_dict["history"])
         self._active = {kind: (Finding.from_dict(f), seen) for kind, (f, seen) in state_dict["active"].items()}
+        self._holding.restore(state_dict["holding"])
         for name in self.also_saved:
             setattr(self, name, state_dict[name])
 

@@ -241,7 +241,7 @@ def test_a_fall_without_a_fall_of_entropy_is_called_no_entropy_collapse():
     assert critical.name == "advantage_inverted"
     assert "the advantages do not follow the rewards" in critical.explanation
     assert "entropy collapse" not in critical.explanation
-    assert watcher.remedies[critical.name].objective == {"recipe": "grpo"}
+    assert watcher.remedies[critical.name].adds == "pay_for_reward"
 
 
 def test_a_run_that_learns_the_format_first_is_not_stopped_for_having_no_right_answer_yet():
