@@ -64,7 +64,7 @@ class Notify:
 
     def __post_init__(self) -> None:
         where = "HealthMonitor.notify"
-        if not self.webhook and not self.command:
+        if not self.webhook and not self.arguments():
             raise UserError("neither a webhook nor a command is given", where=where, remedy="give one, or leave it out")
         if self.webhook and not self.webhook.startswith("$"):
             _checked_address(self.webhook, f"{where}.webhook")
@@ -87,6 +87,19 @@ class Notify:
                     where=f"{where}.body",
                     remedy=f"choose from {', '.join(FIELDS)}",
                 )
+
+    def arguments(self) -> list[str]:
+        """Return the command as a list of arguments; empty without one.
+
+        Raises:
+            UserError: the text is no command.
+        """
+        if not isinstance(self.command, str):
+            return list(self.command or [])
+        try:
+            return shlex.split(self.command)
+        except ValueError as error:
+            raise UserError(f"the command cannot be split: {error}", where="HealthMonitor.notify.command") from None
 
     def tells(self, severity: Severity) -> bool:
         """Tell whether a diagnosis of this severity is to be sent."""
@@ -163,8 +176,8 @@ class Notifier:
         self._receivers: list[_Receiver] = []
         if (address := settings.address()) is not None:
             self._receivers.append(_Webhook(address, settings.body, settings.timeout))
-        if settings.command:
-            self._receivers.append(_Command(settings.command, settings.timeout))
+        if arguments := settings.arguments():
+            self._receivers.append(_Command(arguments, settings.timeout))
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, without waiting for it."""
@@ -246,8 +259,8 @@ class _Webhook(_Receiver):
 
 
 class _Command(_Receiver):
-    def __init__(self, command: str | list[str], timeout: float) -> None:
-        self._arguments = shlex.split(command) if isinstance(command, str) else list(command)
+    def __init__(self, arguments: list[str], timeout: float) -> None:
+        self._arguments = arguments
         # Arguments may be secrets.
         super().__init__(f"the command {Path(self._arguments[0]).name}", timeout)
 

@@ -106,7 +106,7 @@ def test_one_message_says_everything(tmp_path):
 def test_it_is_told_again_when_it_returns_after_it_was_over_and_when_it_gets_graver(tmp_path):
     with server() as (address, got):
         again = 3 + REARM + 5
-        monitor = Between(c_pl=("critical", 2, 3, again, again), truncated=("warning", 1, 1), other=("info", 1, 9))
+        monitor = Between(c_pl=("critical", 2, 3, again, again), truncated=("warning", 1, 1))
         fit(tmp_path / "a", monitor, rollouts=again + 2, notify=Notify(address))
         assert [m["step"] for m in got] == [2, again]
         over = [line for line in read_journal(tmp_path / "a/findings.jsonl") if line["event"] == "over"]
@@ -200,7 +200,7 @@ def many() -> Between:
 
 
 def test_a_server_that_hangs_holds_nothing_up(tmp_path, caplog):
-    with server(release=threading.Event()) as (address, got):
+    with server(release=threading.Event()) as (address, _):
         before = time.monotonic()
         watcher = fit(tmp_path, many(), notify=Notify(address, timeout=0.5))
         seconds = time.monotonic() - before
@@ -208,7 +208,7 @@ def test_a_server_that_hangs_holds_nothing_up(tmp_path, caplog):
     assert seconds < PATIENCE / 2, "the server would have answered after three minutes"
     assert len(warnings_of(caplog)) == 1
     assert SECRET not in caplog.text
-    assert "token" not in caplog.text
+    assert "abc" not in caplog.text
 
 
 @pytest.mark.parametrize("status", [404, 500])
@@ -242,7 +242,8 @@ def script(folder: Path, text: str) -> list[str]:
 
 
 def test_a_command_gets_json_and_environment(tmp_path):
-    text = "import os, sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '|' + os.environ['LIT_GRPO_DIAGNOSIS'] + '\\n')"
+    told = "sys.stdin.read() + '|' + os.environ['LIT_GRPO_DIAGNOSIS'] + '\\n'"
+    text = f"import os, sys; open(sys.argv[1], 'a').write({told})"
     arguments = [*script(tmp_path, text), str(tmp_path / "told")]
     fit(tmp_path / "r", Between(c_pl=("critical", 2, 4)), notify=Notify(command=arguments, timeout=PATIENCE))
     message, name = (tmp_path / "told").read_text().strip().split("|")
@@ -266,7 +267,8 @@ def test_a_command_that_fails_is_logged_once(tmp_path, caplog, text, said):
 
 
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path, caplog):
-    text = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({PATIENCE})']);"
+    child = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({PATIENCE})'])"
+    text = f"import subprocess, sys, time; p = {child};"
     text += f" open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep({PATIENCE})"
     notifier = Notifier(Notify(command=script(tmp_path, text), timeout=3.0))
     with caplog.at_level(logging.WARNING):
@@ -318,10 +320,8 @@ def test_bad_settings_are_refused_and_not_shown(wrong, said):
 
 def test_the_document_shows_settings_that_work(monkeypatch):
     text = (ROOT / "docs/monitors.md").read_text()
-    part = text.partition("## Being told")[2]
-    examples = [
-        yaml.safe_load(block.partition("```")[0]) for block in part.partition("\n## ")[0].split("```yaml\n")[1:]
-    ]
+    part = text.partition("## Being told")[2].partition("\n## ")[0]
+    examples = [yaml.safe_load(block.partition("```")[0]) for block in part.split("```yaml\n")[1:]]
     assert len(examples) >= 2
     for example in examples:
         settings = example["notify"]
