@@ -254,12 +254,6 @@ def main_episode(run: Run) -> Episode | None:
     return max([e for e in found if e.over is None] or found, key=lambda e: e.gravity, default=None)
 
 
-def main_diagnosis(run: Run) -> dict[str, Any] | None:
-    """Return the event of :func:`main_episode`."""
-    episode = main_episode(run)
-    return None if episode is None else episode.event
-
-
 def planned_rollouts(settings: Mapping[str, Any]) -> int | None:
     """Return the number of rollouts that the configuration asks for; None if it does not say."""
     rollouts = (settings.get("data") or {}).get("rollouts") if isinstance(settings.get("data"), dict) else None
@@ -333,7 +327,7 @@ def headline(run: Run, ending: Ending, *, watched: bool) -> Headline:
     if held:
         critical = held[0].gravity == GRAVITY["critical"]
         return Headline(
-            "critical" if critical else "warning", f"{'✖' if critical else '▲'} {start}; at the end: {names}"
+            "critical" if critical else "warning", f"{'✖' if critical else '▲'} {start}; held at the end: {names}"
         )
     if ending.state != "finished":
         return Headline("calm", f"● {start}" + ("; nothing wrong at the last step" if watched else ""))

@@ -161,6 +161,7 @@ def test_from_yaml_to_exit_code_3(tmp_path, monkeypatch, capsys):
     from lit_grpo.cli.main import STOPPED, main
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tell.py").write_text("import sys; open('told.jsonl', 'a').write(sys.stdin.read() + '\\n')")
     (tmp_path / "config.yaml").write_text(
         """
 model:
@@ -181,9 +182,16 @@ trainer:
         monitors:
           - {class_path: lit_grpo.callbacks.LengthMonitor, init_args: {truncation_once: 0.01}}
         actions: {truncation: stop}
-        remedies: {C_NL: {lr_scale: 0.3, objective: {clip_high: 0.28}}}
+        remedies: {C_NL: {lr_scale: 0.3, adds: both_signs}}
+        notify: {command: "python3 tell.py", severity: warning, on_end: true, timeout: 180}
 """
     )
     assert main(["fit", "--config", "config.yaml"]) == STOPPED == 3
     assert "truncation: completions hit the length limit" in capsys.readouterr().err
     assert json.loads((tmp_path / "runs/r/run.json").read_text())["tags"]["diagnosis"] == "truncation"
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert [(m["event"], m["diagnosis"], m["run"], m["action"]) for m in told] == [
+        ("diagnosis", "truncation", "r", "stop"),
+        ("end", "truncation", "r", None),
+    ]
+    assert "✖ stopped: truncation" in (tmp_path / "runs/r/report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig
 from tests import tiny
+from tests.waiting import PATIENCE
 
 ROLLOUTS = 9
 SAMPLED = (
@@ -283,6 +285,28 @@ def test_adjust_changes_the_run_and_goes_on(tmp_path):
     assert watcher.adjusted == ["learning_rate_too_high"]
     assert recorder.metrics[-1]["optim/lr"] == 5e-3
     assert len(recorder.metrics) == ROLLOUTS
+
+
+def test_what_a_rollback_leaves_behind_is_over_and_is_told_again_if_it_returns(tmp_path):
+    class Always(Kick):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                trainer.optimizers[0].param_groups[0]["lr"] = 50.0
+
+    told = tmp_path / "told"
+    command = [
+        sys.executable,
+        "-c",
+        f"open({str(told)!r}, 'a').write(__import__('os').environ['LIT_GRPO_ACTION'] + ' ')",
+    ]
+    fit(tmp_path, Always(5, ""), health(notify={"command": command, "timeout": PATIENCE}))
+    events = [e for e in read_journal(tmp_path / "findings.jsonl") if e["event"] in ("diagnosis", "rollback", "over")]
+    assert [e["event"] for e in events] == ["diagnosis", "rollback", "over"] * 2 + ["diagnosis"]
+    assert [(e["step"], e["diagnosis"], e["raised"]) for e in events if e["event"] == "over"] == [
+        (5, "learning_rate_too_high", 6),
+        (3, "learning_rate_too_high", 6),
+    ]
+    assert told.read_text().split() == ["rollback", "rollback", "stop"]
 
 
 def test_a_spike_is_clipped_before_the_step(tmp_path):

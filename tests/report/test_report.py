@@ -15,7 +15,7 @@ from PIL import Image
 from lit_grpo.cli.main import main
 from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.page import make_report, write_report
-from lit_grpo.report.run import Ending, Headline, Run, headline, how_it_ended, main_diagnosis, read_folder
+from lit_grpo.report.run import Ending, Headline, Run, headline, how_it_ended, main_episode, read_folder
 from lit_grpo.report.samples import choose_steps, level, visible
 from lit_grpo.run import flight
 from lit_grpo.tracking import charts
@@ -314,19 +314,20 @@ EXCEPTION = {"event": "exception", "step": 31, "reason": "they disagree", "diagn
         ([*said("c", 1, "critical"), over("c", 20)], 30, {}, "good", HEALTHY),
         (said("slow", 1, "info"), 30, {}, "good", HEALTHY),
         ([], 30, {}, "good", HEALTHY),
-        (said("truncation", 1, "warning"), 30, {}, "warning", "▲ finished; at the end: truncation"),
+        (said("truncation", 1, "warning"), 30, {}, "warning", "▲ finished; held at the end: truncation"),
         ([*said("a", 1, "warning"), over("a", 9), *said("a", 12, "warning")], 30, {}, "warning",
-         "▲ finished; at the end: a"),
-        (said("a", 1, "warning") + said("b", 2, "critical"), 30, {}, "critical", "✖ finished; at the end: b, a"),
+         "▲ finished; held at the end: a"),
+        (said("a", 1, "warning") + said("b", 2, "critical"), 30, {}, "critical", "✖ finished; held at the end: b, a"),
         ([*said("a", 1, "warning"), over("a", 9), *said("b", 20, "critical", action="stop")], 60, STOPPED, "critical",
          "✖ stopped: b"),
         ([EXCEPTION], 60, {}, "critical", "✖ stopped: plumbing_ratio"),
-        (said("a", 1, "warning"), 60, BY_HAND, "warning", "▲ interrupted; at the end: a"),
+        (said("a", 1, "warning"), 60, BY_HAND, "warning", "▲ interrupted; held at the end: a"),
         ([], 60, BY_HAND, "calm", "● interrupted; nothing wrong at the last step"),
         ([], 60, {}, "calm", "● not finished, or still running; nothing wrong at the last step"),
-        (said("b", 20, "critical"), 60, {}, "critical", "✖ not finished, or still running; at the end: b"),
+        (said("b", 20, "critical"), 60, {}, "critical", "✖ not finished, or still running; held at the end: b"),
         ([*said("b", 20, "critical", action="rollback"), BACK], 30, {}, "good", HEALTHY),
-        ([*said("a", 5, "warning"), *said("b", 20, "critical"), BACK], 30, {}, "warning", "▲ finished; at the end: a"),
+        ([*said("a", 5, "warning"), *said("b", 20, "critical"), BACK], 30, {}, "warning",
+         "▲ finished; held at the end: a"),
     ],
 )  # fmt: skip
 def test_the_headline_is_the_state_in_which_the_run_ended(tmp_path, events, planned, tags, gravity, text):
@@ -370,8 +371,8 @@ def test_a_warning_of_the_first_step_does_not_head_a_perfect_run(tmp_path):
 )  # fmt: skip
 def test_the_diagnosis_that_tells_the_story(given, name):
     events = [{"event": "diagnosis", "step": i, "severity": s, "action": a} for i, (s, a) in enumerate(given, 1)]
-    found = main_diagnosis(Run(name="", source="", steps=[], metrics={}, events=events))
-    assert (found and found["step"]) == name
+    found = main_episode(Run(name="", source="", steps=[], metrics={}, events=events))
+    assert (found and found.event["step"]) == name
 
 
 @pytest.mark.parametrize(
@@ -452,4 +453,4 @@ def test_from_a_file_store(tmp_path):
     with open_run(str(folder)) as run:
         assert (run.name, run.steps, run.values("policy/entropy")) == ("old", [1, 2], [0.5, 0.6])
         assert run.values("reward/right")[1] == 1.0
-        assert main_diagnosis(run)
+        assert main_episode(run)
