@@ -207,15 +207,30 @@ class Episode:
 
 def episodes(run: Run) -> list[Episode]:
     """Return all diagnoses of the run in order, each with when it was over."""
+    return _replay(run)[0]
+
+
+def held_at_the_end(run: Run) -> dict[str, int]:
+    """Return the gravity of every diagnosis above ``info`` that held at the end of the run, by name, gravest first."""
+    found, findings = _replay(run)
+    held = [(str(e.event.get("diagnosis") or "unnamed"), e.gravity) for e in found if e.over is None]
+    # A finding that joined a graver diagnosis never had an event under the name of its own.
+    held += [(str(f["diagnosis"]), GRAVITY.get(str(f.get("severity")), 0)) for f in findings]
+    ordered = sorted((pair for pair in held if pair[1]), key=lambda pair: -pair[1])
+    return {name: next(g for n, g in ordered if n == name) for name, _ in ordered}
+
+
+def _replay(run: Run) -> tuple[list[Episode], list[dict[str, Any]]]:
+    """Return all diagnoses, and the ``finding`` events of what held at the end."""
     found: list[Episode] = []
     current: dict[str, Episode] = {}
-    holding: dict[tuple[str, str], str] = {}
+    holding: dict[tuple[str, str], dict[str, Any]] = {}
     for event in run.events:
         name, step = str(event.get("diagnosis") or "unnamed"), event.get("step")
         finding = (str(event.get("monitor")), str(event.get("kind")))
         kind = event.get("event")
-        if kind == "finding":
-            holding[finding] = name
+        if kind == "finding" and "diagnosis" in event:
+            holding[finding] = event
         elif kind == "diagnosis" and isinstance(step, int):
             if name not in current:
                 found.append(Episode(event))
@@ -224,16 +239,20 @@ def episodes(run: Run) -> list[Episode]:
                 current[name].event = event
         elif kind == "over":
             holding.pop(finding, None)
-            if name in current and name not in holding.values():
+            if name in current and all(f["diagnosis"] != name for f in holding.values()):
                 current.pop(name).over = step if isinstance(step, int) else None
         elif kind == "rollback":
-            target = event.get("target")
             # What was seen before the point of return is still there after it.
-            for gone in [n for n, e in current.items() if not isinstance(target, int) or e.event["step"] > target]:
+            for gone in [name for name, episode in current.items() if _left_behind(episode.event, event)]:
                 episode = current.pop(gone)
                 episode.over, episode.left_behind = step if isinstance(step, int) else None, True
-                holding = {key: value for key, value in holding.items() if value != gone}
-    return found
+            holding = {key: value for key, value in holding.items() if not _left_behind(value, event)}
+    return found, list(holding.values())
+
+
+def _left_behind(event: Mapping[str, Any], rollback: Mapping[str, Any]) -> bool:
+    step, target = event.get("step"), rollback.get("target")
+    return not isinstance(target, int) or not isinstance(step, int) or step > target
 
 
 def _weight(event: Mapping[str, Any]) -> tuple[bool, int]:
@@ -243,15 +262,16 @@ def _weight(event: Mapping[str, Any]) -> tuple[bool, int]:
 def main_episode(run: Run) -> Episode | None:
     """Return the diagnosis that tells the story of the run; None without any.
 
-    The one that stopped it, else the first that was rolled back, else the gravest that held at the end, else the
-    gravest; of equals the first.
+    The one that stopped it, else the first that was rolled back, else the gravest above ``info`` that held at the end,
+    else the gravest; of equals the first.
     """
     found = episodes(run)
     for action in ("stop", "rollback"):
         if acted := [e for e in found if e.event.get("action") == action]:
             return acted[-1] if action == "stop" else acted[0]
+    held = [e for e in found if e.over is None and e.gravity]
     # max keeps the first of equals, which is the earliest.
-    return max([e for e in found if e.over is None] or found, key=lambda e: e.gravity, default=None)
+    return max(held or found, key=lambda e: e.gravity, default=None)
 
 
 def planned_rollouts(settings: Mapping[str, Any]) -> int | None:
@@ -312,8 +332,8 @@ def headline(run: Run, ending: Ending, *, watched: bool) -> Headline:
         ending: how it ended.
         watched: whether any monitor was on, as far as is known.
     """
-    held = sorted((e for e in episodes(run) if e.over is None and e.gravity), key=lambda e: -e.gravity)
-    names = ", ".join(dict.fromkeys(str(e.event.get("diagnosis") or "unnamed") for e in held))
+    held = held_at_the_end(run)
+    names = ", ".join(held)
     main = main_episode(run)
     if ending.state == "stopped":
         guard = next((e for e in reversed(run.events) if e.get("event") == "exception"), None)
@@ -325,10 +345,8 @@ def headline(run: Run, ending: Ending, *, watched: bool) -> Headline:
         return Headline("critical", "✖ ended by an error" + (f", while this held: {names}" if names else ""))
     start = ending.state if ending.state != "unknown" else "not finished, or still running"
     if held:
-        critical = held[0].gravity == GRAVITY["critical"]
-        return Headline(
-            "critical" if critical else "warning", f"{'✖' if critical else '▲'} {start}; held at the end: {names}"
-        )
+        gravity: Gravity = "critical" if max(held.values()) == GRAVITY["critical"] else "warning"
+        return Headline(gravity, f"{'✖' if gravity == 'critical' else '▲'} {start}; held at the end: {names}")
     if ending.state != "finished":
         return Headline("calm", f"● {start}" + ("; nothing wrong at the last step" if watched else ""))
     return Headline("good", "✔ finished, healthy") if watched else Headline("calm", "● finished")

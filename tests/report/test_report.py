@@ -320,6 +320,10 @@ EXCEPTION = {"event": "exception", "step": 31, "reason": "they disagree", "diagn
         (said("a", 1, "warning") + said("b", 2, "critical"), 30, {}, "critical", "✖ finished; held at the end: b, a"),
         ([*said("a", 1, "warning"), over("a", 9), *said("b", 20, "critical", action="stop")], 60, STOPPED, "critical",
          "✖ stopped: b"),
+        # The second warning never named a diagnosis while the first one held.
+        ([*said("a", 1, "warning"), said("b", 4, "warning")[0], over("a", 20)], 30, {}, "warning",
+         "▲ finished; held at the end: b"),
+        ([*said("a", 1, "warning"), over("a", 20), *said("b", 22, "info")], 30, {}, "good", HEALTHY),
         ([EXCEPTION], 60, {}, "critical", "✖ stopped: plumbing_ratio"),
         (said("a", 1, "warning"), 60, BY_HAND, "warning", "▲ interrupted; held at the end: a"),
         ([], 60, BY_HAND, "calm", "● interrupted; nothing wrong at the last step"),
