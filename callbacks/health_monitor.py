@@ -216,7 +216,7 @@ class HealthMonitor(pl.Callback):
         limits: dict[str, float] = {}
         for monitor in self.monitors:
             if hasattr(monitor, "limit_update"):
-                for key, limit in monitor.limit_update(trainer, module, metrics).items():
+                for key, limit in (monitor.limit_update(trainer, module, metrics) or {}).items():
                     limits[key] = min(limit, limits.get(key, limit))
         if limits and self._journal is not None:
             entries = [f"{key} {metrics[key]:.3g} to {limit:.3g}" for key, limit in limits.items()]

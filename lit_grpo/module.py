@@ -315,7 +315,9 @@ class LitGRPO(pl.LightningModule):
         Args:
             safeguard: one of :data:`lit_grpo.objectives.safeguards.Safeguard`.
         """
-        return changes_that_add(cast(Safeguard, safeguard), self.objective)
+        changes = changes_that_add(cast(Safeguard, safeguard), self.objective)
+        # Settings of a part that is replaced are given up; most of them were never given.
+        return {k: v for k, v in changes.items() if v is not None or getattr(self.objective_config, k) is not None}
 
     def _changed_objective(self, changes: dict[str, Any]) -> tuple[ObjectiveConfig, Objective, ObjectiveState]:
         """Make what :meth:`change_objective` changes to, without changing anything."""
@@ -586,13 +588,13 @@ class LitGRPO(pl.LightningModule):
     def _ask_callbacks_for_limits(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the gradient norms that callbacks want this step to be clipped to, by the key of the norm.
 
-        Callbacks answer by a method ``limit_update(trainer, module, metrics) -> dict[str, float]``, see
+        Callbacks answer by a method ``limit_update(trainer, module, metrics) -> dict[str, float] | None``, see
         :attr:`lit_grpo.learner.optimizer_step.OptimizerStepper.limit`. Of several limits the smallest holds.
         """
         limits: dict[str, float] = {}
         for callback in cast(Any, self.trainer).callbacks:
             if hasattr(callback, "limit_update"):
-                for key, limit in callback.limit_update(self.trainer, self, metrics).items():
+                for key, limit in (callback.limit_update(self.trainer, self, metrics) or {}).items():
                     limits[key] = min(limit, limits.get(key, limit))
         return limits
 

@@ -52,8 +52,10 @@ class ReportWriter(Callback):
         if trainer.state.fn == "fit":
             text = str(exception).strip().partition("\n")[0][:300]
             name = type(exception).__name__
-            state: State = "stopped" if isinstance(exception, StopRun) else "broken"
-            self._write(trainer, state, "broke off", f"{name}: {text}" if text else name)
+            if isinstance(exception, StopRun):
+                self._write(trainer, "stopped", "stopped", text)
+            else:
+                self._write(trainer, "broken", "broke off", f"{name}: {text}" if text else name)
 
     def _write(self, trainer: Trainer, state: State, ending: str, reason: str = "") -> None:
         logger = run_logger(trainer)

@@ -13,6 +13,7 @@ from lit_grpo.callbacks import Diagnosis, HealthMonitor, Monitor, monitors, stop
 from lit_grpo.callbacks.diagnosis.actions import read_journal
 from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors.monitor import REARM
 from lit_grpo.errors import UserError
 from lit_grpo.tracking import RunLogger
 from tests.callbacks.monitors.test_monitors import TROUBLES, make
@@ -62,6 +63,18 @@ def test_a_critical_diagnosis_stops_and_milder_ones_are_written_down(tmp_path):
     assert [f.kind for f in diagnosis.findings] == ["entropy_high", "truncated", "slow"]
     assert diagnosis.remedies == ("mend it",)
     assert (lines[1]["action"], lines[-1]["action"]) == ("log", "stop")
+
+
+def test_a_monitor_alone_says_what_is_over_too(tmp_path):
+    trainer = make_trainer(False, [At(slow=(2, "info"))], default_root_dir=str(tmp_path))
+    trainer.fit(StandIn(), StandInLoader(2 + REARM + 2))
+    lines = read_journal(tmp_path / "findings.jsonl")
+    assert [(line["event"], line["step"]) for line in lines] == [
+        ("finding", 2),
+        ("diagnosis", 2),
+        ("over", 2 + REARM + 1),
+    ]
+    assert (lines[0]["diagnosis"], lines[2]["diagnosis"]) == ("slow_down", "slow_down")
 
 
 def test_the_name_of_a_diagnosis_wins_over_its_severity(tmp_path):

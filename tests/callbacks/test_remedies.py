@@ -78,8 +78,15 @@ def test_what_is_lacking_arrives(tmp_path):
     assert module.objective.filters.mask_truncated
     assert module.objective.advantage.kind == "group_std"
     event = next(line for line in read_journal(tmp_path / "findings.jsonl") if line["event"] == "adjust")
-    assert event["remedy"]["objective"]["advantage"] == "group_std"
+    assert event["remedy"]["objective"] == {"keep_sign": "all", "advantage": "group_std"}
     assert "adds" not in event["remedy"], "what was done is written down, not what was meant"
+
+
+def test_settings_of_a_part_that_is_replaced_are_given_up(tmp_path):
+    own = ObjectiveConfig(recipe="cl", negative_weight=-0.5)
+    module, _ = fit(tmp_path, ill("C_NL", "adjust"), objective=own)
+    assert module.objective.name == "cl+advantage=group_std"
+    assert module.objective_config.negative_weight is None
 
 
 def test_a_remedy_of_your_own_that_does_not_fit_is_refused_before_a_model_is_loaded(tmp_path):
