@@ -10,6 +10,7 @@ from lit_grpo.callbacks.health_monitor import HealthMonitor
 from lit_grpo.callbacks.monitors import *  # noqa: F403
 from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.callbacks.monitors.threshold import Rule
+from lit_grpo.callbacks.notify import Notify
 from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
 from lit_grpo.run.stop import StopReason, request_stop, stop_reason
 
@@ -22,6 +23,7 @@ __all__ = [
     "FlightRecorder",
     "HealthMonitor",
     "Monitor",
+    "Notify",
     "Remedy",
     "RolloutCheckpoint",
     "Rule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,14 +12,18 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lit_grpo.callbacks.diagnosis.actions import Action, Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, merge
-from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
+from lit_grpo.callbacks.diagnosis.holding import HoldingFindings
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import all_monitors
 from lit_grpo.callbacks.monitors.monitor import Monitor, read_metrics, trained_rollouts
+from lit_grpo.callbacks.notify import Notifier, Notify, diagnosis_message, end_message
 from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, can_return, give_up_later_checkpoints, restore
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import run_logger
+from lit_grpo.run.folder import run_folder, run_logger
+from lit_grpo.run.stop import KEYBOARD, stop_reason
+from lit_grpo.utils.dataclasses import as_dataclass
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +48,8 @@ class HealthMonitor(pl.Callback):
     newest checkpoint from before the onset of what is now known to have gone wrong, applies the remedy, and goes on
     from there: weights, optimizers, schedules, data, loop progress, monitors and random state are those of the
     checkpoint, as if the run had been resumed from it. When no rollback is left, when there is no such checkpoint, or
-    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Gradient spikes and steps that
-    are not finite are left out before the optimizer steps, whatever is chosen (``GradientNormMonitor.skip_spikes``).
+    when going back cannot mend it (plumbing, noisy rewards), the run is stopped instead. Whatever is chosen, a step
+    that is not finite is left out, and a spike of the gradient norm is clipped (``GradientNormMonitor.clip_spikes``).
 
     Args:
         monitors: monitors that watch the run; None takes one of each that comes with lit-grpo, with defaults.
@@ -56,6 +61,8 @@ class HealthMonitor(pl.Callback):
         adjustments: most adjustments in a run.
         checkpoint_every: rollouts between two checkpoints to go back to; saved only if some action is ``rollback``.
         checkpoints: number of them that are kept besides the first.
+        notify: webhook and command that are told of each diagnosis once, and again if it returns after it was over or
+            gets graver; None: nobody is told. Rank 0 alone tells.
     """
 
     # Counts of rollbacks must not be set back by a rollback, which would then never come to an end.
@@ -70,10 +77,13 @@ class HealthMonitor(pl.Callback):
         adjustments: int = 3,
         checkpoint_every: int = 10,
         checkpoints: int = 6,
+        notify: Notify | None = None,
     ) -> None:
         self.monitors = all_monitors() if monitors is None else list(monitors)
         self.actions: Actions = check_actions(actions, "HealthMonitor", alone=False)
         self.remedies: dict[str, Remedy] = {name: kind.remedy for name, kind in diagnosis_kinds().items()}
+        self._given = frozenset(remedies or {})
+        """Diagnoses whose remedy was given as an argument."""
         for name, remedy in (remedies or {}).items():
             check_actions({name: "log"}, "HealthMonitor", alone=True)
             self.remedies[name] = remedy if isinstance(remedy, Remedy) else Remedy(**remedy)
@@ -97,8 +107,14 @@ class HealthMonitor(pl.Callback):
         """Changes of the objective so far, in order, which a run that is resumed needs again."""
         # Monitors raise alarms in the middle of a batch's callbacks; the others must have seen the batch first.
         self._after_all = AfterAll(self._end_of_batch)
+        self._folder = Path()
         self._decided: _Rollback | None = None
         self._journal: Journal | None = None
+        self.notify: Notify | None = None if notify is None else as_dataclass(Notify, notify)
+        self._notifier: Notifier | None = None
+        self._holding = HoldingFindings()
+        self._notified: dict[str, str] = {}
+        """Severity with which each diagnosis was told that is not over, by name."""
 
     # Replay.
 
@@ -122,6 +138,47 @@ class HealthMonitor(pl.Callback):
         for monitor in self.monitors:
             monitor.setup(trainer, pl_module, stage)
         self._after_all.attach(trainer)
+        self._try_remedies(trainer, pl_module)
+        # On all ranks, each of which must ask for the folder.
+        self._folder = run_folder(trainer)
+        if self.notify is not None and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
+            self._notifier = Notifier(self.notify)
+
+    def _try_remedies(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Try every remedy that the actions could apply, and say which of them would be a lower learning rate.
+
+        Raises:
+            UserError: a remedy that was given, and not declared by its diagnosis, does not fit the run.
+        """
+        unfit: dict[str, list[str]] = {}
+        for name, remedy in self.remedies.items():
+            if not self._may_apply(name):
+                continue
+            _, reason = remedy.fitted(pl_module)
+            if reason and name in self._given:
+                raise UserError(
+                    f"the remedy of {name} does not fit this run: {reason}",
+                    where=f"HealthMonitor.remedies.{name}",
+                    remedy="give another, or leave it out for that of its diagnosis",
+                )
+            if reason:
+                unfit.setdefault(reason, []).append(name)
+        for reason, names in unfit.items():
+            if trainer.is_global_zero:
+                log.warning(
+                    "HealthMonitor: after %s the learning rate would be lowered, and the objective stays as it is: %s",
+                    ", ".join(names),
+                    reason,
+                )
+
+    def _may_apply(self, name: str) -> bool:
+        """Tell whether a diagnosis can be answered by its remedy under the actions that were chosen."""
+        kind = diagnosis_kinds().get(name)
+        own = self.actions.get(name)
+        chosen_actions = {own} if own is not None else {self.actions[severity] for severity in SEVERITIES}
+        if own is None and kind is not None and kind.outlives_rollback:
+            chosen_actions -= {"rollback"}
+        return bool(chosen_actions & {"rollback", "adjust"})
 
     @property
     def _can_roll_back(self) -> bool:
@@ -151,12 +208,28 @@ class HealthMonitor(pl.Callback):
             self._journal.write("skip_step", {"step": trained_rollouts(trainer), "reason": reason})
         return reason
 
+    def limit_update(self, trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> dict[str, float]:
+        """Name the gradient norms that the optimizer step that is about to be taken is to be clipped to, by key.
+
+        See :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`.
+        """
+        limits: dict[str, float] = {}
+        for monitor in self.monitors:
+            if hasattr(monitor, "limit_update"):
+                for key, limit in (monitor.limit_update(trainer, module, metrics) or {}).items():
+                    limits[key] = min(limit, limits.get(key, limit))
+        if limits and self._journal is not None:
+            entries = [f"{key} {metrics[key]:.3g} to {limit:.3g}" for key, limit in limits.items()]
+            self._journal.write("clipped_step", {"step": trained_rollouts(trainer), "reason": ", ".join(entries)})
+        return limits
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         for monitor in self.monitors:
             monitor.know(pl_module)
         new, diagnosis = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
+        self._note_what_is_over(trained_rollouts(trainer))
         if diagnosis is None or self._journal is None:
             return
         self.diagnosis = diagnosis
@@ -171,9 +244,38 @@ class HealthMonitor(pl.Callback):
         elif action == "adjust" and (diagnosis.name in self.adjusted or len(self.adjusted) >= self.adjustments):
             action = "log"
         act(trainer, self._journal, new, diagnosis, action, type(self).__name__, reason)
+        self._tell(diagnosis, action, reason)
         if action == "adjust":
             self.adjusted.append(diagnosis.name)
             self._apply(trainer, pl_module, self._remedy(diagnosis.name), {"event": "adjust", "step": diagnosis.step})
+
+    def _note_what_is_over(self, step: int) -> None:
+        for entries in self._holding.update(step, (f for monitor in self.monitors for f in monitor.active())):
+            if self._journal is not None:
+                self._journal.write("over", entries)
+        still = self._holding.diagnoses()
+        self._notified = {name: severity for name, severity in self._notified.items() if name in still}
+
+    def _tell(self, diagnosis: Diagnosis, action: str, reason: str) -> None:
+        """Send a diagnosis that is new, has returned, or is graver than it was when it was sent."""
+        if self.notify is None or not self.notify.tells(diagnosis.severity):
+            return
+        before = self._notified.get(diagnosis.name)
+        # On all ranks, so that the state is the same whichever rank saves it.
+        if before is None or SEVERITIES.index(diagnosis.severity) > SEVERITIES.index(before):
+            self._notified[diagnosis.name] = diagnosis.severity
+            if self._notifier is not None:
+                self._notifier.send(diagnosis_message(self._folder.name, str(self._folder), diagnosis, action, reason))
+
+    def _tell_the_end(self, trainer: Trainer, how: str, diagnosis: str | None) -> None:
+        """Send how the run ended, if that is asked for, and wait a moment for what is under way."""
+        if self._notifier is None:
+            return
+        if self._notifier.settings.on_end and how:
+            step = trained_rollouts(trainer)
+            self._notifier.send(end_message(self._folder.name, str(self._folder), step, how, diagnosis))
+        self._notifier.close()
+        self._notifier = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is not None:
@@ -181,6 +283,15 @@ class HealthMonitor(pl.Callback):
         # A run that was stopped may be resumed, and its ring goes on with these checkpoints.
         if not trainer.should_stop:
             self.ring.clear(trainer)
+        stopped = stop_reason(trainer)
+        how = "finished" if stopped is None else f"stopped by {stopped.monitor}: {stopped.reason}"
+        # Who stopped it at the keyboard knows.
+        how = "" if stopped is not None and stopped.monitor == KEYBOARD else how
+        self._tell_the_end(trainer, how, self._name_of_what_holds())
+
+    def _name_of_what_holds(self) -> str | None:
+        known = merge([found for monitor in self.monitors for found in monitor.active()])
+        return None if known is None else known.name
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._journal is not None and isinstance(exception, StopRun):
@@ -195,6 +306,13 @@ class HealthMonitor(pl.Callback):
             if name is not None and logger is not None:
                 logger.set_tags({"diagnosis": name, "diagnosis_step": step})
             self._journal.close(trainer)
+        if isinstance(exception, StopRun):
+            how = f"stopped: {exception.reason}"
+        else:
+            first_line = str(exception).strip().partition("\n")[0]
+            how = f"broke off: {type(exception).__name__}" + (f": {first_line}" if first_line else "")
+        how = "" if isinstance(exception, KeyboardInterrupt) else how
+        self._tell_the_end(trainer, how, getattr(exception, "diagnosis", None) or self._name_of_what_holds())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._after_all.detach(trainer)
@@ -252,7 +370,7 @@ class HealthMonitor(pl.Callback):
             "diagnosis": decided.diagnosis.name,
             "left": self.rollbacks - len(self.targets),
         }
-        self._apply(trainer, pl_module, decided.remedy, event)
+        applied = self._apply(trainer, pl_module, decided.remedy, event)
         # After the remedy, so that the checkpoint that is saved in their place holds it.
         give_up_later_checkpoints(trainer)
         logger = run_logger(trainer)
@@ -266,20 +384,22 @@ class HealthMonitor(pl.Callback):
                 left_at,
                 decided.target,
                 decided.diagnosis.name,
-                decided.remedy,
+                applied.plain(),
             )
 
-    def _apply(self, trainer: Trainer, pl_module: LightningModule, remedy: Remedy, event: dict[str, Any]) -> None:
-        """Change the run and write down how. A module that cannot change its objective gets a lower rate instead."""
-        applied = remedy
-        if remedy.objective and not hasattr(pl_module, "change_objective"):
-            applied = Remedy(min(remedy.lr_scale, 0.5))
+    def _apply(self, trainer: Trainer, pl_module: LightningModule, remedy: Remedy, event: dict[str, Any]) -> Remedy:
+        """Change the run and write down how. An objective that cannot be changed so keeps a lower rate instead."""
+        applied, reason = remedy.fitted(pl_module)
+        if reason and trainer.is_global_zero:
+            log.warning("the learning rate is lowered, and the objective stays as it is: %s", reason)
         applied.apply(trainer, pl_module)
         if applied.objective:
             self._changed.append(dict(applied.objective))
         if self._journal is not None:
             entries = {key: value for key, value in event.items() if key != "event"}
-            self._journal.write(event["event"], {**entries, "remedy": applied.plain()})
+            why = {"instead": reason} if reason else {}
+            self._journal.write(event["event"], {**entries, "remedy": applied.plain(), **why})
+        return applied
 
     # State.
 
@@ -290,6 +410,8 @@ class HealthMonitor(pl.Callback):
             "targets": list(self.targets),
             "adjusted": list(self.adjusted),
             "changed": [dict(changes) for changes in self._changed],
+            "holding": self._holding.state(),
+            "notified": dict(self._notified),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,6 +419,8 @@ class HealthMonitor(pl.Callback):
         self.ring.saved = list(state_dict["saved"])
         self.targets, self.adjusted = list(state_dict["targets"]), list(state_dict["adjusted"])
         self._changed = [dict(changes) for changes in state_dict["changed"]]
+        self._holding.restore(state_dict["holding"])
+        self._notified = dict(state_dict["notified"])
 
     def _restore_monitors(self, state_dict: dict[str, Any]) -> None:
         """Give monitors their states by class and order; a monitor that is new to the run starts with nothing."""

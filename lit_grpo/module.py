@@ -11,9 +11,11 @@ optimizer step ◄── Objective.loss ◄── forward (log-probs, entropy, v
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -27,7 +29,7 @@ from lit_grpo.distributed import sharding as shards
 from lit_grpo.distributed.gradients import GradientExchange
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
-from lit_grpo.errors import UserError
+from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import make_experience
@@ -52,6 +54,7 @@ from lit_grpo.learner.run_checks import (
 from lit_grpo.learner.step_size import measure_step
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
+from lit_grpo.objectives.safeguards import Safeguard, changes_that_add
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
@@ -62,9 +65,12 @@ from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimize
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.dataclasses import as_dataclass
+from lit_grpo.utils.logging import log_level
 
 __all__ = ["LitGRPO"]
 
+RANK_ZERO_LOGGER = "lightning.pytorch.utilities.rank_zero"
+"""The logger that ``rank_zero_info`` writes to."""
 SHOWN_IN_PROGRESS_BAR = ("reward", "policy/entropy", "completions/length")
 
 
@@ -278,17 +284,55 @@ class LitGRPO(pl.LightningModule):
                 goes on as it was.
         """
         # A refused change must leave no trace: everything is made first, and assigned in the last lines.
-        config = replace(ObjectiveConfig() if "recipe" in changes else self.objective_config, **changes)
-        objective, state = resolve_objective(config, self.max_staleness), self.objective_state
-        if self._context is not None:
-            objective = self._fit_to_run(objective, self._context)
-            state = with_reward_range(objective, state, self._context.reward_range)
-        state = with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
+        config, objective, state = self._changed_objective(changes)
         if "ref_logprobs" in objective.requires(self.updates_per_rollout) and self.reference_policy is None:
             raise UserError(f"{objective.name} needs a reference model, and this run has made none")
         self.objective_config, self.objective, self.objective_state = config, objective, state
         # Both are made anew: whether experts are replayed depends on the passes of the objective.
         self._forward_runner = self._optimizer_stepper = None
+
+    def can_change_objective(self, changes: dict[str, Any]) -> UserError | None:
+        """Try :meth:`change_objective`, also before the models are made, and leave nothing behind.
+
+        Returns:
+            The error that it would end with; None if the run fits the other objective.
+        """
+        # What a change warns of is said when it is made.
+        with warnings.catch_warnings(), log_level(RANK_ZERO_LOGGER, logging.WARNING):
+            warnings.simplefilter("ignore")
+            try:
+                _, objective, _ = self._changed_objective(changes)
+            except UserError as error:
+                return error
+        # Before the fit begins, the reference that the present objective needs is still to be made.
+        has_reference = self.reference_policy is not None or self._needs("ref_logprobs")
+        if "ref_logprobs" in objective.requires(self.updates_per_rollout) and not has_reference:
+            return UserError(f"{objective.name} needs a reference model, and this run makes none")
+        return None
+
+    def changes_that_add(self, safeguard: str) -> dict[str, Any]:
+        """Return the changes of the present objective that add a safeguard and keep everything else.
+
+        Args:
+            safeguard: one of :data:`lit_grpo.objectives.safeguards.Safeguard`.
+        """
+        changes = changes_that_add(cast(Safeguard, safeguard), self.objective)
+        # Settings of a part that is replaced are given up; most of them were never given.
+        return {k: v for k, v in changes.items() if v is not None or getattr(self.objective_config, k) is not None}
+
+    def _changed_objective(self, changes: dict[str, Any]) -> tuple[ObjectiveConfig, Objective, ObjectiveState]:
+        """Make what :meth:`change_objective` changes to, without changing anything."""
+        known = {field.name for field in fields(ObjectiveConfig)}
+        if unknown := next((key for key in changes if key not in known), None):
+            close = nearest(unknown, known)
+            raise UserError(f"unknown override {unknown!r}", where="model.objective",
+                            remedy=f"did you mean {close!r}?" if close else None)  # fmt: skip
+        config = replace(ObjectiveConfig() if "recipe" in changes else self.objective_config, **changes)
+        objective, state = resolve_objective(config, self.max_staleness), self.objective_state
+        if self._context is not None:
+            objective = self._fit_to_run(objective, self._context)
+            state = with_reward_range(objective, state, self._context.reward_range)
+        return config, objective, with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
 
     def configure_model(self) -> None:
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
@@ -433,6 +477,7 @@ class LitGRPO(pl.LightningModule):
                 counters=self.counters,
                 backward=self.manual_backward,
                 veto=self._ask_callbacks_for_veto,
+                limit=self._ask_callbacks_for_limits,
                 gradients=GradientExchange.of(self.trainer.strategy, self.trainer.world_size),
                 reduce=self.reduce_or_none,
                 rank=self.global_rank,
@@ -541,6 +586,19 @@ class LitGRPO(pl.LightningModule):
         ]
         return next((reason for reason in reasons if reason), None)
 
+    def _ask_callbacks_for_limits(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the gradient norms that callbacks want this step to be clipped to, by the key of the norm.
+
+        Callbacks answer by a method ``limit_update(trainer, module, metrics) -> dict[str, float] | None``, see
+        :attr:`lit_grpo.learner.optimizer_step.OptimizerStepper.limit`. Of several limits the smallest holds.
+        """
+        limits: dict[str, float] = {}
+        for callback in cast(Any, self.trainer).callbacks:
+            if hasattr(callback, "limit_update"):
+                for key, limit in (callback.limit_update(self.trainer, self, metrics) or {}).items():
+                    limits[key] = min(limit, limits.get(key, limit))
+        return limits
+
     @torch.no_grad()
     def _refresh_reference(self) -> None:
         every = self.reference_config.refresh_every
@@ -626,6 +684,7 @@ class LitGRPO(pl.LightningModule):
         values |= {
             "optim/steps": float(self.optimizer_steps),
             "optim/skipped_steps": float(self.skipped_steps),
+            "optim/clipped_steps": float(self.clipped_steps),
             "optim/empty_steps": float(self.empty_steps),
             "rollout/policy_version": float(self.policy_version),
             "rollout/staleness": float(staleness),
@@ -699,6 +758,11 @@ class LitGRPO(pl.LightningModule):
     def skipped_steps(self) -> int:
         """Optimizer steps so far that were vetoed or not finite."""
         return self.counters.skipped_steps
+
+    @property
+    def clipped_steps(self) -> int:
+        """Optimizer steps so far that were taken with a gradient clipped to a norm that a callback named."""
+        return self.counters.clipped_steps
 
     @property
     def empty_steps(self) -> int:

@@ -98,7 +98,7 @@ def measure(model: str, rollouts: int) -> list[dict[str, float]]:
             clock.now.clear()
 
     monitor = HealthMonitor(actions={"critical": "log"})
-    for hook in ("on_train_batch_end", "veto_update"):
+    for hook in ("on_train_batch_end", "veto_update", "limit_update"):
         setattr(monitor, hook, clock.timed("monitors", getattr(monitor, hook)))
     prompts = AdditionPrompts(digits=1, template="What is {a} + {b}? Answer with just the number.")
     with ExitStack() as stack:

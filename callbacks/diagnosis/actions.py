@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
-from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
+from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds, finding_kind
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import request_stop
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 Action = Literal["log", "skip_step", "adjust", "stop", "rollback"]
 """``log``: write it down. ``skip_step``: the same; what can be known before an optimizer step (gradient norms, loss)
-has left it out already. ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3.
+has clipped it or left it out already. ``adjust``: apply the remedy and go on. ``stop``: save and end with exit code 3.
 ``rollback``: return to the last checkpoint from before the onset, then apply the remedy."""
 
 Actions = dict[str, Action]
@@ -32,7 +32,7 @@ DEFAULT_ACTIONS: Actions = {"info": "log", "warning": "log", "critical": "stop"}
 
 FINDINGS_FILE = "findings.jsonl"
 """In the folder of the run. Each line has ``event``: ``finding``, ``diagnosis`` (with the ``action`` that was taken),
-``rollback``, ``adjust`` or ``skip_step``."""
+``over``, ``rollback``, ``adjust``, ``skip_step``, ``clipped_step`` or ``exception``."""
 
 
 def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -> Actions:
@@ -128,7 +128,7 @@ def act(
         reason: why the action is not the one that was asked for, or "".
     """
     for finding in new:
-        journal.write("finding", finding.to_dict())
+        journal.write("finding", {**finding.to_dict(), "diagnosis": finding_kind(finding.kind).diagnosis.name})
     journal.write("diagnosis", {**diagnosis.to_dict(), "action": action} | ({"instead": reason} if reason else {}))
     logger = run_logger(trainer)
     if logger is not None and diagnosis.severity != "info":

@@ -32,8 +32,9 @@ REMEDIES_OTHER = (
     "let the rewards outweigh what else shapes the advantages",
 )
 
-# GRPO has positives, negatives and a clip, and pays for the reward alone: it lacks what each of these comes from.
-GO_ON_WITH_GRPO = Remedy(0.5, {"recipe": "grpo"})
+# What is lacking is added to the objective, which keeps its filters, corrections and clips.
+ADD_THE_OTHER_SIGN = Remedy(0.5, adds="both_signs")
+PAY_FOR_THE_REWARD = Remedy(0.5, adds="pay_for_reward")
 COLLAPSES = (
     ("C_PL", "C_PL collapse", "an objective that only reinforces what is correct, without clipping or negatives"),
     ("C_NL", "C_NL collapse", "an objective that only pushes down what is wrong, without clipping"),
@@ -119,7 +120,13 @@ class CollapseDetector(Monitor):
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         *(
-            FindingKind(name.lower(), DiagnosisKind(name, title, cause, GO_ON_WITH_GRPO), rank)
+            FindingKind(
+                name.lower(),
+                DiagnosisKind(
+                    name, title, cause, PAY_FOR_THE_REWARD if name == "advantage_inverted" else ADD_THE_OTHER_SIGN
+                ),
+                rank,
+            )
             for rank, (name, title, cause) in enumerate(COLLAPSES, 510)
         ),
         FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),

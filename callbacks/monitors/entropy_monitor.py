@@ -32,8 +32,7 @@ ENTROPY_COLLAPSE = DiagnosisKind(
     "entropy_collapse",
     "entropy collapse",
     "entropy is minimised, or exploration is punished",
-    # A recipe that neither pays for certainty nor punishes exploration.
-    Remedy(0.5, {"recipe": "grpo"}),
+    Remedy(0.5, adds="exploration"),
 )
 
 

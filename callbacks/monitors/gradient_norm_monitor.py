@@ -23,21 +23,23 @@ class GradientNormMonitor(ThresholdMonitor):
 
     Findings: ``non_finite`` (loss, gradient or entropy is NaN or infinite: such steps are always skipped; critical when
     it lasts, or when what the policy says is no number, for then the weights are lost), ``gradient_spikes`` (more than
-    ``spikes`` m in ``patience`` rollouts in a row, or more than ``skip`` m once; only a warning while the reward rises
+    ``spikes`` m in ``patience`` rollouts in a row, or more than ``clip`` m once; only a warning while the reward rises
     beyond doubt, since a policy that takes off from nothing has steep gradients too), ``gradient_vanished`` (below
     ``vanished`` m for ``vanished_patience`` rollouts though groups have a gradient), ``updates_too_large`` (an
     optimizer step moves the weights by more than ``update`` of their norm).
 
-    Before the optimizer steps, a norm above ``skip`` m is vetoed (see
-    :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`): weights, optimizer and schedule stay as they are.
+    Before the optimizer steps, a norm above ``clip`` m is answered by clipping that step to m (see
+    :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`), so the policy moves on and its next gradient is another.
+    After ``new_normal`` such norms in a row the norm is the new normal, and m is made of what comes from then on.
 
     Args:
         window: rollouts that the median is taken over.
         warmup: norms that must be known before one is called a spike.
         spikes: multiple of m above which a norm is a spike.
         patience: spikes in a row that make a finding.
-        skip: multiple of m above which a step is left out.
-        skip_spikes: whether such steps are really left out.
+        clip: multiple of m above which a step is clipped to m.
+        clip_spikes: whether such steps are really clipped.
+        new_normal: norms above ``clip`` m in a row, of single optimizer steps, after which m is forgotten.
         vanished: multiple of m below which the gradient has vanished.
         vanished_patience: rollouts in a row for which it must have vanished.
         update: share of the weights' norm that a step may move them by. Healthy fine-tuning moves them by 1e-5 to 1e-3
@@ -80,7 +82,7 @@ class GradientNormMonitor(ThresholdMonitor):
             remedies=("check that rewards differ within groups", "check that the policy's weights need gradients"),
         ),
     )
-    also_saved: ClassVar[tuple[str, ...]] = ("_bad", "_skipped", "_norms")
+    also_saved: ClassVar[tuple[str, ...]] = ("_bad", "_norms", "_spiking")
 
     def __init__(
         self,
@@ -88,15 +90,17 @@ class GradientNormMonitor(ThresholdMonitor):
         warmup: int = 10,
         spikes: float = 5.0,
         patience: int = 3,
-        skip: float = 10.0,
-        skip_spikes: bool = True,
+        clip: float = 10.0,
+        clip_spikes: bool = True,
+        new_normal: int = 3,
         vanished: float = 1e-3,
         vanished_patience: int = 10,
         update: float = 0.1,
         lasts: int = 3,
         actions: dict[str, str] | None = None,
     ) -> None:
-        positive("GradientNormMonitor", window=window, spikes=spikes, patience=patience, skip=skip, update=update)
+        positive("GradientNormMonitor", window=window, spikes=spikes, patience=patience, clip=clip, update=update)
+        positive("GradientNormMonitor", new_normal=new_normal)
         rule = Rule(
             "optim/grad_norm",
             below=vanished,
@@ -109,13 +113,14 @@ class GradientNormMonitor(ThresholdMonitor):
         )
         super().__init__([rule], actions)
         self.window, self.warmup, self.spikes, self.patience = window, warmup, spikes, patience
-        self.skip, self.skip_spikes = skip, skip_spikes
+        self.clip, self.clip_spikes, self.new_normal = clip, clip_spikes, new_normal
         self.vanished_patience, self.update, self.lasts = vanished_patience, update, lasts
         self._bad = 0
         """Rollouts in a row with a metric that is not finite."""
-        self._skipped = 0.0
         self._norms: dict[str, list[float]] = {}
-        """Norms of single optimizer steps by metric: the veto comes before they are logged."""
+        """Norms of single optimizer steps by metric: a step is answered before they are logged."""
+        self._spiking: dict[str, int] = {}
+        """Steps in a row whose norm was a spike, by metric."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._non_finite(step, metrics)
@@ -158,27 +163,43 @@ class GradientNormMonitor(ThresholdMonitor):
         if now is None or not usual or self.history.count(key) <= self.warmup:
             return
         many = self.history.holds(key, self.patience, lambda value: value > self.spikes * usual)
-        if now > self.skip * usual or many:
+        if now > self.clip * usual or many:
             yield self.finding(
                 "gradient_spikes",
                 "critical" if many and not self.history.rises("reward") else "warning",
                 f"{key} is {now / usual:.1f} times its median"
-                + (f", for {self.patience} rollouts" if many else "; the step was left out" * self.skip_spikes),
-                (f"{key} / median", self.window, now / usual, self.spikes if many else self.skip),
+                + (f", for {self.patience} rollouts" if many else "; the step was clipped to it" * self.clip_spikes),
+                (f"{key} / median", self.window, now / usual, self.spikes if many else self.clip),
                 onset=self.history.began(key, lambda value: value > self.spikes * usual, step),
             )
 
-    def veto_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> str | None:
-        """Say why the optimizer step that is about to be taken should be left out; None lets it be taken."""
-        reasons = []
+    def limit_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> dict[str, float]:
+        """Name the norms that the optimizer step that is about to be taken is to be clipped to: usual ones for spikes.
+
+        Args:
+            trainer: not used.
+            module: not used.
+            metrics: loss and gradient norms of the step, the same on every rank.
+
+        Returns:
+            The median of the norms before, by the key of each norm that is a spike.
+        """
+        limits = {}
         for key in ("optim/grad_norm", "critic/grad_norm"):
-            norm, known = metrics.get(key), self._norms.setdefault(key, [])
+            norm = metrics.get(key)
             if norm is None or not math.isfinite(norm):
                 continue
-            # The median of the norms before this one; a spike joins them all the same, so a lasting rise becomes usual.
+            known = self._norms.setdefault(key, [])
             usual = sorted(known)[len(known) // 2] if len(known) >= self.warmup else None
             known.append(norm)
             del known[: -self.window]
-            if self.skip_spikes and usual and norm > self.skip * usual:
-                reasons.append(f"{key} {norm:.3g} is more than {self.skip:g} times its median {usual:.3g}")
-        return "; ".join(reasons) or None
+            spike = bool(usual) and norm > self.clip * usual  # type: ignore[operator]
+            row = self._spiking[key] = self._spiking.get(key, 0) + 1 if spike else 0
+            if row > self.new_normal:
+                # What came before the rise says nothing of the steps that are to come: of it no median is made.
+                del known[:-row]
+                self._spiking[key] = 0
+            elif spike and self.clip_spikes:
+                assert usual is not None
+                limits[key] = usual
+        return limits

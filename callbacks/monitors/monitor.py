@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lit_grpo.callbacks.diagnosis.actions import Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Evidence, Finding, Severity
+from lit_grpo.callbacks.diagnosis.holding import HoldingFindings
 from lit_grpo.callbacks.diagnosis.kinds import FindingKind, declare, finding_kind
 from lit_grpo.callbacks.monitors.facts import UNKNOWN, facts_of
 from lit_grpo.callbacks.monitors.history import History
@@ -69,6 +70,7 @@ class Monitor(pl.Callback):
         """What is known of the module's objective; all of it unknown in a replay."""
         self._active: dict[str, tuple[Finding, int]] = {}
         """The last finding of each kind, and the step at which it was last seen."""
+        self._holding = HoldingFindings()
         self._journal: Journal | None = None
 
     # For subclasses.
@@ -152,6 +154,9 @@ class Monitor(pl.Callback):
     ) -> None:
         self.know(pl_module)
         new = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
+        for entries in self._holding.update(self.step, self.active()):
+            if self._journal is not None:
+                self._journal.write("over", entries)
         diagnosis = merge(self.active()) if new else None
         if diagnosis is not None and self._journal is not None:
             # A milder finding that joins an alarm must not repeat the action that was taken on that.
@@ -168,6 +173,7 @@ class Monitor(pl.Callback):
             "step": self.step,
             "history": self.history.state_dict(),
             "active": {kind: [found.to_dict(), seen] for kind, (found, seen) in self._active.items()},
+            "holding": self._holding.state(),
             **{name: getattr(self, name) for name in self.also_saved},
         }
 
@@ -175,6 +181,7 @@ class Monitor(pl.Callback):
         self.step = state_dict["step"]
         self.history.load_state_dict(state_dict["history"])
         self._active = {kind: (Finding.from_dict(f), seen) for kind, (f, seen) in state_dict["active"].items()}
+        self._holding.restore(state_dict["holding"])
         for name in self.also_saved:
             setattr(self, name, state_dict[name])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lit_grpo.cli.argument_parser import CommandParser
 from lit_grpo.report.mlflow_run import open_run
-from lit_grpo.report.run import how_it_ended, main_diagnosis
+from lit_grpo.report.run import how_it_ended, main_episode
 from lit_grpo.run.folder import shown
 
 EXAMPLES = """\
@@ -36,10 +36,12 @@ def run(command: str, argv: list[str]) -> int:
         default = given if is_run_folder else Path(f"report-{_safe(opened.name)}")
         folder = Path(args.output) if args.output else default
         path = write_report(opened, folder)
-        main = main_diagnosis(opened)
-        print(f"{opened.name} {how_it_ended(opened)}")
+        main = main_episode(opened)
+        print(f"{opened.name} {how_it_ended(opened).text}")
         if main is not None:
-            print(f"{main.get('severity')} at step {main['step']}: {main.get('explanation')}")
+            over = "" if main.over is None else f", over at step {main.over}"
+            event = main.event
+            print(f"{event.get('severity')} at step {event['step']}{over}: {event.get('explanation')}")
         for note in opened.notes:
             print(f"note: {note}")
         print(f"report: {shown(path.absolute())}")

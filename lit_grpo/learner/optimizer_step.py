@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,8 @@ class StepCounters:
     """Steps without anything to learn from."""
     skipped_in_a_row: int = 0
     """Steps skipped since the last one that was taken."""
+    clipped_steps: int = 0
+    """Steps that were taken with a gradient clipped to a norm that a callback named."""
 
 
 def make_steps(
@@ -117,6 +119,10 @@ class OptimizerStepper:
     veto: Callable[[dict[str, float]], str | None] = lambda _: None
     """Says why a step is to be left out, None if it is not. Gets ``loss``, ``grad_norm`` and, with a critic,
     ``critic/grad_norm``: the same numbers on every rank, and must decide alike on every rank."""
+    limit: Callable[[dict[str, float]], Mapping[str, float]] = lambda _: {}
+    """Names the gradient norms that a step is clipped to, beyond what ``max_grad_norm`` does, by the key of the norm
+    (``optim/grad_norm``); what it leaves out is clipped as ever. Asked with the numbers that ``veto`` gets, of steps
+    that are finite and not vetoed; must decide alike on every rank."""
     gradients: GradientExchange = field(default_factory=GradientExchange)
     reduce: Reduce | None = None
     """Sums over ranks; None for one process."""
@@ -194,6 +200,7 @@ class OptimizerStepper:
         elif reason := self.veto(logged):
             self._skip(reason)
         else:
+            self._clip_further(learning, self.limit(logged))
             self._update_weights(learning, metrics, warmup=step.warmup)
 
     def _accumulate(
@@ -290,6 +297,13 @@ class OptimizerStepper:
         mask, count = experience.mask[index], None if multiplicity is None else to_device(multiplicity, self.device)
         threshold = step.objective.entropy_signal.entropy_threshold
         metrics.update(entropies(entropy.detach(), mask, threshold, count))
+
+    def _clip_further(self, bundles: Sequence[OptimizerBundle], limits: Mapping[str, float]) -> None:
+        """Clip gradients that are already clipped to ``max_grad_norm`` to the norms that were named for this step."""
+        named = [(bundle, limits[key]) for bundle in bundles if (key := f"{bundle.prefix}grad_norm") in limits]
+        for bundle, limit in named:
+            clip_gradients(bundle.optimizer, limit)
+        self.counters.clipped_steps += bool(named)
 
     def _update_weights(self, bundles: Sequence[OptimizerBundle], metrics: StepMetrics, *, warmup: bool) -> None:
         sharded, counters = self.forward.policy.sharded, self.counters

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.report.run import Run, diagnoses, how_it_ended, main_diagnosis
+from lit_grpo.report.run import Ending, Episode, Run, diagnoses, episodes, headline, how_it_ended, main_episode
 from lit_grpo.report.samples import BOUNDS, choose_steps, read_records, rollout_view
 from lit_grpo.run.folder import REPORT_FILE
 from lit_grpo.run.phases import PHASES, learner_phases
@@ -21,13 +21,13 @@ MARKS_SHOWN = 4
 """Number of steps that the charts mark at most."""
 
 
-def write_report(run: Run, folder: Path, ending: str | None = None) -> Path:
+def write_report(run: Run, folder: Path, ending: Ending | None = None) -> Path:
     """Write ``report.html`` and ``report/*.png`` into ``folder`` and return the page's path.
 
     Args:
         run: the run to report on.
         folder: folder of the report, created if it does not exist.
-        ending: how the run ended, in words, where the caller knows better than the files.
+        ending: how the run ended, where the caller knows better than the files.
     """
     pictures, html = make_report(run, ending)
     images = folder / "report"
@@ -43,11 +43,13 @@ def write_report(run: Run, folder: Path, ending: str | None = None) -> Path:
     return path
 
 
-def make_report(run: Run, ending: str | None = None) -> tuple[list[Picture], str]:
+def make_report(run: Run, ending: Ending | None = None) -> tuple[list[Picture], str]:
     """Return the pictures of a report and its HTML page."""
     import jinja2
 
-    main = main_diagnosis(run)
+    ending = ending or how_it_ended(run)
+    story = main_episode(run)
+    main = None if story is None else story.event
     marks = _marks(run, main)
     onset = int(main.get("onset") or main["step"]) if main else None
     curves, left_out = draw_panels(run, marks) if run.steps else ([], [])
@@ -77,9 +79,13 @@ def make_report(run: Run, ending: str | None = None) -> tuple[list[Picture], str
     environment.filters["number"] = _short
     html = environment.get_template("page.html.jinja").render(
         run=run,
-        ended=ending or how_it_ended(run),
+        ended=ending.text,
+        headline=headline(run, ending, watched=_is_watched(run)),
         facts=_facts(run),
         main=_shown_diagnosis(main) if main else None,
+        over=_when_over(story) if story else "",
+        over_step=story.over if story else None,
+        others=[_shown_episode(e) for e in episodes(run) if story is not None and e.event is not story.event],
         history=_history(run),
         quiet=_why_quiet(run),
         curves=curves,
@@ -138,6 +144,20 @@ def _shown_diagnosis(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _when_over(episode: Episode) -> str:
+    """Say since when a diagnosis is over; "" if it held at the end."""
+    if episode.over is None:
+        return ""
+    return (
+        f"left behind by a rollback at step {episode.over}" if episode.left_behind else f"over at step {episode.over}"
+    )
+
+
+def _shown_episode(episode: Episode) -> dict[str, Any]:
+    shown = _shown_diagnosis(episode.event)
+    return {**shown, "over": _when_over(episode) or "held at the end"}
+
+
 def _history(run: Run) -> list[dict[str, str]]:
     """List diagnoses and what was done about them, in the order in which they were written."""
     rows = []
@@ -149,7 +169,7 @@ def _history(run: Run) -> list[dict[str, str]]:
             shown = _shown_diagnosis(event)
             done = f"{shown['action']}: {shown['instead']}" if shown["instead"] else shown["action"]
             row = {"what": f"{shown['sign']}: {shown['name']}", "more": shown["explanation"], "done": done}
-        elif kind in ("rollback", "adjust", "skip_step", "exception"):
+        elif kind in ("over", "rollback", "adjust", "skip_step", "clipped_step", "exception"):
             others = {
                 key: value for key, value in event.items() if key not in ("event", "step") and value not in (None, {})
             }
@@ -160,14 +180,22 @@ def _history(run: Run) -> list[dict[str, str]]:
     return rows
 
 
+def _watching(run: Run) -> list[str]:
+    """Return the names of the callbacks of the configuration that watch a run."""
+    callbacks = (run.settings().get("trainer") or {}).get("callbacks") or []
+    names = [str(c.get("class_path", "")).rpartition(".")[2] for c in callbacks if isinstance(c, dict)]
+    return [n for n in names if n.endswith(("Monitor", "Detector"))]
+
+
+def _is_watched(run: Run) -> bool:
+    return bool(run.events or _watching(run))
+
+
 def _why_quiet(run: Run) -> str:
     """Say why there is no diagnosis: nothing was wrong, or nothing was watching."""
     if run.events:
         return "The monitors raised no diagnosis."
-    callbacks = (run.settings().get("trainer") or {}).get("callbacks") or []
-    names = [str(c.get("class_path", "")).rpartition(".")[2] for c in callbacks if isinstance(c, dict)]
-    watching = [n for n in names if n.endswith(("Monitor", "Detector"))]
-    if watching:
+    if watching := _watching(run):
         return f"No alarm was raised. Watching: {', '.join(watching)}."
     if run.config:
         remedy = "Add lit_grpo.callbacks.HealthMonitor to trainer.callbacks."

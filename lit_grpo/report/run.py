@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run import flight
 from lit_grpo.run.folder import shown
+from lit_grpo.run.stop import KEYBOARD
 from lit_grpo.tracking.charts import History
 from lit_grpo.tracking.spool import FILE_NAME, read_lines
 
@@ -184,15 +185,93 @@ def diagnoses(run: Run) -> list[dict[str, Any]]:
     return [e for e in run.events if e.get("event") == "diagnosis" and isinstance(e.get("step"), int)]
 
 
-def main_diagnosis(run: Run) -> dict[str, Any] | None:
-    """Return the diagnosis that stopped or rolled back the run, else the first of the gravest; None without any."""
-    events = diagnoses(run)
-    if not events:
-        return None
-    acted = [e for e in events if e.get("action") in ("stop", "rollback")]
+GRAVITY = {"critical": 2, "warning": 1}
+"""Weight of a severity; any other has 0."""
+
+
+@dataclass
+class Episode:
+    """A diagnosis from when it was made until it was over."""
+
+    event: dict[str, Any]
+    """Its gravest ``diagnosis`` event, or the one that was acted on."""
+    over: int | None = None
+    """Step at which it was over; None if it held at the end of the run, as far as the events say."""
+    left_behind: bool = False
+    """Whether a rollback ended it."""
+
+    @property
+    def gravity(self) -> int:
+        return GRAVITY.get(str(self.event.get("severity")), 0)
+
+
+def episodes(run: Run) -> list[Episode]:
+    """Return all diagnoses of the run in order, each with when it was over."""
+    return _replay(run)[0]
+
+
+def held_at_the_end(run: Run) -> dict[str, int]:
+    """Return the gravity of every diagnosis above ``info`` that held at the end of the run, by name, gravest first."""
+    found, findings = _replay(run)
+    held = [(str(e.event.get("diagnosis") or "unnamed"), e.gravity) for e in found if e.over is None]
+    # A finding that joined a graver diagnosis never had an event under the name of its own.
+    held += [(str(f["diagnosis"]), GRAVITY.get(str(f.get("severity")), 0)) for f in findings]
+    ordered = sorted((pair for pair in held if pair[1]), key=lambda pair: -pair[1])
+    return {name: next(g for n, g in ordered if n == name) for name, _ in ordered}
+
+
+def _replay(run: Run) -> tuple[list[Episode], list[dict[str, Any]]]:
+    """Return all diagnoses, and the ``finding`` events of what held at the end."""
+    found: list[Episode] = []
+    current: dict[str, Episode] = {}
+    holding: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in run.events:
+        name, step = str(event.get("diagnosis") or "unnamed"), event.get("step")
+        finding = (str(event.get("monitor")), str(event.get("kind")))
+        kind = event.get("event")
+        if kind == "finding" and "diagnosis" in event:
+            holding[finding] = event
+        elif kind == "diagnosis" and isinstance(step, int):
+            if name not in current:
+                found.append(Episode(event))
+                current[name] = found[-1]
+            elif _weight(event) > _weight(current[name].event):
+                current[name].event = event
+        elif kind == "over":
+            holding.pop(finding, None)
+            if name in current and all(f["diagnosis"] != name for f in holding.values()):
+                current.pop(name).over = step if isinstance(step, int) else None
+        elif kind == "rollback":
+            # What was seen before the point of return is still there after it.
+            for gone in [name for name, episode in current.items() if _left_behind(episode.event, event)]:
+                episode = current.pop(gone)
+                episode.over, episode.left_behind = step if isinstance(step, int) else None, True
+            holding = {key: value for key, value in holding.items() if not _left_behind(value, event)}
+    return found, list(holding.values())
+
+
+def _left_behind(event: Mapping[str, Any], rollback: Mapping[str, Any]) -> bool:
+    step, target = event.get("step"), rollback.get("target")
+    return not isinstance(target, int) or not isinstance(step, int) or step > target
+
+
+def _weight(event: Mapping[str, Any]) -> tuple[bool, int]:
+    return event.get("action") in ("stop", "rollback"), GRAVITY.get(str(event.get("severity")), 0)
+
+
+def main_episode(run: Run) -> Episode | None:
+    """Return the diagnosis that tells the story of the run; None without any.
+
+    The one that stopped it, else the first that was rolled back, else the gravest above ``info`` that held at the end,
+    else the gravest; of equals the first.
+    """
+    found = episodes(run)
+    for action in ("stop", "rollback"):
+        if acted := [e for e in found if e.event.get("action") == action]:
+            return acted[-1] if action == "stop" else acted[0]
+    held = [e for e in found if e.over is None and e.gravity]
     # max keeps the first of equals, which is the earliest.
-    gravity = {"critical": 2, "warning": 1}
-    return acted[0] if acted else max(events, key=lambda e: gravity.get(str(e.get("severity")), 0))
+    return max(held or found, key=lambda e: e.gravity, default=None)
 
 
 def planned_rollouts(settings: Mapping[str, Any]) -> int | None:
@@ -201,22 +280,73 @@ def planned_rollouts(settings: Mapping[str, Any]) -> int | None:
     return rollouts if isinstance(rollouts, int) else None
 
 
-def how_it_ended(run: Run) -> str:
-    """Say in one clause how the run ended: finished, stopped and why, broke off, or not finished."""
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    state: Literal["finished", "stopped", "interrupted", "broken", "unknown"]
+    """``stopped`` by a callback or a guard; ``interrupted`` by a person; ``broken`` by an error; ``unknown``: cut, or
+    still running."""
+    text: str
+    """The same in one clause, with the reason."""
+
+
+def how_it_ended(run: Run) -> Ending:
+    """Say how the run ended: finished, stopped and why, broke off, or not finished."""
     done, planned = (run.steps[-1] if run.steps else 0), planned_rollouts(run.settings())
     after = f"after {done} rollouts" if planned in (None, done) else f"after {done} of {planned} rollouts"
     exception = next((d for d in reversed(run.dumps) if d.get("reason") == "exception"), None)
     # Most certain first: a stop on purpose is written down, while a run that was killed can write nothing.
     if reason := run.tags.get("stop.reason"):
-        return f"stopped {after} by {run.tags.get('stop.callback', 'a monitor')}: {reason}"
+        by = run.tags.get("stop.callback", "a monitor")
+        return Ending("interrupted" if by == KEYBOARD else "stopped", f"stopped {after} by {by}: {reason}")
     # An exception before the last step is not the end: the run was resumed after it.
     if exception is not None and int(exception.get("step") or 0) >= done:
-        return f"broke off {after}: {exception.get('explanation')}"
+        return Ending("broken", f"broke off {after}: {exception.get('explanation')}")
     event = next((e for e in reversed(run.events) if e.get("event") == "exception" and e.get("reason")), None)
     if event is not None and int(event.get("step") or 0) >= done:
-        return f"stopped {after}: {event['reason']}"
+        return Ending("stopped", f"stopped {after}: {event['reason']}")
     if run.status in ("FAILED", "KILLED"):
-        return f"{run.status.lower()} {after}"
+        return Ending("broken" if run.status == "FAILED" else "stopped", f"{run.status.lower()} {after}")
     if run.status == "FINISHED" or (planned is not None and done >= planned):
-        return f"finished {after}"
-    return f"ended, was cut or is still running {after}; nothing says why"
+        return Ending("finished", f"finished {after}")
+    return Ending("unknown", f"ended, was cut or is still running {after}; nothing says why")
+
+
+Gravity = Literal["good", "calm", "warning", "critical"]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The state in which a run ended, in a few words."""
+
+    gravity: Gravity
+    text: str
+
+
+def headline(run: Run, ending: Ending, *, watched: bool) -> Headline:
+    """Say in what state the run ended. Warnings that were over by then are not part of it.
+
+    Args:
+        run: the run.
+        ending: how it ended.
+        watched: whether any monitor was on, as far as is known.
+    """
+    held = held_at_the_end(run)
+    names = ", ".join(held)
+    main = main_episode(run)
+    if ending.state == "stopped":
+        guard = next((e for e in reversed(run.events) if e.get("event") == "exception"), None)
+        why = str((guard or {}).get("diagnosis") or names)
+        if main is not None and main.event.get("action") == "stop":
+            why = str(main.event.get("diagnosis") or "unnamed")
+        return Headline("critical", f"✖ stopped: {why}" if why else "✖ stopped")
+    if ending.state == "broken":
+        return Headline("critical", "✖ ended by an error" + (f", while this held: {names}" if names else ""))
+    start = ending.state if ending.state != "unknown" else "not finished, or still running"
+    if held:
+        gravity: Gravity = "critical" if max(held.values()) == GRAVITY["critical"] else "warning"
+        return Headline(gravity, f"{'✖' if gravity == 'critical' else '▲'} {start}; held at the end: {names}")
+    if ending.state != "finished":
+        return Headline("calm", f"● {start}" + ("; nothing wrong at the last step" if watched else ""))
+    return Headline("good", "✔ finished, healthy") if watched else Headline("calm", "● finished")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
 from lit_grpo.run.stop import KEYBOARD, stop_reason
 
 log = logging.getLogger(__name__)
+
+State = Literal["finished", "stopped", "interrupted", "broken"]
 
 
 class ReportWriter(Callback):
@@ -38,19 +42,22 @@ class ReportWriter(Callback):
             return
         reason = stop_reason(trainer)
         if reason is None:
-            self._write(trainer, "finished")
+            self._write(trainer, "finished", "finished")
         elif reason.monitor == KEYBOARD:
-            self._write(trainer, "interrupted")
+            self._write(trainer, "interrupted", "interrupted")
         else:
-            self._write(trainer, f"stopped by {reason.monitor}", reason.reason)
+            self._write(trainer, "stopped", f"stopped by {reason.monitor}", reason.reason)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.state.fn == "fit":
             text = str(exception).strip().partition("\n")[0][:300]
             name = type(exception).__name__
-            self._write(trainer, "broke off", f"{name}: {text}" if text else name)
+            if isinstance(exception, StopRun):
+                self._write(trainer, "stopped", "stopped", text)
+            else:
+                self._write(trainer, "broken", "broke off", f"{name}: {text}" if text else name)
 
-    def _write(self, trainer: Trainer, ending: str, reason: str = "") -> None:
+    def _write(self, trainer: Trainer, state: State, ending: str, reason: str = "") -> None:
         logger = run_logger(trainer)
         if (
             not trainer.is_global_zero
@@ -61,7 +68,7 @@ class ReportWriter(Callback):
             return
         try:
             from lit_grpo.report.page import write_report
-            from lit_grpo.report.run import read_folder
+            from lit_grpo.report.run import Ending, read_folder
 
             run = read_folder(self._folder)
             # Where nothing was trained on, the error that ended the run says more.
@@ -69,7 +76,8 @@ class ReportWriter(Callback):
                 return
             ending += f" after {run.steps[-1]} rollouts" if run.steps else ""
             log.debug("writing the report")
-            self.report_path = write_report(run, self._folder, f"{ending}: {reason}" if reason else ending)
+            text = f"{ending}: {reason}" if reason else ending
+            self.report_path = write_report(run, self._folder, Ending(state, text))
             log.debug("the report is written")
             logger.log_artifact(self.report_path)
         # A run is not lost for want of a report.

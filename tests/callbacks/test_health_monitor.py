@@ -13,6 +13,7 @@ from lit_grpo.callbacks import Diagnosis, HealthMonitor, Monitor, monitors, stop
 from lit_grpo.callbacks.diagnosis.actions import read_journal
 from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.monitors.monitor import REARM
 from lit_grpo.errors import UserError
 from lit_grpo.tracking import RunLogger
 from tests.callbacks.monitors.test_monitors import TROUBLES, make
@@ -62,6 +63,18 @@ def test_a_critical_diagnosis_stops_and_milder_ones_are_written_down(tmp_path):
     assert [f.kind for f in diagnosis.findings] == ["entropy_high", "truncated", "slow"]
     assert diagnosis.remedies == ("mend it",)
     assert (lines[1]["action"], lines[-1]["action"]) == ("log", "stop")
+
+
+def test_a_monitor_alone_says_what_is_over_too(tmp_path):
+    trainer = make_trainer(False, [At(slow=(2, "info"))], default_root_dir=str(tmp_path))
+    trainer.fit(StandIn(), StandInLoader(2 + REARM + 2))
+    lines = read_journal(tmp_path / "findings.jsonl")
+    assert [(line["event"], line["step"]) for line in lines] == [
+        ("finding", 2),
+        ("diagnosis", 2),
+        ("over", 2 + REARM + 1),
+    ]
+    assert (lines[0]["diagnosis"], lines[2]["diagnosis"]) == ("slow_down", "slow_down")
 
 
 def test_the_name_of_a_diagnosis_wins_over_its_severity(tmp_path):
@@ -161,6 +174,7 @@ def test_from_yaml_to_exit_code_3(tmp_path, monkeypatch, capsys):
     from lit_grpo.cli.main import STOPPED, main
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tell.py").write_text("import sys; open('told.jsonl', 'a').write(sys.stdin.read() + '\\n')")
     (tmp_path / "config.yaml").write_text(
         """
 model:
@@ -181,9 +195,16 @@ trainer:
         monitors:
           - {class_path: lit_grpo.callbacks.LengthMonitor, init_args: {truncation_once: 0.01}}
         actions: {truncation: stop}
-        remedies: {C_NL: {lr_scale: 0.3, objective: {clip_high: 0.28}}}
+        remedies: {C_NL: {lr_scale: 0.3, adds: both_signs}}
+        notify: {command: "python3 tell.py", severity: warning, on_end: true, timeout: 180}
 """
     )
     assert main(["fit", "--config", "config.yaml"]) == STOPPED == 3
     assert "truncation: completions hit the length limit" in capsys.readouterr().err
     assert json.loads((tmp_path / "runs/r/run.json").read_text())["tags"]["diagnosis"] == "truncation"
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert [(m["event"], m["diagnosis"], m["run"], m["action"]) for m in told] == [
+        ("diagnosis", "truncation", "r", "stop"),
+        ("end", "truncation", "r", None),
+    ]
+    assert "✖ stopped: truncation" in (tmp_path / "runs/r/report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig
 from tests import tiny
+from tests.waiting import PATIENCE
 
 ROLLOUTS = 9
 SAMPLED = (
@@ -285,14 +287,67 @@ def test_adjust_changes_the_run_and_goes_on(tmp_path):
     assert len(recorder.metrics) == ROLLOUTS
 
 
-def test_a_spike_is_left_out_before_the_step(tmp_path):
-    monitor = GradientNormMonitor(warmup=3, skip=1.0 + 1e-9)
+def test_what_a_rollback_leaves_behind_is_over_and_is_told_again_if_it_returns(tmp_path):
+    class Always(Kick):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                trainer.optimizers[0].param_groups[0]["lr"] = 50.0
+
+    told = tmp_path / "told"
+    command = [
+        sys.executable,
+        "-c",
+        f"open({str(told)!r}, 'a').write(__import__('os').environ['LIT_GRPO_ACTION'] + ' ')",
+    ]
+    fit(tmp_path, Always(5, ""), health(notify={"command": command, "timeout": PATIENCE}))
+    events = [e for e in read_journal(tmp_path / "findings.jsonl") if e["event"] in ("diagnosis", "rollback", "over")]
+    assert [e["event"] for e in events] == ["diagnosis", "rollback", "over"] * 2 + ["diagnosis"]
+    assert [(e["step"], e["diagnosis"], e["raised"]) for e in events if e["event"] == "over"] == [
+        (5, "learning_rate_too_high", 6),
+        (3, "learning_rate_too_high", 6),
+    ]
+    assert told.read_text().split() == ["rollback", "rollback", "stop"]
+
+
+def test_a_spike_is_clipped_before_the_step(tmp_path):
+    monitor = GradientNormMonitor(warmup=3, clip=1.0 + 1e-9)
     watcher = health(monitors=[monitor], actions={"critical": "log"})
-    module, _, _ = fit(tmp_path, watcher)
-    assert module.skipped_steps >= 1
-    vetoed = [line for line in read_journal(tmp_path / "findings.jsonl") if line["event"] == "skip_step"]
-    assert len(vetoed) == module.skipped_steps
-    assert module.optimizer_steps + module.skipped_steps + module.empty_steps == ROLLOUTS
+    module, recorder, _ = fit(tmp_path, watcher)
+    assert module.clipped_steps >= 1
+    assert module.skipped_steps == 0
+    clipped = [line for line in read_journal(tmp_path / "findings.jsonl") if line["event"] == "clipped_step"]
+    assert len(clipped) == module.clipped_steps == recorder.metrics[-1]["optim/clipped_steps"]
+    norm, limit = map(float, clipped[0]["reason"].removeprefix("optim/grad_norm ").split(" to "))
+    assert norm == pytest.approx(recorder.metrics[clipped[0]["step"] - 1]["optim/grad_norm"], rel=1e-2)
+    assert limit < norm
+    assert module.optimizer_steps + module.empty_steps == ROLLOUTS
+
+
+class Steep(pl.Callback):
+    """From one rollout on, the gradient of every step is as much larger as rewards are that are paid thirtyfold."""
+
+    def __init__(self, at: int, factor: float) -> None:
+        self.at, self.factor, self.hooks = at, factor, []  # type: ignore[var-annotated]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            for weight in pl_module.parameters():
+                self.hooks.append(weight.register_hook(lambda gradient: gradient * self.factor))
+
+
+def test_a_norm_that_jumps_and_stays_does_not_end_the_run(tmp_path):
+    """The veto kept the policy where it was, so that the next gradient was as large: exit 3 after ten of them."""
+    watcher = health(monitors=[GradientNormMonitor(warmup=4)], actions={"critical": "log"})
+    rows = 24
+    module, recorder, _ = fit(tmp_path, Steep(8, 1e4), watcher, rollouts=rows, max_grad_norm=None, max_skipped_steps=3)
+    assert len(recorder.metrics) == rows
+    assert module.skipped_steps == 0
+    assert module.optimizer_steps + module.empty_steps == rows
+    clipped = [e["step"] for e in read_journal(tmp_path / "findings.jsonl") if e["event"] == "clipped_step"]
+    assert clipped[:3] == [9, 10, 11]
+    assert 12 not in clipped, "then it is the new normal"
+    sizes = [m["optim/update_to_weight_ratio"] for m in recorder.metrics if "optim/update_to_weight_ratio" in m]
+    assert max(sizes[8:11]) <= 1.5 * max(sizes[:8]), "steps that are clipped are of the usual size"
 
 
 def test_remedies_that_change_nothing_are_refused():

@@ -97,10 +97,10 @@ class Fault(pl.Callback):
 
 
 def watched(ranks: int, strategy: str, folder: Path) -> dict[str, Any]:
-    """A run under every monitor, which skips steps, goes back once, and is stopped."""
+    """A run under every monitor, which clips steps, goes back once, and is stopped."""
     others = [monitor for monitor in all_monitors() if not isinstance(monitor, GradientNormMonitor)]
     watcher = HealthMonitor(
-        [*others, GradientNormMonitor(warmup=2, skip=1.0 + 1e-9), Alarm()],
+        [*others, GradientNormMonitor(warmup=2, clip=1.0 + 1e-9), Alarm()],
         {"critical": "rollback"},
         rollbacks=1,
         checkpoint_every=1,
@@ -120,7 +120,7 @@ def watched(ranks: int, strategy: str, folder: Path) -> dict[str, Any]:
     return {
         "targets": watcher.targets,
         "stop": None if reason is None else (reason.step, reason.reason, reason.monitor),
-        "skipped": module.skipped_steps,
+        "clipped": module.clipped_steps,
         "steps": [metrics["rollout/policy_version"] for metrics in recorder.metrics],
         "metrics": recorder.metrics,
         "ids": recorder.ids,
@@ -213,7 +213,7 @@ def test_monitors_decide_alike_on_all_ranks_and_as_in_one_process(ranks: Any, fo
         assert found["stop"] == expected["stop"]
         assert found["stop"][0] == 5
         assert "all 1 rollbacks are spent" in found["stop"][1]
-        assert found["skipped"] == expected["skipped"] >= 1
+        assert found["clipped"] == expected["clipped"] >= 1
         assert found["steps"] == [1, 2, 3, 2, 3, 4, 5]
         agree(found["metrics"], expected["metrics"])
         torch.testing.assert_close(found["weights"], expected["weights"], atol=1e-4, rtol=0)
@@ -222,7 +222,7 @@ def test_monitors_decide_alike_on_all_ranks_and_as_in_one_process(ranks: Any, fo
     written, alone = told(folder / "watched"), told(tmp_path)
     assert written == alone
     assert sum(line[0] == "rollback" for line in written) == 1
-    assert sum(line[0] == "skip_step" for line in written) >= first["skipped"]
+    assert sum(line[0] == "clipped_step" for line in written) >= first["clipped"]
     names = [sorted(p.name for p in (where / flight.FOLDER).iterdir()) for where in (folder / "watched", tmp_path)]
     assert names[0] == names[1]
     assert any(name.startswith("learning_rate_too_high-") for name in names[0])

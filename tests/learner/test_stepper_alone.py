@@ -89,6 +89,48 @@ def test_a_veto_leaves_the_weights_alone_and_a_row_of_them_ends_the_run():
         take(given, rollout())
 
 
+def test_a_limit_clips_the_gradient_of_one_step_and_takes_it():
+    asked: list[dict[str, float]] = []
+
+    def limit(logged: dict[str, float]) -> dict[str, float]:
+        asked.append(logged)
+        return {"optim/grad_norm": 0.01}
+
+    class Norms(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
+            seen.append(float(torch.cat(gradients).norm()))
+            super().step(closure)
+
+    seen: list[float] = []
+    given = stepper(limit=limit)
+    optimizer = Norms(given.forward.policy.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    given = stepper(limit=limit, forward=given.forward, bundles=[OptimizerBundle("optim/", optimizer, schedule, 1.0)])
+    before = weights(given)
+    metrics = take(given, rollout())
+    assert seen == [pytest.approx(0.01, rel=1e-4)]
+    assert float((weights(given) - before).norm()) == pytest.approx(0.01, rel=1e-3)
+    assert metrics["optim/grad_norm"] == asked[0]["optim/grad_norm"] > 0.01, "the norm that is logged is the true one"
+    assert given.counters == StepCounters(optimizer_steps=1, clipped_steps=1)
+
+
+def test_a_limit_above_the_usual_clipping_changes_nothing():
+    plain, limited = stepper(), stepper(limit=lambda _: {"optim/grad_norm": 1e9, "critic/grad_norm": 1e-9})
+    take(plain, rollout())
+    take(limited, rollout())
+    assert torch.equal(weights(plain), weights(limited))
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_asks_for_no_limit():
+    given = stepper(limit=lambda _: pytest.fail("asked"), backward=lambda loss: (loss * float("nan")).backward())
+    before = weights(given)
+    with pytest.warns(UserWarning, match="not finite"):
+        take(given, rollout())
+    assert torch.equal(weights(given), before)
+    assert given.counters == StepCounters(skipped_steps=1, skipped_in_a_row=1)
+
+
 def test_a_step_without_anything_to_learn_is_empty():
     given = stepper()
     before = weights(given)

@@ -92,7 +92,7 @@ def events() -> list[dict[str, Any]]:
         {"event": "diagnosis", "diagnosis": "C_NL", "step": SEEN, "onset": ONSET, "severity": "critical",
          "explanation": "C_NL collapse, began at step 20; entropy 0.4 → 1.6", "remedies": finding["remedies"],
          "findings": [finding], "action": "rollback"},
-        {"event": "rollback", "step": SEEN, "to": 18, "remedy": "halve the learning rate"},
+        {"event": "rollback", "step": SEEN, "target": 18, "remedy": "halve the learning rate"},
     ]  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -13,7 +15,7 @@ from PIL import Image
 from lit_grpo.cli.main import main
 from lit_grpo.report.mlflow_run import open_run
 from lit_grpo.report.page import make_report, write_report
-from lit_grpo.report.run import Run, how_it_ended, main_diagnosis, read_folder
+from lit_grpo.report.run import Ending, Headline, Run, headline, how_it_ended, main_episode, read_folder
 from lit_grpo.report.samples import choose_steps, level, visible
 from lit_grpo.run import flight
 from lit_grpo.tracking import charts
@@ -77,7 +79,7 @@ def test_the_page_tells_the_story_of_a_collapse(tmp_path):
     assert "entropy 20 0.4 1.6 0.8" in text  # the evidence: window, before, value, bound
     assert "grad_norm 1 - inf 5" in text
     assert "▲ warning: conflict" in text, "the earlier, milder diagnosis is in the order of time"
-    assert "to: 18" in text, "so is what was done"
+    assert "target: 18" in text, "so is what was done"
     order = text.partition("In order of time")[2]
     assert order.index("warning: conflict") < order.index("critical: C_NL") < order.index("→ rollback")
     assert "nl" in text
@@ -266,13 +268,104 @@ def test_stopped_by_a_guard(tmp_path):
     folder = make_run(tmp_path / "run", steps=5)
     with (folder / "findings.jsonl").open("a") as file:
         file.write('{"event": "exception", "step": 6, "reason": "engine and learner disagree"}\n')
-    assert how_it_ended(read_folder(folder)) == "stopped after 5 of 30 rollouts: engine and learner disagree"
+    assert how_it_ended(read_folder(folder)).text == "stopped after 5 of 30 rollouts: engine and learner disagree"
 
 
 def test_stopped_by_a_monitor(tmp_path):
     folder = make_run(tmp_path / "run", steps=12)
     (folder / "run.json").write_text('{"tags": {"stop.reason": "C_NL: all is lost", "stop.callback": "HealthMonitor"}}')
-    assert how_it_ended(read_folder(folder)) == "stopped after 12 of 30 rollouts by HealthMonitor: C_NL: all is lost"
+    ending = how_it_ended(read_folder(folder))
+    assert (ending.state, ending.text) == (
+        "stopped",
+        "stopped after 12 of 30 rollouts by HealthMonitor: C_NL: all is lost",
+    )
+
+
+def said(name: str, step: int, severity: str, **more: Any) -> list[dict[str, Any]]:
+    """A finding and its diagnosis, as the journal holds them."""
+    found = {"monitor": "M", "kind": name.lower(), "step": step, "onset": step, "severity": severity}
+    diagnosis = {"diagnosis": name, "step": step, "onset": step, "severity": severity, "findings": [found],
+                 "explanation": f"{name} was seen", "action": "log"}  # fmt: skip
+    return [{"event": "finding", "diagnosis": name, **found}, {"event": "diagnosis", **diagnosis, **more}]
+
+
+def over(name: str, step: int) -> dict[str, Any]:
+    return {"event": "over", "monitor": "M", "kind": name.lower(), "diagnosis": name, "step": step}
+
+
+def run_of(tmp_path: Path, *events: dict[str, Any], planned: int = END, **tags: str) -> Path:
+    folder = make_run(tmp_path / "run", findings=False, records=False, planned=planned)
+    (folder / "findings.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "run.json").write_text(json.dumps({"tags": tags}))
+    return folder
+
+
+FINISHED, HEALTHY = "finished", "✔ finished, healthy"
+STOPPED = {"stop.reason": "it is lost", "stop.callback": "HealthMonitor"}
+BY_HAND = {"stop.reason": "Ctrl-C", "stop.callback": "keyboard"}
+BACK = {"event": "rollback", "step": 20, "target": 10}
+EXCEPTION = {"event": "exception", "step": 31, "reason": "they disagree", "diagnosis": "plumbing_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("events", "planned", "tags", "gravity", "text"),
+    [
+        ([*said("truncation", 1, "warning"), over("truncation", 20)], 30, {}, "good", HEALTHY),
+        ([*said("c", 1, "critical"), over("c", 20)], 30, {}, "good", HEALTHY),
+        (said("slow", 1, "info"), 30, {}, "good", HEALTHY),
+        ([], 30, {}, "good", HEALTHY),
+        (said("truncation", 1, "warning"), 30, {}, "warning", "▲ finished; held at the end: truncation"),
+        ([*said("a", 1, "warning"), over("a", 9), *said("a", 12, "warning")], 30, {}, "warning",
+         "▲ finished; held at the end: a"),
+        (said("a", 1, "warning") + said("b", 2, "critical"), 30, {}, "critical", "✖ finished; held at the end: b, a"),
+        ([*said("a", 1, "warning"), over("a", 9), *said("b", 20, "critical", action="stop")], 60, STOPPED, "critical",
+         "✖ stopped: b"),
+        # The second warning never named a diagnosis while the first one held.
+        ([*said("a", 1, "warning"), said("b", 4, "warning")[0], over("a", 20)], 30, {}, "warning",
+         "▲ finished; held at the end: b"),
+        ([*said("a", 1, "warning"), over("a", 20), *said("b", 22, "info")], 30, {}, "good", HEALTHY),
+        ([EXCEPTION], 60, {}, "critical", "✖ stopped: plumbing_ratio"),
+        (said("a", 1, "warning"), 60, BY_HAND, "warning", "▲ interrupted; held at the end: a"),
+        ([], 60, BY_HAND, "calm", "● interrupted; nothing wrong at the last step"),
+        ([], 60, {}, "calm", "● not finished, or still running; nothing wrong at the last step"),
+        (said("b", 20, "critical"), 60, {}, "critical", "✖ not finished, or still running; held at the end: b"),
+        ([*said("b", 20, "critical", action="rollback"), BACK], 30, {}, "good", HEALTHY),
+        ([*said("a", 5, "warning"), *said("b", 20, "critical"), BACK], 30, {}, "warning",
+         "▲ finished; held at the end: a"),
+    ],
+)  # fmt: skip
+def test_the_headline_is_the_state_in_which_the_run_ended(tmp_path, events, planned, tags, gravity, text):
+    run = read_folder(run_of(tmp_path, *events, planned=planned, **tags))
+    assert headline(run, how_it_ended(run), watched=True) == Headline(gravity, text)
+
+
+def test_an_error_is_the_headline_whatever_was_seen_before(tmp_path):
+    run = read_folder(run_of(tmp_path, *said("a", 3, "warning")))
+    assert headline(run, Ending("broken", "boom"), watched=True).text == "✖ ended by an error, while this held: a"
+
+
+def test_a_run_that_nothing_watched_is_not_called_healthy(tmp_path):
+    folder = run_of(tmp_path)
+    (folder / "findings.jsonl").unlink()
+    (folder / "config.yaml").write_text("trainer: {callbacks: null}\ndata: {rollouts: 30}")
+    text = page_of(folder).text
+    assert "● finished Finished after 30 rollouts." in text
+    assert "healthy" not in text
+
+
+def test_a_warning_of_the_first_step_does_not_head_a_perfect_run(tmp_path):
+    """The report of a quickstart that ended at 0.98 was headed "warning: truncation"."""
+    events = [*said("truncation", 1, "warning"), over("truncation", 25), *said("conflict", 8, "warning"),
+              over("conflict", 21)]  # fmt: skip
+    page = page_of(run_of(tmp_path, *events))
+    assert page.of("div", **{"class": "box good"})
+    assert not page.of("div", **{"class": "box warning"})
+    text = page.text
+    assert text.index(HEALTHY) < text.index("Earlier, over at step 25 - ▲ warning: truncation")
+    assert "truncation was seen" in text
+    others = text.partition("Other diagnoses")[2].partition("Curves")[0]
+    assert "▲ warning: conflict 8 8 over at step 21 conflict was seen" in others
+    assert "→ over" in text.partition("In order of time")[2]
 
 
 @pytest.mark.parametrize(
@@ -282,8 +375,8 @@ def test_stopped_by_a_monitor(tmp_path):
 )  # fmt: skip
 def test_the_diagnosis_that_tells_the_story(given, name):
     events = [{"event": "diagnosis", "step": i, "severity": s, "action": a} for i, (s, a) in enumerate(given, 1)]
-    found = main_diagnosis(Run(name="", source="", steps=[], metrics={}, events=events))
-    assert (found and found["step"]) == name
+    found = main_episode(Run(name="", source="", steps=[], metrics={}, events=events))
+    assert (found and found.event["step"]) == name
 
 
 @pytest.mark.parametrize(
@@ -305,7 +398,7 @@ def test_from_the_command_line(tmp_path, capsys, monkeypatch):
     make_run(tmp_path / "runs/first")
     assert main(["report", "runs/first"]) == 0
     out = capsys.readouterr().out
-    assert "critical at step 26: C_NL collapse" in out
+    assert "critical at step 26, over at step 26: C_NL collapse" in out
     assert out.splitlines()[-1] == "report: runs/first/report.html"
     assert main(["report", "runs/first", "--output", "elsewhere"]) == 0
     assert (tmp_path / "elsewhere/report/reward.png").exists()
@@ -345,7 +438,7 @@ def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
             assert (run.name, run.steps, run.values("reward")) == ("sent", [1, 2], [0.1, 0.25])
             assert [steps for steps, _ in run.abandoned] == [[1, 2, 3]]
             assert len(run.events) == 4
-            assert how_it_ended(run) == "stopped after 2 of 30 rollouts by a monitor: enough"
+            assert how_it_ended(run).text == "stopped after 2 of 30 rollouts by a monitor: enough"
             _, html = make_report(run)
             assert "✖ critical: C_NL" in html
     assert main(["report", "f" * 32, "--tracking-uri", uri]) == 2
@@ -364,4 +457,4 @@ def test_from_a_file_store(tmp_path):
     with open_run(str(folder)) as run:
         assert (run.name, run.steps, run.values("policy/entropy")) == ("old", [1, 2], [0.5, 0.6])
         assert run.values("reward/right")[1] == 1.0
-        assert main_diagnosis(run)
+        assert main_episode(run)

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from lit_grpo.callbacks import FlightRecorder, RolloutCheckpoint, request_stop
+from lit_grpo.errors import StopRun
 from lit_grpo.report import ReportWriter, page
 from lit_grpo.report.run import read_folder
 from lit_grpo.tracking import RunLogger, RunSummary
@@ -57,6 +58,14 @@ def test_a_run_that_broke_off_says_why(logger):
     assert "Broke off after 2 rollouts: ZeroDivisionError: boom &lt;b&gt;." in html
     # Read again later, the flight recorder's dump tells the same.
     assert [d["explanation"] for d in read_folder(logger.run_dir).dumps] == ["ZeroDivisionError: boom <b>"]
+
+
+def test_a_run_that_a_guard_stopped_is_not_called_broken(logger):
+    with pytest.raises(StopRun):
+        fit(logger, RaisesAt(2, StopRun("engine and learner disagree")))
+    html = (logger.run_dir / "report.html").read_text()
+    assert "Stopped after 2 rollouts: engine and learner disagree." in html
+    assert "✖ stopped" in html
 
 
 def test_a_report_that_fails_is_said_and_no_more(logger, monkeypatch, caplog, capsys):

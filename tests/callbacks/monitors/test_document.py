@@ -58,7 +58,7 @@ def test_the_yaml_example_can_be_built():
     arguments: dict[str, Any] = yaml.safe_load(found.group(1))["trainer"]["callbacks"][0]["init_args"]
     watcher = HealthMonitor(**arguments)
     assert watcher.actions["critical"] == "rollback"
-    assert watcher.remedies["C_NL"] == Remedy(0.5, {"recipe": "grpo"})
+    assert watcher.remedies["C_NL"] == Remedy(0.25, adds="both_signs")
     for remedy in watcher.remedies.values():
         ObjectiveConfig(**remedy.objective).resolve()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -257,7 +258,7 @@ def test_a_fall_without_a_fall_of_entropy_is_called_no_entropy_collapse():
     assert critical.name == "advantage_inverted"
     assert "the advantages do not follow the rewards" in critical.explanation
     assert "entropy collapse" not in critical.explanation
-    assert watcher.remedies[critical.name].objective == {"recipe": "grpo"}
+    assert watcher.remedies[critical.name].adds == "pay_for_reward"
 
 
 def test_a_run_that_learns_the_format_first_is_not_stopped_for_having_no_right_answer_yet():
@@ -344,17 +345,43 @@ def test_several_updates_may_move_the_ratio():
     assert replay(monitors.RatioMonitor(), run) == []
 
 
-def test_a_spike_is_vetoed_before_the_step_and_nothing_else_is():
+def limits(monitor: monitors.GradientNormMonitor, *norms: float) -> list[dict[str, float]]:
+    return [monitor.limit_update(None, None, {"optim/grad_norm": norm, "loss": 0.0}) for norm in norms]
+
+
+def test_a_spike_is_clipped_to_the_median_before_the_step_and_nothing_else_is():
     monitor = monitors.GradientNormMonitor()
-    usual = [monitor.veto_update(None, None, {"optim/grad_norm": 1.0 + 0.1 * (t % 3), "loss": 0.0}) for t in range(20)]
-    assert usual == [None] * 20
-    said = monitor.veto_update(None, None, {"optim/grad_norm": 50.0, "loss": 0.0})
-    assert said is not None
-    assert "50" in said
-    assert monitor.veto_update(None, None, {"optim/grad_norm": 1.0, "critic/grad_norm": 3.0}) is None
-    assert monitors.GradientNormMonitor().veto_update(None, None, {"optim/grad_norm": 50.0}) is None, (
-        "nothing to compare with"
-    )
+    assert limits(monitor, *(1.0 + 0.1 * (t % 3) for t in range(20))) == [{}] * 20
+    assert limits(monitor, 50.0) == [{"optim/grad_norm": 1.1}]
+    assert monitor.limit_update(None, None, {"optim/grad_norm": 1.0, "critic/grad_norm": 3.0}) == {}
+    assert limits(monitors.GradientNormMonitor(), 50.0) == [{}], "nothing to compare with"
+    silent = monitors.GradientNormMonitor(clip_spikes=False)
+    assert limits(silent, *[1.0] * 20, 50.0) == [{}] * 21
+    assert not hasattr(monitor, "veto_update"), "what is not finite is left out by the learner itself"
+
+
+@pytest.mark.parametrize("stays", [17.7, 1e6])
+def test_a_norm_that_stays_is_the_new_normal_after_three_steps(stays):
+    """It used to be vetoed until max_skipped_steps ended the run."""
+    monitor = monitors.GradientNormMonitor()
+    limits(monitor, *[1.0] * 20)
+    assert limits(monitor, *[stays] * 30) == [{"optim/grad_norm": 1.0}] * 3 + [{}] * 27
+    assert limits(monitor, 100 * stays) == [{"optim/grad_norm": stays}], "and spikes are those of the new normal"
+    assert limits(monitor, 0.6, stays) == [{}] * 2
+
+
+def test_spikes_that_are_not_in_a_row_make_no_new_normal():
+    monitor = monitors.GradientNormMonitor()
+    limits(monitor, *[1.0] * 20)
+    for _ in range(10):
+        assert limits(monitor, 50.0, 50.0, 1.0) == [{"optim/grad_norm": 1.0}] * 2 + [{}]
+
+
+def test_a_monitor_that_is_cut_while_the_norm_jumps_clips_the_same_steps():
+    whole, cut = monitors.GradientNormMonitor(), monitors.GradientNormMonitor()
+    limits(whole, *[1.0] * 20, 20.0, 20.0)
+    cut.load_state_dict(copy.deepcopy(whole.state_dict()))
+    assert limits(cut, *[20.0] * 3) == limits(whole, *[20.0] * 3) == [{"optim/grad_norm": 1.0}, {}, {}]
 
 
 def test_an_alarm_that_goes_on_is_one_finding_and_one_that_returns_is_another():
