@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
-from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds, finding_kind
+from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import request_stop
@@ -128,7 +128,7 @@ def act(
         reason: why the action is not the one that was asked for, or "".
     """
     for finding in new:
-        journal.write("finding", {**finding.to_dict(), "diagnosis": finding_kind(finding.kind).diagnosis.name})
+        journal.write("finding", {**finding.to_dict(), "diagnosis": finding.about.diagnosis.name})
     journal.write("diagnosis", {**diagnosis.to_dict(), "action": action} | ({"instead": reason} if reason else {}))
     logger = run_logger(trainer)
     if logger is not None and diagnosis.severity != "info":

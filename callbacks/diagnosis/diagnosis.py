@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding, Severity, worst
+from lit_grpo.callbacks.diagnosis.kinds import CAUSES, SYMPTOMS
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     # By rank and not by onset: broken plumbing makes every other signal unreliable, even one that was seen earlier.
     severity = worst([finding.severity for finding in findings])
     ranked = sorted(findings, key=lambda f: f.about.rank)
-    kind = next(f.about.diagnosis for f in ranked if f.severity == severity)
+    named = next(f for f in ranked if f.severity == severity)
+    kind = (_cause_of(named, ranked) or named).about.diagnosis
     own = [f for f in ranked if f.about.diagnosis.name == kind.name]
     ordered = (*own, *(f for f in ranked if f.about.diagnosis.name != kind.name))
     onset = min(f.onset for f in own)
@@ -90,6 +92,18 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
         explanation=explanation,
         remedies=tuple(dict.fromkeys(remedy for f in ordered for remedy in f.remedies)),
     )
+
+
+def _cause_of(symptom: Finding, ranked: Sequence[Finding]) -> Finding | None:
+    """Return the cause that explains a symptom, although it is milder itself; None where there is none.
+
+    A reward that is gone, repetition, truncation and a lost signal follow from something: of the causes that are seen at
+    the same time, and had begun when the symptom was raised, the first in the order of decision explains it.
+    """
+    if symptom.about.rank < SYMPTOMS:
+        return None
+    causes = (f for f in ranked if CAUSES <= f.about.rank < SYMPTOMS and f.severity != "info")
+    return next((cause for cause in causes if cause.onset <= symptom.step), None)
 
 
 def _as_text(evidence: Evidence) -> str:

@@ -58,6 +58,9 @@ class FindingKind:
 # signals (600), and what only confirms (700). A cause stands before its signs, so updates that are too large name a
 # collapse that they come with, and a spike of the gradient norm does not.
 
+CAUSES, SYMPTOMS = 500, 566
+"""Ranks from which on a finding is a cause, and from which on it is a symptom that a cause may explain."""
+
 LEARNING_RATE_TOO_HIGH = DiagnosisKind(
     "learning_rate_too_high",
     "updates are too large",

@@ -14,6 +14,7 @@ from lit_grpo.callbacks.monitors.reward_hacking_monitor import RewardHackingMoni
 from lit_grpo.callbacks.monitors.reward_monitor import RewardMonitor
 from lit_grpo.callbacks.monitors.rules import RULES as RULES
 from lit_grpo.callbacks.monitors.signal_monitor import SignalMonitor
+from lit_grpo.callbacks.monitors.step_size_monitor import StepSizeMonitor
 from lit_grpo.callbacks.monitors.threshold import ThresholdMonitor
 from lit_grpo.callbacks.monitors.throughput_monitor import ThroughputMonitor
 
@@ -30,6 +31,7 @@ __all__ = [
     "RewardHackingMonitor",
     "RewardMonitor",
     "SignalMonitor",
+    "StepSizeMonitor",
     "ThresholdMonitor",
     "ThroughputMonitor",
 ]

@@ -56,6 +56,14 @@ COLLAPSES = (
 )
 
 
+MORE_CUT = 0.15
+"""Growth of the share of truncated completions that is a sign of C_NL."""
+SURE_CUT = 3.5
+"""Standard errors that it must have: few, since the objective alone makes the sign likely."""
+AT_ITS_BEST = 0.1
+"""Share of its best mean of five rollouts that a reward may lack and still be at its best."""
+
+
 class CollapseDetector(Monitor):
     """Monitor of two kinds of collapse, told apart by their signatures, and of a reward that falls beyond doubt.
 
@@ -165,8 +173,10 @@ class CollapseDetector(Monitor):
         return bool(self.facts.token_normalised if self._token_normalised is None else self._token_normalised)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        yield from self._minimal(step)
-        yield from self._maximal(step)
+        # What looks like a collapse while the reward is at its best is how a task is learned.
+        if self.history.lost(reward_key(self.history), 5) > AT_ITS_BEST:
+            yield from self._minimal(step)
+            yield from self._maximal(step)
         yield from self._falling(step)
         yield from self._longer(step)
 
@@ -334,6 +344,22 @@ class CollapseDetector(Monitor):
             or length is None
             or not self._has_sign_advantages()
         ):
+            return
+        cuts = statistics.rise(self.history.window("completions/truncated_frac", 2 * self.window), 5, 10)
+        if (
+            cuts.now - cuts.before > MORE_CUT
+            and cuts.errors > SURE_CUT
+            and not self.history.rises(reward_key(self.history))
+        ):
+            yield self.finding(
+                "tn_nl" if self.token_normalised else "c_nl",
+                "critical",
+                "more and more completions reach the length limit, and only negatives are pushed down",
+                ("completions/truncated_frac", 5, cuts.now, cuts.before + MORE_CUT, cuts.before),
+                ("policy/upward_frac", 10, upward, 0.1),
+                onset=self._turn("completions/truncated_frac", high=False),
+                remedies=REMEDIES_NL,
+            )
             return
         if entropy[1] > 1.3 * entropy[0] and length[1] > 1.1 * length[0] and cut > 0.05:
             yield self.finding(

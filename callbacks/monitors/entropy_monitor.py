@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
@@ -25,6 +26,8 @@ REMEDIES_LOW = (
     "add an entropy bonus (entropy_coef)",
     "stop if the held-out reward has not improved",
 )
+REMEDIES_PAID = ("lower entropy_coef, or set it to 0: the bonus outweighs the reward",)
+REMEDIES_PUNISHED = ("raise entropy_coef to 0 or above, or drop entropy_reward: certainty is paid for",)
 ENTROPY_EXPLOSION = DiagnosisKind(
     "entropy_explosion", "entropy explosion", "negatives that are pushed down without bound"
 )
@@ -34,6 +37,10 @@ ENTROPY_COLLAPSE = DiagnosisKind(
     "entropy is minimised, or exploration is punished",
     Remedy(0.5, adds="exploration"),
 )
+
+
+EARLY = 3
+"""First rollouts whose entropy a term in the loss is measured against."""
 
 
 class EntropyMonitor(Monitor):
@@ -69,11 +76,15 @@ class EntropyMonitor(Monitor):
         trend: rollouts that the slope is fitted to.
         initial_prompts: prompts that H_ini is measured on (2508.03772: 100).
         initial_rollouts: largest number of rollouts that H_ini is measured on.
+        driven: multiple of the entropy of the first rollouts, or with a negative coefficient its inverse, from which on
+            it is the objective's entropy term that moves it.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", *REWARDS, *GROUPS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind("entropy_paid", ENTROPY_EXPLOSION, 556, REMEDIES_PAID),
+        FindingKind("entropy_punished", ENTROPY_COLLAPSE, 557, REMEDIES_PUNISHED),
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
         FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
         FindingKind("entropy_spent", ENTROPY_COLLAPSE, 665, REMEDIES_LOW),
@@ -96,13 +107,15 @@ class EntropyMonitor(Monitor):
         trend: int = 20,
         initial_prompts: int = 100,
         initial_rollouts: int = 5,
+        driven: float = 1.35,
         actions: dict[str, str] | None = None,
     ) -> None:
         super().__init__(actions)
         positive("EntropyMonitor", threshold=threshold, high=high, patience=patience, smooth=smooth, trend=trend)
         self.threshold, self.high, self.low, self.floor = threshold, high, low, floor
         self.spent, self.bought = spent, bought
-        self.patience, self.horizon, self.unsolved = patience, horizon, unsolved
+        self.patience, self.horizon, self.unsolved, self.driven = patience, horizon, unsolved, driven
+        self.history.watch("policy/entropy", early=EARLY)
         self.smooth, self.trend = smooth, trend
         self.initial_prompts, self.initial_rollouts = initial_prompts, initial_rollouts
         self.initial_entropy: float | None = None
@@ -113,6 +126,7 @@ class EntropyMonitor(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         self._measure_initial(metrics)
+        yield from self._driven(step)
         key = self._key = "policy/entropy_sequence" if "policy/entropy_initial" in metrics else "policy/entropy"
         initial, now = self.initial_entropy, self.history.median(key, self.smooth)
         if initial is None or now is None or self.history.count(key) < self.smooth:
@@ -124,6 +138,28 @@ class EntropyMonitor(Monitor):
         else:
             yield from self._rising(now, initial)
         yield from self._low(step, initial)
+
+    def _driven(self, step: int) -> Iterable[Finding]:
+        """Look for an entropy that goes where the objective's own entropy term pushes it, far from its beginning."""
+        coefficient, early = self.facts.entropy_coef, self.history.early.get("policy/entropy", [])
+        recent = self.history.window("policy/entropy", 3)
+        if not coefficient or len(early) < EARLY or len(recent) < 3:
+            return
+        begun, now = median(early), median(recent)
+        up = coefficient > 0
+        limit = begun * (self.driven if up else 1 / self.driven)
+        if begun <= 0 or not all(value > limit if up else value < limit for value in recent):
+            return
+        # A bonus that makes the policy random is what it is paid for; certainty may be what the task needs.
+        lost = self.history.fallen(reward_key(self.history), share=0.1, errors=3.0)
+        gone = now > self.high * self.driven * begun if up else False
+        yield self.finding(
+            "entropy_paid" if up else "entropy_punished",
+            "critical" if lost or gone else "warning",
+            f"entropy follows its own term in the loss: {begun:.3g} nats in the beginning, {now:.3g} now",
+            ("policy/entropy", 3, now, limit, begun),
+            onset=self.history.began("policy/entropy", lambda value: (value > begun) == up, step),
+        )
 
     def _measure_initial(self, metrics: Mapping[str, float]) -> None:
         if "policy/entropy_initial" in metrics:

@@ -21,6 +21,8 @@ class Facts:
     """Whether the loss divides by a constant number of tokens."""
     sequence_ratio: bool | None = None
     """Whether the importance ratio is one number for a completion."""
+    entropy_coef: float | None = None
+    """Coefficient of the entropy in the loss: above 0 it is paid, below 0 it is punished; -1 where it is the reward."""
     sampler_corrected: bool | None = None
     """Whether tokens are weighed against the mismatch of sampler and learner."""
 
@@ -40,9 +42,11 @@ def facts_of(module: Any) -> Facts:
 
     noise, aggregation = ask("shaping", "label_noise"), ask("aggregation", "kind")
     ratio, correction = ask("ratio"), ask("sampler", "kind")
+    entropy = -1.0 if ask("shaping", "entropy_reward") else ask("regularizers", "entropy_coef")
     return Facts(
         label_noise=None if noise is None else bool(noise),
         token_normalised=None if aggregation is None else aggregation in CONSTANT_TOKENS,
         sequence_ratio=ratio in ONE_RATIO_PER_SEQUENCE if isinstance(ratio, str) else None,
+        entropy_coef=float(entropy) if isinstance(entropy, int | float) else None,
         sampler_corrected=None if correction is None else correction != "none",
     )

@@ -25,6 +25,17 @@ LENGTH_EXPLOSION = DiagnosisKind(
 )
 
 
+TRUNCATION = DiagnosisKind(
+    "truncation", "completions hit the length limit", "the limit is too low, or the policy cannot end"
+)
+REMEDIES_LIMIT = (
+    "raise the length limit (max_new_tokens)",
+    "check that engine and tokenizer know the model's end token, and that the chat template is its own",
+)
+NEVER_ENDED, NEVER_ENDED_FOR = 0.95, 5
+"""Share of truncated completions in each of the first rollouts, and their number, from which on nothing has ended."""
+
+
 class LengthMonitor(Monitor):
     """Monitor of the mean length, its gap between incorrect and correct completions, and the share that is truncated.
 
@@ -73,15 +84,8 @@ class LengthMonitor(Monitor):
             rank=605,
             remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
         ),
-        FindingKind(
-            "truncated",
-            DiagnosisKind(
-                "truncation",
-                "completions hit the length limit",
-                "the limit is too low, or the policy cannot end",
-            ),
-            rank=640,
-        ),
+        FindingKind("never_ended", TRUNCATION, 503, REMEDIES_LIMIT),
+        FindingKind("truncated", TRUNCATION, 640),
         FindingKind("length_gap", LENGTH_EXPLOSION, 650, REMEDIES_LONG),
     )
 
@@ -240,6 +244,19 @@ class LengthMonitor(Monitor):
         now = self.history.now("completions/truncated_frac", step)
         if now is None:
             return
+        every = self.history.values["completions/truncated_frac"]
+        if (
+            len(every) >= NEVER_ENDED_FOR
+            and min(every) > NEVER_ENDED
+            and self.history.steps["completions/truncated_frac"][0] <= 1
+        ):
+            yield self.finding(
+                "never_ended",
+                "warning",
+                f"hardly any completion has come to an end since the run began: {now:.0%} hit the length limit",
+                ("completions/truncated_frac", len(every), min(every), NEVER_ENDED),
+                onset=self.history.steps["completions/truncated_frac"][0],
+            )
         lasting = self.history.holds("completions/truncated_frac", self.patience, lambda value: value > self.truncation)
         at_once = now > self.truncation_once and not self._is_chance(now)
         if at_once or lasting:

@@ -146,6 +146,11 @@ class RewardHackingMonitor(Monitor):
         yield from self._format(step)
 
     def _diverge(self, step: int) -> Iterable[Finding]:
+        # A run that loses what it is paid is not hacking its reward, whatever its terms do.
+        whole = self.history.window(reward_key(self.history), self.window)
+        lost = statistics.fall(whole, 3, min(self.smooth, max(3, len(whole) - 3)))
+        if lost.share > 0.05 and lost.errors > EACH:
+            return
         terms = {key: self.history.window(key, self.window) for key in self.history.values if key.startswith("reward/")}
         for down, low in terms.items():
             before = min(self.smooth, max(3, len(low) - 3))
