@@ -6,7 +6,7 @@ could be by chance over windows of its own, is a monitor with code.
 
 from __future__ import annotations
 
-from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, DiagnosisKind, declare
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, NO_SIGNAL, DiagnosisKind, declare
 from lit_grpo.callbacks.monitors.threshold import Rule
 
 PLUMBING_MASK = DiagnosisKind(
@@ -75,6 +75,18 @@ RULES: tuple[Rule, ...] = (
             ("completions/longest_run_frac", 0.5, "below 0.1", "ours"),
             ("completions/top_token_frac", 0.6, "below 0.3", "ours"),
         )
+    ),
+    Rule(
+        "policy/step_kl",
+        above=0.2,
+        for_rollouts=2,
+        name="step_too_large",
+        text="the updates of one rollout moved the policy by {value:.2g} nats",
+        remedies=("lower the learning rate", "lengthen the warm-up", "take fewer updates on each rollout"),
+        diagnosis=LEARNING_RATE_TOO_HIGH,
+        rank=575,
+        healthy="below 0.05; 0.1 while random weights take off",
+        source="ours: quickstart has 0.00 to 0.08, and 0.3 to 3.3 in its first ten rollouts at 40 times the rate",
     ),
     Rule(
         "completions/empty_frac",

@@ -203,6 +203,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
         "warning",
         grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.5, groups__all_wrong_frac=0.4),
     ),
+    ("ThresholdMonitor", "step_too_large", "warning", grows(policy__step_kl=0.5)),
     ("ThresholdMonitor", "empty_completions", "warning", grows(completions__empty_frac=0.8)),
     ("ThresholdMonitor", "no_answer", "info", grows(completions__no_answer_frac=0.95)),
     ("ThresholdMonitor", "updates_turn_back", "warning", grows(optim__update_cosine=-0.7)),
