@@ -49,7 +49,7 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
     draw = np.random.default_rng([seed, prompts, SCALES.index(scale), TRENDS.index(trend)])
     questions = draw.beta(1.2, 0.8, 100)
     held: dict[str, float] = {}
-    count = prompts * GROUP
+    count, unit = prompts * GROUP, 1.0 if scale == "0/1" else 20.0
     for step in range(1, rollouts + 1):
         done = step / rollouts if trend == "learning" else 0.0
 
@@ -123,8 +123,8 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
             "sampler_mismatch/learner_perplexity": 1.5,
             "sampler_mismatch/sampler_perplexity": float(1.5 * (1 + draw.normal(0, 0.002))),
             "sampler_mismatch/impossible_frac": 0.0,
-            "critic/value_correct": noisy(0.7, 0.4),
-            "critic/value_incorrect": noisy(0.4, 0.4),
+            "critic/value_correct": noisy(0.7, 0.4) * unit,
+            "critic/value_incorrect": noisy(0.4, 0.4) * unit,
             "critic/value_outside_frac": abs(noisy(0.03, 1.0)),
             "critic/explained_variance": float(draw.normal(0.4, 0.4 / math.sqrt(prompts))),
             "time/tokens_per_second": float(draw.lognormal(7.6, 0.15)),

@@ -43,8 +43,9 @@ class CriticMonitor(ThresholdMonitor):
 
     Args:
         lowest: smallest reward.
-        highest: largest reward.
-        margin: distance below ``lowest`` that a mean value may have, in units of the reward.
+        highest: largest reward. Where mean rewards above it are logged, rewards are of another scale, and it is two
+            standard deviations above the largest of them.
+        margin: distance below ``lowest`` that a mean value may have, as a share of the range of the rewards.
         outside: share of tokens whose value may be outside the range of the rewards.
         unexplained: rollouts in a row after which an explained variance below 0 is a finding.
         hopeless: explained variance below which a critic is beyond hope. One that is not trained yet is near 0, not
@@ -62,6 +63,7 @@ class CriticMonitor(ThresholdMonitor):
         "critic/explained_variance",
         "sanity/advantage_contradiction_frac",
         *REWARDS,
+        "reward/std",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = tuple(
         FindingKind(name, CRITIC_FAILURE, rank, REMEDIES)
@@ -105,7 +107,7 @@ class CriticMonitor(ThresholdMonitor):
         self._after_warmup = [
             Rule(
                 "critic/value_incorrect",
-                below=lowest - margin,
+                below=lowest - margin * (highest - lowest),
                 for_rollouts=patience,
                 name="value_sign",
                 text=f"incorrect completions are valued {{value:.2g}}, and no reward is below {lowest:g}",
@@ -129,7 +131,8 @@ class CriticMonitor(ThresholdMonitor):
             ),
         ]
         super().__init__([*self._always, *self._after_warmup], actions)
-        self.lowest, self.highest, self.patience, self.warmup = lowest, highest, patience, warmup
+        self.lowest, self.highest, self.margin = lowest, highest, margin
+        self.patience, self.warmup = patience, warmup
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         if not math.isfinite(metrics.get("critic/value_outside_frac", math.nan)):
@@ -137,10 +140,20 @@ class CriticMonitor(ThresholdMonitor):
         for rule in self._always:
             yield from self.apply(rule)
         values = (self.history.median(key, self.patience) for key in ("critic/value_incorrect", "critic/value_correct"))
-        distances = (abs(v - min(max(v, self.lowest), self.highest)) for v in values if v is not None)
-        far_off = max(distances, default=0.0) > self.highest - self.lowest
+        highest = self._highest()
+        distances = (abs(v - min(max(v, self.lowest), highest)) for v in values if v is not None)
+        far_off = max(distances, default=0.0) > highest - self.lowest
         if step <= self.warmup and not far_off:
             return
         severity: Severity = "critical" if self.history.fallen(reward_key(self.history)) or far_off else "warning"
         for rule in self._after_warmup:
-            yield from self.apply(rule, severity)
+            margin = self.margin * (highest - self.lowest)
+            found = self.apply(rule, severity)
+            if rule.name != "value_sign" or (found and found[0].evidence[0].value < self.lowest - margin):
+                yield from found
+
+    def _highest(self) -> float:
+        seen = max(self.history.values["reward"], default=0.0)
+        if seen <= self.highest:
+            return self.highest
+        return seen + 2 * (self.history.median("reward/std", self.memory) or 0.0)

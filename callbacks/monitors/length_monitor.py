@@ -61,7 +61,7 @@ class LengthMonitor(Monitor):
         sudden_entropy: multiple of the smallest entropy within ``sudden_within``.
         truncation_sudden: share of truncated completions that makes sudden growth critical.
         patience: rollouts in a row for which ``truncation`` must be exceeded.
-        flat: rise of the reward that still counts as none.
+        better: standard errors by which the reward must have risen to count as better.
         actions: see :class:`Monitor`.
     """
 
@@ -103,14 +103,14 @@ class LengthMonitor(Monitor):
         sudden_entropy: float = 1.3,
         truncation_sudden: float = 0.05,
         patience: int = 10,
-        flat: float = 0.02,
+        better: float = 2.0,
         actions: dict[str, str] | None = None,
     ) -> None:
         super().__init__(actions)
         positive("LengthMonitor", growth=growth, fall=fall, trend=trend, gap=gap, patience=patience)
         self.growth, self.fall, self.floor, self.trend, self.gap = growth, fall, floor, trend, gap
         self.truncation, self.truncation_once = truncation, truncation_once
-        self.patience, self.flat = patience, flat
+        self.patience, self.better = patience, better
         self.sudden, self.sudden_within, self.sudden_entropy = sudden, sudden_within, sudden_entropy
         self.truncation_sudden = truncation_sudden
 
@@ -120,12 +120,13 @@ class LengthMonitor(Monitor):
         yield from self._gap(step)
         yield from self._truncated(step)
 
-    def _reward_gain(self, size: int) -> float:
-        """Return the rise of the mean reward over the last ``size`` rollouts; 0 where it is not known."""
-        half = max(1, size // 2)
-        key = reward_key(self.history)
-        now, then = self.history.mean(key, min(5, half)), self.history.mean(key, min(5, half), back=size - 5)
-        return 0.0 if now is None or then is None else now - then
+    def _has_gained(self, size: int) -> bool:
+        """Tell whether the mean reward has visibly risen over the last ``size`` rollouts; False where it is unknown."""
+        key, few = reward_key(self.history), min(5, max(1, size // 2))
+        now, then = self.history.mean(key, few), self.history.mean(key, few, back=size - few)
+        if now is None or then is None:
+            return False
+        return now - then > self.better * statistics.noise(self.history.values[key]) * math.sqrt(2 / few)
 
     def _change(self, step: int) -> Iterable[Finding]:
         size = min(self.trend, self.history.count("completions/length"))
@@ -142,7 +143,7 @@ class LengthMonitor(Monitor):
         sure, surer = (self.history.bound("completions/length", size, n) for n in (RUN_LENGTH, RUN_LENGTH_CRITICAL))
         longer, shorter = (self.history.errors_between("completions/length", then, now) for then in (low, high))
         cut = self.history.median("completions/truncated_frac", 3) or 0.0
-        if low and now > self.growth * low and longer > sure and self._reward_gain(size) < self.flat:
+        if low and now > self.growth * low and longer > sure and not self._has_gained(size):
             bad = (fallen or cut > self.truncation_once) and longer > surer
             start = self.history.steps["completions/length"][-size:][values.index(min(values))]
             yield self.finding(
@@ -220,7 +221,7 @@ class LengthMonitor(Monitor):
             return
         before = wrongs[0] - rights[0]
         wider = self._gap_errors((gap - before) / math.sqrt(2)) > sure
-        if gap > max(1.2 * before, before + 0.1 * right) and wider and self._reward_gain(self.trend) < self.flat:
+        if gap > max(1.2 * before, before + 0.1 * right) and wider and not self._has_gained(self.trend):
             yield self.finding(
                 "length_gap",
                 "info",

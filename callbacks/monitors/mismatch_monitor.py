@@ -26,6 +26,10 @@ SAMPLER_MISMATCH = DiagnosisKind(
 )
 
 
+DRIFT = 2.5
+"""Multiple of the first rollout's mean gap that is a warning if it lasts. Recorded: 0.8 to 1.2 in healthy runs."""
+
+
 class MismatchMonitor(Monitor):
     """Monitor of sampler against learner on the sampled tokens before any update.
 
@@ -101,6 +105,16 @@ class MismatchMonitor(Monitor):
         left = self._bounds_left(metrics)
         if not stale:
             left += self._grown()
+            if not left and (growing := self._growing()):
+                yield self.finding(
+                    "sampler_mismatch",
+                    "warning",
+                    "engine and learner drift apart on the sampled tokens, though the weights should be the same",
+                    growing,
+                    onset=self.history.began(
+                        "sampler_mismatch/logprob_abs_diff", lambda value: value > growing.threshold / 2, step
+                    ),
+                )
         if left:
             corrected = self._is_corrected(metrics)
             ess = metrics.get(f"sampler_mismatch/{'applied_ess' if corrected else 'ess'}", 1.0)
@@ -156,6 +170,16 @@ class MismatchMonitor(Monitor):
         # Without a correction every weight is 1, whatever the mismatch is.
         applied, ess = (metrics.get(f"sampler_mismatch/{key}", 1.0) for key in ("applied_ess", "ess"))
         return applied < 1 and ess < 1
+
+    def _growing(self) -> Evidence | None:
+        """Return the mean gap of some rollouts if each of them is a multiple of the first rollout's, which is noise."""
+        if self._first_gap is None:
+            return None
+        bound = max(DRIFT * self._first_gap, self.least)
+        if not self.history.holds("sampler_mismatch/logprob_abs_diff", 2 * self.patience, lambda value: value > bound):
+            return None
+        now = self.history.mean("sampler_mismatch/logprob_abs_diff", self.patience) or 0.0
+        return Evidence("sampler_mismatch/logprob_abs_diff", 2 * self.patience, now, bound, self._first_gap)
 
     def _grown(self) -> list[Evidence]:
         if self._first_gap is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from lit_grpo.callbacks.diagnosis.findings import Finding
+from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
 from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
@@ -23,22 +23,24 @@ class StepSizeMonitor(Monitor):
 
     It is in nats a token and needs no reward, so it tells a step that is too large at the first such rollout, on any
     model and objective. Finding: ``step_too_large``, a warning where ``window`` rollouts have a mean above ``large`` and
-    a median above half of it (a mean alone follows the single tokens that a small model is sure of); critical where
-    ``at_once`` rollouts in a row are all above ``huge``.
+    above ``share`` of the entropy, and a median above half of that (a mean alone follows the single tokens that a small
+    model is sure of), or where one rollout is above twice ``huge``; critical where ``at_once`` rollouts in a row are
+    above ``huge``.
 
     Recorded: Qwen2.5-0.5B on GSM8K has 2e-4 to 2e-3 in healthy runs (GRPO, DAPO, GSPO with four updates, PPO, LoRA,
-    staleness 1), 0.01 to 0.1 at ten times the rate and 0.2 to 0.9 at thirty times. Character models that learn well have
-    means of 2e-4 to 0.02.
+    staleness 1), 0.01 to 0.1 at ten times the rate and 0.2 to 0.9 at thirty times. Character models that learn well
+    have means of 2e-4 to 0.02. A model of random weights may move by 0.08, which is little of its entropy of 2.5 nats.
 
     Args:
         large: mean over ``window`` rollouts above which steps are too large, in nats a token.
+        share: share of ``policy/entropy`` that this mean must exceed as well, where the entropy is logged.
         window: rollouts of that mean.
         huge: bound of single rollouts in nats a token, beyond which a policy does not stay what it was.
         at_once: rollouts in a row above ``huge`` that are critical.
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = (KEY,)
+    keys: ClassVar[tuple[str, ...]] = (KEY, "policy/entropy")
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("step_too_large", LEARNING_RATE_TOO_HIGH, 565, REMEDIES),
     )
@@ -46,28 +48,31 @@ class StepSizeMonitor(Monitor):
     def __init__(
         self,
         large: float = 0.03,
+        share: float = 0.1,
         window: int = 5,
         huge: float = 0.12,
         at_once: int = 3,
         actions: dict[str, str] | None = None,
     ) -> None:
         super().__init__(actions)
-        positive("StepSizeMonitor", large=large, window=window, huge=huge, at_once=at_once)
-        self.large, self.window, self.huge, self.at_once = large, window, huge, at_once
+        positive("StepSizeMonitor", large=large, share=share, window=window, huge=huge, at_once=at_once)
+        self.large, self.share, self.window, self.huge, self.at_once = large, share, window, huge, at_once
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        if self.history.now(KEY, step) is None:
+        now = self.history.now(KEY, step)
+        if now is None:
             return
-        beyond = self.history.holds(KEY, self.at_once, lambda value: value > self.huge)
-        values = self.history.window(KEY, self.at_once if beyond else self.window)
-        if not beyond and (
-            len(values) < self.window or fmean(values) <= self.large or median(values) <= self.large / 2
-        ):
+        bound = max(self.large, self.share * (self.history.mean("policy/entropy", self.window) or 0.0))
+        values, severity = self.history.window(KEY, self.window), cast(Severity, "warning")
+        if self.history.holds(KEY, self.at_once, lambda value: value > self.huge):
+            values, bound, severity = values[-self.at_once :], self.huge, "critical"
+        elif now > max(2 * self.huge, bound):
+            values, bound = values[-1:], 2 * self.huge
+        elif len(values) < self.window or fmean(values) <= bound or median(values) <= bound / 2:
             return
-        bound = self.huge if beyond else self.large
         yield self.finding(
             "step_too_large",
-            "critical" if beyond else "warning",
+            severity,
             f"the updates of a rollout move the policy by {fmean(values):.2g} nats a token",
             (KEY, len(values), fmean(values), bound),
             onset=self.history.began(KEY, lambda value: value > bound / 2, step),

@@ -154,6 +154,15 @@ def test_reward_terms_that_stay_do_not_diverge_and_those_that_do_are_noticed_on_
         assert dict(said)["reward_terms_diverge"] == "critical"
 
 
+def test_a_critic_of_rewards_up_to_20_is_judged_on_their_scale():
+    large = {"reward": 14.0, "reward/std": 5.0, "critic/value_correct": 17.0, "critic/value_incorrect": 6.0}
+    assert found(monitors.CriticMonitor(), lambda t: large) == []
+    assert found(monitors.CriticMonitor(), lambda t: large | {"critic/value_incorrect": -0.5}) == []
+    assert found(monitors.CriticMonitor(), lambda t: large | {"critic/value_incorrect": -4.0}) == [
+        ("value_sign", "warning")
+    ]
+
+
 DAPO = {"groups/all_wrong_frac": 0.0, "groups/all_correct_frac": 0.0, "groups/zero_advantage_frac": 0.0, "reward": 0.5}
 
 
