@@ -97,8 +97,8 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
 def _cause_of(symptom: Finding, ranked: Sequence[Finding]) -> Finding | None:
     """Return the cause that explains a symptom, although it is milder itself; None where there is none.
 
-    A reward that is gone, repetition, truncation and a lost signal follow from something: of the causes that are seen at
-    the same time, and had begun when the symptom was raised, the first in the order of decision explains it.
+    A reward that is gone, repetition, truncation and a lost signal follow from something: of the causes that are seen
+    at the same time, and had begun when the symptom was raised, the first in the order of decision explains it.
     """
     if symptom.about.rank < SYMPTOMS:
         return None

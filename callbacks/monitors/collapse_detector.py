@@ -56,6 +56,8 @@ COLLAPSES = (
 )
 
 
+EARLY_STEPS, GROWN_STEPS, LEAST_STEP = 8, 8.0, 5e-3
+"""First rollouts whose steps are usual, multiple of them that has grown, and the least that counts, in nats a token."""
 MORE_CUT = 0.15
 """Growth of the share of truncated completions that is a sign of C_NL."""
 SURE_CUT = 3.5
@@ -165,6 +167,7 @@ class CollapseDetector(Monitor):
         self.truncation, self.spike, self.repetition = truncation, spike, repetition
         self.lost, self.sure, self.sure_one_sided, self.unrelated = lost, sure, sure_one_sided, unrelated
         self.sure_steep, self.steeper = sure_steep, steeper
+        self.history.watch("policy/step_kl", early=EARLY_STEPS)
         self._token_normalised = token_normalised
 
     @property
@@ -174,11 +177,13 @@ class CollapseDetector(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         # What looks like a collapse while the reward is at its best is how a task is learned.
-        if self.history.lost(reward_key(self.history), 5) > AT_ITS_BEST:
+        key = reward_key(self.history)
+        if not self.history.count(key) or self.history.lost(key, 5) > AT_ITS_BEST:
             yield from self._minimal(step)
             yield from self._maximal(step)
         yield from self._falling(step)
         yield from self._longer(step)
+        yield from self._one_sided()
 
     def _then_and_now(self, key: str, *, high: bool) -> tuple[float, float] | None:
         """Return the largest (or smallest) smoothed value of the window, and the present one."""
@@ -373,6 +378,26 @@ class CollapseDetector(Monitor):
                 onset=self._turn("policy/entropy", high=False),
                 remedies=REMEDIES_NL,
             )
+
+    def _one_sided(self) -> Iterable[Finding]:
+        """Look for steps that grow where the loss pushes one way alone: nothing holds such an objective back."""
+        key = "policy/step_kl"
+        early, recent = self.history.early[key], self.history.window(key, 3)
+        if len(early) < EARLY_STEPS or len(recent) < 3 or not self._has_sign_advantages():
+            return
+        up, down = self._only("up"), self._only("down")
+        usual = median(early)
+        if not (up or down) or median(recent) < max(GROWN_STEPS * usual, LEAST_STEP):
+            return
+        kind = "pl" if up else "nl"
+        yield self.finding(
+            f"tn_{kind}" if self.token_normalised else f"c_{kind}",
+            "warning",
+            "steps grow, and only " + ("positives are reinforced" if up else "negatives are pushed down"),
+            (key, 3, median(recent), GROWN_STEPS * usual, usual),
+            onset=self.history.began(key, lambda value: value > GROWN_STEPS / 2 * usual, self.step),
+            remedies=REMEDIES_PL if up else REMEDIES_NL,
+        )
 
     def _only(self, way: str) -> bool:
         """Tell whether the loss is known to push probabilities only ``up``, or only ``down``."""

@@ -39,6 +39,8 @@ ENTROPY_COLLAPSE = DiagnosisKind(
 )
 
 
+CROSSED = 1.2
+"""Multiple of H_ini that an entropy above the threshold must have as well."""
 EARLY = 3
 """First rollouts whose entropy a term in the loss is measured against."""
 
@@ -133,7 +135,8 @@ class EntropyMonitor(Monitor):
             return
         if now > self.high * initial:
             yield self._high("exceeds its bound", now, self.high * initial, initial)
-        elif now > self.threshold > initial:
+        # From just below to just above is no crossing: both are measured.
+        elif now > max(self.threshold, CROSSED * initial) and self.threshold > initial:
             yield self._high("crossed ln 2, where no token has the majority any more", now, self.threshold, initial)
         else:
             yield from self._rising(now, initial)

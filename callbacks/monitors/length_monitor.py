@@ -32,8 +32,10 @@ REMEDIES_LIMIT = (
     "raise the length limit (max_new_tokens)",
     "check that engine and tokenizer know the model's end token, and that the chat template is its own",
 )
-NEVER_ENDED, NEVER_ENDED_FOR = 0.95, 5
-"""Share of truncated completions in each of the first rollouts, and their number, from which on nothing has ended."""
+NEVER_ENDED_FOR = 5
+"""First rollouts that are looked at."""
+MOST, NONE_RIGHT = 0.5, 0.95
+"""Share of truncated completions, and of groups without a correct one, that all rollouts so far exceed."""
 
 
 class LengthMonitor(Monitor):
@@ -70,6 +72,7 @@ class LengthMonitor(Monitor):
         "completions/correct_length",
         "completions/incorrect_length",
         "completions/truncated_frac",
+        "groups/all_wrong_frac",
         "completions/tokens",
         *REWARDS,
         "policy/entropy",
@@ -245,18 +248,16 @@ class LengthMonitor(Monitor):
         now = self.history.now("completions/truncated_frac", step)
         if now is None:
             return
-        every = self.history.values["completions/truncated_frac"]
-        if (
-            len(every) >= NEVER_ENDED_FOR
-            and min(every) > NEVER_ENDED
-            and self.history.steps["completions/truncated_frac"][0] <= 1
-        ):
+        cut, wrong = self.history.values["completions/truncated_frac"], self.history.values["groups/all_wrong_frac"]
+        begun = self.history.steps["completions/truncated_frac"][0]
+        if min(len(cut), len(wrong)) >= NEVER_ENDED_FOR and begun <= 1 and min(cut) > MOST and min(wrong) > NONE_RIGHT:
             yield self.finding(
                 "never_ended",
                 "warning",
-                f"hardly any completion has come to an end since the run began: {now:.0%} hit the length limit",
-                ("completions/truncated_frac", len(every), min(every), NEVER_ENDED),
-                onset=self.history.steps["completions/truncated_frac"][0],
+                f"since the run began most completions hit the length limit, {now:.0%} now, and none is correct",
+                ("completions/truncated_frac", len(cut), min(cut), MOST),
+                ("groups/all_wrong_frac", len(wrong), min(wrong), NONE_RIGHT),
+                onset=begun,
             )
         lasting = self.history.holds("completions/truncated_frac", self.patience, lambda value: value > self.truncation)
         at_once = now > self.truncation_once and not self._is_chance(now)

@@ -71,7 +71,7 @@ class MismatchMonitor(Monitor):
         FindingKind("sampler_mismatch", SAMPLER_MISMATCH, 200, REMEDIES),
         FindingKind("impossible_tokens", SAMPLER_MISMATCH, 210, REMEDIES),
     )
-    also_saved: ClassVar[tuple[str, ...]] = ("_first_gap",)
+    also_saved: ClassVar[tuple[str, ...]] = ("_first_gap", "_left_for")
 
     def __init__(
         self,
@@ -95,6 +95,8 @@ class MismatchMonitor(Monitor):
         self.perplexity, self.impossible, self.impossible_tokens = perplexity, impossible, impossible_tokens
         self.growth, self.least, self.ess_stop, self.patience = growth, least, ess_stop, patience
         self._first_gap: float | None = None
+        self._left_for = 0
+        """Rollouts in a row in which some bound was left."""
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         if "sampler_mismatch/logprob_abs_diff" not in metrics:
@@ -115,10 +117,12 @@ class MismatchMonitor(Monitor):
                         "sampler_mismatch/logprob_abs_diff", lambda value: value > growing.threshold / 2, step
                     ),
                 )
-        if left:
-            corrected = self._is_corrected(metrics)
-            ess = metrics.get(f"sampler_mismatch/{'applied_ess' if corrected else 'ess'}", 1.0)
-            expected, starved = stale or corrected, ess < self.ess_stop
+        corrected = self._is_corrected(metrics)
+        ess = metrics.get(f"sampler_mismatch/{'applied_ess' if corrected else 'ess'}", 1.0)
+        expected, starved = stale or corrected, ess < self.ess_stop
+        self._left_for = self._left_for + 1 if left else 0
+        # Where a gap is meant, one rollout of it is nothing.
+        if left and (starved or not expected or self._left_for >= self.patience):
             known = self.history.window("sampler_mismatch/logprob_abs_diff", self.memory)
             usual = min(known)
             onset = self.history.began(

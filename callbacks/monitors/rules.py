@@ -6,7 +6,7 @@ could be by chance over windows of its own, is a monitor with code.
 
 from __future__ import annotations
 
-from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, NO_SIGNAL, DiagnosisKind, declare
+from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, DiagnosisKind, declare
 from lit_grpo.callbacks.monitors.threshold import Rule
 
 PLUMBING_MASK = DiagnosisKind(
@@ -61,7 +61,8 @@ RULES: tuple[Rule, ...] = (
         Rule(
             key,
             above=bound,
-            critical_for=3,
+            for_rollouts=3,
+            critical_for=5,
             name="repetition",
             text="completions repeat themselves: {key} is {value:.2g}",
             remedies=REMEDIES_REPETITION,

@@ -172,9 +172,13 @@ class SignalMonitor(ThresholdMonitor):
             )
         elif zero > self.zero_gradient:
             solved = right is not None and right > zero / 2
+            # A run that has solved some of its prompts is healthy; one that has none left learns nothing more.
+            none_left = history.holds(
+                "groups/zero_advantage_frac", max(self.patience, rollouts), lambda value: value > 0.99
+            )
             yield self.finding(
                 "zero_gradient",
-                "info" if solved else "warning",
+                "info" if solved and not none_left else "warning",
                 f"{zero:.0%} of the groups have no advantage, so no gradient"
                 + (", most of them because they are solved" if solved else ""),
                 ("groups/zero_advantage_frac", size, zero, self.zero_gradient),

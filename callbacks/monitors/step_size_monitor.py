@@ -11,6 +11,8 @@ from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, FindingKi
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 KEY = "policy/step_kl"
+EARLY, GROWN = 8, 10.0
+"""First rollouts of a run, and multiple of their median step from which on steps have grown."""
 REMEDIES = (
     "lower the learning rate by the factor by which policy/step_kl is too large, or more",
     "take fewer updates on each rollout, or larger ones (data.prompts_per_rollout)",
@@ -22,10 +24,11 @@ class StepSizeMonitor(Monitor):
     """Monitor of ``policy/step_kl``, the divergence of the policy from itself over the updates of one rollout.
 
     It is in nats a token and needs no reward, so it tells a step that is too large at the first such rollout, on any
-    model and objective. Finding: ``step_too_large``, a warning where ``window`` rollouts have a mean above ``large`` and
-    above ``share`` of the entropy, and a median above half of that (a mean alone follows the single tokens that a small
-    model is sure of), or where one rollout is above twice ``huge``; critical where ``at_once`` rollouts in a row are
-    above ``huge``.
+    model and objective. Finding: ``step_too_large``, a warning where ``window`` rollouts have a mean above ``large``
+    and above ``share`` of the entropy, and a median above half of that (a mean alone follows the single tokens that a
+    small model is sure of), or where one rollout is above twice ``huge``; critical where ``at_once`` rollouts in a row
+    are above ``huge``. Steps that are ten times those of the first eight rollouts are ``step_growing`` instead: a
+    symptom, for a rate that is too high is so from the beginning.
 
     Recorded: Qwen2.5-0.5B on GSM8K has 2e-4 to 2e-3 in healthy runs (GRPO, DAPO, GSPO with four updates, PPO, LoRA,
     staleness 1), 0.01 to 0.1 at ten times the rate and 0.2 to 0.9 at thirty times. Character models that learn well
@@ -43,6 +46,7 @@ class StepSizeMonitor(Monitor):
     keys: ClassVar[tuple[str, ...]] = (KEY, "policy/entropy")
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("step_too_large", LEARNING_RATE_TOO_HIGH, 565, REMEDIES),
+        FindingKind("step_growing", LEARNING_RATE_TOO_HIGH, 568, REMEDIES),
     )
 
     def __init__(
@@ -57,6 +61,7 @@ class StepSizeMonitor(Monitor):
         super().__init__(actions)
         positive("StepSizeMonitor", large=large, share=share, window=window, huge=huge, at_once=at_once)
         self.large, self.share, self.window, self.huge, self.at_once = large, share, window, huge, at_once
+        self.history.watch(KEY, early=EARLY)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         now = self.history.now(KEY, step)
@@ -70,8 +75,11 @@ class StepSizeMonitor(Monitor):
             values, bound = values[-1:], 2 * self.huge
         elif len(values) < self.window or fmean(values) <= bound or median(values) <= bound / 2:
             return
+        # A rate that is too high is so from its beginning. Steps that were small and have grown follow from something.
+        early = self.history.early[KEY]
+        grown = len(early) == EARLY and fmean(values) > GROWN * median(early)
         yield self.finding(
-            "step_too_large",
+            "step_growing" if grown else "step_too_large",
             severity,
             f"the updates of a rollout move the policy by {fmean(values):.2g} nats a token",
             (KEY, len(values), fmean(values), bound),

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.job:
         name, seed = args.job
-        job = SecondJob(name, int(seed), HALVES[CASES[name].setting][int(seed)])
+        job = SecondJob(name, int(seed), HALVES[CASES[name].setting].get(int(seed), "fresh"))
         return 0 if record(job, args.models, args.record, args.rollouts) != "error" else 1
     jobs = second_plan(args.setting, args.seeds, args.only)
     todo = [job for job in jobs if not is_recorded(trace_path(args.record, job))]
