@@ -56,7 +56,8 @@ class FindingKind:
 # The ranks, over all monitors: numbers that are none (100), then plumbing, which makes all other signals unreliable
 # until it is mended (200), rewards (300), the critic (400), causes and collapses by their signature (500), single
 # signals (600), and what only confirms (700). A cause stands before its signs, so updates that are too large name a
-# collapse that they come with, and a spike of the gradient norm does not.
+# collapse that they come with, and a spike of the gradient norm does not. A cause that is only a warning names a grave
+# symptom too, if it was there first (diagnosis.py).
 
 CAUSES, SYMPTOMS = 500, 566
 """Ranks from which on a finding is a cause, and from which on it is a symptom that a cause may explain."""

@@ -63,7 +63,7 @@ MORE_CUT = 0.15
 SURE_CUT = 3.5
 """Standard errors that it must have: few, since the objective alone makes the sign likely."""
 AT_ITS_BEST = 0.1
-"""Share of its best mean of five rollouts that a reward may lack and still be at its best."""
+"""Share of its best mean of five rollouts, or of its range, that a reward may lack and still be at its best."""
 
 
 class CollapseDetector(Monitor):
@@ -91,6 +91,12 @@ class CollapseDetector(Monitor):
     With a loss that divides by a constant number of tokens, collapses change form (S0, Eq. 13 and 14, figure 17):
     positives-only gets certain and long, and random when it collapses (``tn_pl``); negatives-only gets uncertain and
     short (``tn_nl``). Where entropy and length contradict that, the direction in which the loss pushes gives the name.
+
+    The signatures in entropy and length say nothing while the reward is within a tenth of its best: a task is learned
+    in the same way. Where advantages are signs and all of one sign, two more findings need no fall of the reward. More
+    and more truncated completions, while the reward does not rise, are ``c_nl``, and steps (``policy/step_kl``) that
+    have grown to eight times those of the first eight rollouts are a warning of ``c_pl`` or ``c_nl``: nothing holds
+    such an objective back, so it is the cause of what the steps then do.
 
     Args:
         window: rollouts over which values are compared.
@@ -177,8 +183,7 @@ class CollapseDetector(Monitor):
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         # What looks like a collapse while the reward is at its best is how a task is learned.
-        key = reward_key(self.history)
-        if not self.history.count(key) or self.history.lost(key, 5) > AT_ITS_BEST:
+        if not self._is_at_its_best():
             yield from self._minimal(step)
             yield from self._maximal(step)
         yield from self._falling(step)
@@ -398,6 +403,17 @@ class CollapseDetector(Monitor):
             onset=self.history.began(key, lambda value: value > GROWN_STEPS / 2 * usual, self.step),
             remedies=REMEDIES_PL if up else REMEDIES_NL,
         )
+
+    def _is_at_its_best(self) -> bool:
+        """Tell whether the mean reward of five rollouts is within a tenth of its best; False where none is logged."""
+        key = reward_key(self.history)
+        values = self.history.values[key]
+        if not values:
+            return False
+        means = [fmean(values[i : i + 5]) for i in range(max(1, len(values) - 4))]
+        best = max(means)
+        # Rewards may be negative: then their range says what a tenth is.
+        return best - means[-1] <= AT_ITS_BEST * max(abs(best), best - min(means))
 
     def _only(self, way: str) -> bool:
         """Tell whether the loss is known to push probabilities only ``up``, or only ``down``."""

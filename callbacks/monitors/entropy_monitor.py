@@ -63,6 +63,12 @@ class EntropyMonitor(Monitor):
     and the reward has not risen beyond chance in the last ``bought`` rollouts. Entropy that is spent on a rising reward
     is how a policy learns.
 
+    ``entropy_paid`` and ``entropy_punished`` name the objective's own entropy term as the cause. Where the module says
+    that it has one (:attr:`lit_grpo.callbacks.monitors.facts.Facts.entropy_coef`), and the entropy of three rollouts
+    lies beyond ``driven`` times that of the first three, in the direction in which the term pushes, the finding is a
+    warning. It is critical where the reward has fallen, or where a bonus has brought the entropy above ``high`` times
+    that bound. Without facts about the objective neither is raised.
+
     Args:
         threshold: entropy in nats that H must not cross from below: ln 2, below which one token has the majority
             (2508.03772 Eq. 10).
@@ -88,7 +94,7 @@ class EntropyMonitor(Monitor):
         FindingKind("entropy_paid", ENTROPY_EXPLOSION, 556, REMEDIES_PAID),
         FindingKind("entropy_punished", ENTROPY_COLLAPSE, 557, REMEDIES_PUNISHED),
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
-        FindingKind("entropy_high", ENTROPY_EXPLOSION, 565, REMEDIES_HIGH),
+        FindingKind("entropy_high", ENTROPY_EXPLOSION, 564, REMEDIES_HIGH),
         FindingKind("entropy_spent", ENTROPY_COLLAPSE, 665, REMEDIES_LOW),
         FindingKind("entropy_rising", ENTROPY_EXPLOSION, 700, REMEDIES_HIGH),
     )

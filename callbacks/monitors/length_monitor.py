@@ -47,7 +47,9 @@ class LengthMonitor(Monitor):
     (below ``fall`` of what it was, or below ``floor``; critical where the reward has fallen as well), ``length_gap``
     (incorrect completions are longer than correct ones by ``gap`` times the correct length, or by more and more for
     ``trend`` rollouts while the reward is flat), ``truncated`` (above ``truncation`` for ``patience`` rollouts, or
-    above ``truncation_once``).
+    above ``truncation_once``), ``never_ended`` (since the first rollout of the run more than half of the completions
+    are truncated and more than 95 % of the groups have no correct one: the limit or the end token is wrong, which
+    explains the lost signal and the repetition that come with it).
 
     Args:
         growth: multiple of the smallest length within ``trend`` above which completions have grown.

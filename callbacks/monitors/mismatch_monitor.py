@@ -27,7 +27,7 @@ SAMPLER_MISMATCH = DiagnosisKind(
 
 
 DRIFT = 2.5
-"""Multiple of the first rollout's mean gap that is a warning if it lasts. Recorded: 0.8 to 1.2 in healthy runs."""
+"""Multiple of the first rollout's mean gap that is a warning if it lasts. Healthy recorded runs have 0.8 to 1.2."""
 
 
 class MismatchMonitor(Monitor):
@@ -40,9 +40,13 @@ class MismatchMonitor(Monitor):
     Where the objective corrects for the mismatch (truncated or masked importance sampling), a difference that can be
     corrected is what it is there for: sampling in another number format is run that way. So a bound that is left is
     then a warning, and critical only where the effective sample size of the corrected weights is below ``ess_stop``.
+    The same holds of rollouts that are stale. In both cases a bound must be left for ``patience`` rollouts in a row,
+    unless the effective sample size is below ``ess_stop``: where a gap is meant, one rollout of it is nothing.
 
     Weights one or two rollouts old differ too little for absolute bounds. So the mean gap of log-probabilities is also
-    compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone.
+    compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone. On-policy,
+    a gap above :data:`DRIFT` times that for twice ``patience`` rollouts is a warning, and above ``growth`` times it is
+    critical.
 
     Args:
         weight: lower and upper bound of the mean weight c = pi_old / pi_sampler. This and the next four are the healthy

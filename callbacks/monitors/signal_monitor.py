@@ -31,7 +31,8 @@ class SignalMonitor(ThresholdMonitor):
     """Monitor of groups without a gradient, of the batch that is left, and of rewards that contradict themselves.
 
     Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
-    is lost; only ``info`` where most of them are solved), ``all_wrong`` (the share without any correct completion is
+    is lost; only ``info`` where most of them are solved, unless hardly any group has had a gradient for ``patience``
+    rollouts: such a run learns nothing more), ``all_wrong`` (the share without any correct completion is
     above ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts, unless other rewards still give most of
     these groups a gradient), ``small_batch`` (fewer than ``batch`` groups with a gradient), ``reward_noise`` (equal
     completions to one prompt get different rewards, or different advantages), ``reward_inverted`` (better completions
