@@ -91,7 +91,7 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
             "policy/ratio_gap": noisy(0.02, 1.0),
             "policy/approx_kl_k3": abs(noisy(0.002, 1.0)),
             "policy/kl_ref_k3": abs(noisy(0.001 * (1 + 50 * done), 1.0)),
-            "policy/step_kl": abs(noisy(0.002, 1.0)),
+            "policy/step_kl": float(draw.lognormal(math.log(4e-4), 0.5)),
             "policy/delta_prob_abs": abs(noisy(0.01, 0.5)),
             "policy/clip_frac/low": abs(noisy(0.01, 1.0)),
             "policy/clip_frac/high": abs(noisy(0.01, 1.0)),

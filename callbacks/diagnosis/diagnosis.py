@@ -67,9 +67,9 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     """Make one diagnosis of all findings that hold at one time; without findings return None.
 
     Among the gravest findings the one that comes first in the order of decision
-    (:attr:`lit_grpo.callbacks.FindingKind.rank`) gives the name. If that is a symptom, the first cause that is seen at
-    the same time and began no later gives the name instead, even where it is only a warning; the severity stays that of
-    the gravest finding. All findings are evidence.
+    (:attr:`lit_grpo.callbacks.FindingKind.rank`) gives the name. If that is a symptom, the first cause that holds at
+    the same time, and had begun when the symptom was raised, gives the name instead, even where it is only a warning.
+    The severity stays that of the gravest finding, and all findings are evidence.
     """
     if not findings:
         return None

@@ -44,9 +44,9 @@ class MismatchMonitor(Monitor):
     unless the effective sample size is below ``ess_stop``: where a gap is meant, one rollout of it is nothing.
 
     Weights one or two rollouts old differ too little for absolute bounds. So the mean gap of log-probabilities is also
-    compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone. On-policy,
-    a gap above :data:`DRIFT` times that for twice ``patience`` rollouts is a warning, and above ``growth`` times it is
-    critical.
+    compared with the first rollout's, when both sides hold the initial weights and the gap is rounding alone. A gap
+    above :data:`DRIFT` times that for twice ``patience`` rollouts on-policy is a warning, and above ``growth`` times it
+    is critical.
 
     Args:
         weight: lower and upper bound of the mean weight c = pi_old / pi_sampler. This and the next four are the healthy

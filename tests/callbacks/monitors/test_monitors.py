@@ -194,7 +194,12 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("RewardHackingMonitor", "format_lost", "warning", grows(reward__format=0.7)),
     ("ThresholdMonitor", "repetition", "critical", grows(completions__repetition_frac=0.8)),
     ("ThresholdMonitor", "repetition", "critical", grows(completions__top_token_frac=0.9)),
-    ("ThresholdMonitor", "repetition", "warning", lambda k: {"completions/longest_run_frac": 0.9} if k == 5 else {}),
+    (
+        "ThresholdMonitor",
+        "repetition",
+        "warning",
+        lambda k: {"completions/longest_run_frac": 0.9} if 5 <= k < 8 else {},
+    ),
     ("RewardMonitor", "reward_falling", "warning", grows(reward=ramp(0.8, 0.65, 30))),
     ("RewardMonitor", "reward_chaotic", "warning", lambda k: {"reward": 0.5 + 0.3 * (-1) ** k}),
     ("EntropyMonitor", "entropy_spent", "info", grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.75)),
@@ -204,6 +209,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
         "warning",
         grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.5, groups__all_wrong_frac=0.4),
     ),
+    ("StepSizeMonitor", "step_growing", "warning", grows(policy__step_kl=lambda k: 4e-4 if k <= 8 else 0.1)),
     ("StepSizeMonitor", "step_too_large", "critical", grows(policy__step_kl=0.5)),
     ("StepSizeMonitor", "step_too_large", "warning", grows(policy__step_kl=0.05, policy__entropy=0.3)),
     ("ThresholdMonitor", "empty_completions", "warning", grows(completions__empty_frac=0.8)),
@@ -282,7 +288,7 @@ def test_without_a_verdict_nothing_is_said_of_solved_prompts():
 def test_every_monitor_and_every_kind_is_tried():
     assert {name for name, *_ in TROUBLES} == set(monitors.__all__)
     tried = {kind for _, kind, *_ in TROUBLES}
-    # What has tests of its own below is left out here; a kind that nothing tries shows.
+    # What has tests of its own, below or in test_causes.py, is left out here; a kind that nothing tries shows.
     declared = {kind.name for name in monitors.__all__ for kind in getattr(monitors, name).findings}
     declared |= {rule.name for rule in RULES}
     assert declared - tried == {
@@ -292,6 +298,9 @@ def test_every_monitor_and_every_kind_is_tried():
         "tn_nl",
         "held_out_flat",
         "reward_flat",
+        "never_ended",
+        "entropy_paid",
+        "entropy_punished",
     }
     assert tried <= declared
 
@@ -327,8 +336,14 @@ def test_the_order_of_decision_is_clear_and_every_diagnosis_is_described():
     ],
 )
 def test_a_token_normaliser_swaps_the_sign_of_the_length(kind, change):
-    findings = replay(monitors.CollapseDetector(token_normalised=True), changed(change))
+    """The reward stands a sixth below its best: at its best these would be signs of learning."""
+
+    def lost(k: int) -> dict[str, float]:
+        return change(k) | {"reward": 0.68}
+
+    findings = replay(monitors.CollapseDetector(token_normalised=True), changed(lost))
     assert [f.kind for f in findings] == [kind]
+    assert replay(monitors.CollapseDetector(token_normalised=True), changed(change)) == []
 
 
 @pytest.mark.parametrize("key", ["policy/ratio_gap", "policy/clip_frac/low"])
