@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
 from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, FindingKind
@@ -68,7 +68,8 @@ class StepSizeMonitor(Monitor):
         if now is None:
             return
         bound = max(self.large, self.share * (self.history.mean("policy/entropy", self.window) or 0.0))
-        values, severity = self.history.window(KEY, self.window), cast(Severity, "warning")
+        values = self.history.window(KEY, self.window)
+        severity: Severity = "warning"
         if self.history.holds(KEY, self.at_once, lambda value: value > self.huge):
             values, bound, severity = values[-self.at_once :], self.huge, "critical"
         elif now > max(2 * self.huge, bound):

@@ -64,7 +64,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def side_by_side(todo: Sequence[SecondJob], args: argparse.Namespace) -> int:
     """Run jobs as processes, at most ``--jobs`` at once; 1 if any of them failed, else 0."""
     jobs = args.jobs or min((SETTINGS[CASES[job.name].setting].jobs for job in todo), default=1)
-    waiting, running, failed = list(todo), {}, 0
+    waiting, failed = list(todo), 0
+    running: dict[subprocess.Popen[bytes], SecondJob] = {}
     began = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     args.record.mkdir(parents=True, exist_ok=True)

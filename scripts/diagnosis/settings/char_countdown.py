@@ -51,8 +51,9 @@ class CharCountdown(Setting):
         return PolicyConfig(path=str(models / self.name), share_prompts=False)
 
     def source(self, held_out: bool = False) -> PromptSource:
-        sizes = {"n": HELD_OUT} if held_out else {"n": 600, "skip": HELD_OUT}
-        return CountdownPrompts(numbers=[2, 3], largest=20, targets=[1, 60], template="{numbers}{target}:", **sizes)
+        n, skip = (HELD_OUT, 0) if held_out else (600, HELD_OUT)
+        form = "{numbers}{target}:"
+        return CountdownPrompts(n=n, skip=skip, numbers=[2, 3], largest=20, targets=[1, 60], template=form)
 
     def rewards(self) -> list[Reward]:
         return [CountdownReward()]

@@ -1,4 +1,4 @@
-"""Findings that tell a cause before its signs: the size of steps, the objective's own terms, an end that never comes."""
+"""Causes are told before their signs: the size of steps, the objective's own terms, an end that never comes."""
 
 from __future__ import annotations
 
