@@ -199,7 +199,7 @@ def test_negatives_alone_that_cut_more_and_more_completions_are_told_before_the_
 # What is learned looks like a collapse.
 
 
-@pytest.mark.parametrize("scale", [(1.0, 0.0), (20.0, 0.0), (2.0, -1.0), (1.0, -1.0)])
+@pytest.mark.parametrize("scale", [(1.0, 0.0), (20.0, 0.0), (2.0, -1.0), (1.0, -1.0), (1.0, -0.8)])
 def test_a_signature_says_nothing_while_the_reward_is_at_its_best(scale):
     """Entropy, length and diversity fall together; the reward rises from 0.3 to 0.8 of its scale, or falls back."""
     factor, shift = scale
