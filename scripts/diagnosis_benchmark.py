@@ -6,6 +6,7 @@
     python scripts/diagnosis_benchmark.py --record traces                       # also each run's metrics, to replay
     python scripts/diagnosis_benchmark.py --replay traces                       # the monitors on them, in seconds
     python scripts/diagnosis_benchmark.py --bench 2 --setting char_tags --record traces  # the second benchmark's runs
+    python scripts/diagnosis_benchmark.py --bench 2 --replay tests/scripts/diagnosis/second_traces  # judged, in seconds
 
 All runs are the task two_form_addition, one thread each, many side by side. A run is written to --out (JSON lines) when
 it has ended, and what is there is not run again: the command can be cut and repeated. Sabotages are made from outside

@@ -33,6 +33,16 @@ USABLE = 40
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.replay:
+        from scripts.diagnosis.second_scoring import replay, report, summary
+
+        runs = [replay(path) for path in sorted(args.replay.glob("*.json.gz"))]
+        for half in dict.fromkeys(run["half"] for run in runs):
+            of_half = [run for run in runs if run["half"] == half]
+            print(f"\n## {half}\n\n{report(of_half)}\n\n{json.dumps(summary(of_half))}")
+        return 0
+    if args.record is None:
+        raise SystemExit("give --record DIR to record runs, or --replay DIR to judge recorded ones")
     if args.job:
         name, seed = args.job
         job = SecondJob(name, int(seed), HALVES[CASES[name].setting].get(int(seed), "fresh"))
@@ -51,7 +61,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", default=["tuning", "heldout"], choices=("tuning", "heldout"))
     parser.add_argument("--only", nargs="+", metavar="KIND")
     parser.add_argument("--jobs", type=int, help="runs side by side; left out: as many as the setting allows")
-    parser.add_argument("--record", type=Path, required=True, metavar="DIR", help="where traces are put")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="where traces are put")
+    parser.add_argument("--replay", type=Path, metavar="DIR", help="train nothing: run the monitors over recorded runs")
     parser.add_argument(
         "--models", type=Path, default=ROOT / "models", help="folder of the models that runs begin from"
     )

@@ -1,0 +1,80 @@
+"""Judge what the monitors say of the second benchmark's recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lit_grpo.callbacks import HealthMonitor
+from lit_grpo.callbacks.monitors.facts import facts_of
+from lit_grpo.objectives.objective import Objective
+from scripts.diagnosis.recording import read_trace
+from scripts.diagnosis.scoring import judge
+from scripts.diagnosis.second_cases import CASES
+
+COUNTS = frozenset({"truncation", "no_signal"})
+"""Warnings that state an exact count, such as that most completions were cut: they are true of healthy runs too, so
+they are no false alarms, and no detection of anything else."""
+
+
+def replay(path: Path) -> dict[str, Any]:
+    """Show a recorded run to the monitors, and judge what they say.
+
+    Returns:
+        What :func:`scripts.diagnosis.scoring.judge` returns, ``name``, ``seed``, ``half`` and ``state``: ``healthy``,
+        ``sick``, or ``unharmed`` for a sabotage that did no harm in this run, which neither counts.
+    """
+    trace = read_trace(path)
+    case, monitor = CASES[trace["name"]], HealthMonitor()
+    settings = dict(trace["facts"]["objective"])
+    module = SimpleNamespace(objective=Objective.from_recipe(settings.pop("recipe"), **settings))
+    for one in monitor.monitors:
+        one.facts = facts_of(module)
+    said = [monitor.observe(step, metrics)[1] for step, metrics in enumerate(trace["metrics"], 1)]
+    alarms = [diagnosis.to_dict() for diagnosis in said if diagnosis is not None]
+    alarms = [a for a in alarms if a["severity"] == "critical" or a["diagnosis"] not in COUNTS - case.right]
+    found = judge(case, trace["correct"], trace["start"], alarms)
+    unharmed = not case.healthy and case.onset == "reward" and found["onset"] is None
+    state = "healthy" if case.healthy else "unharmed" if unharmed else "sick"
+    return {"name": trace["name"], "seed": trace["seed"], "half": trace["seeds"], "state": state, **found}
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
+    """Sum up judged runs: shares of the sick ones, counts of the healthy ones."""
+    sick = [run for run in runs if run["state"] == "sick"]
+    healthy = [run for run in runs if run["state"] == "healthy"]
+    fell = [run for run in sick if run["lost"] is not None]
+
+    def share(of: Sequence[Mapping[str, Any]], key: str) -> float | None:
+        return sum(bool(run[key]) for run in of) / len(of) if of else None
+
+    return {
+        "sick": len(sick),
+        "healthy": len(healthy),
+        "unharmed": len(runs) - len(sick) - len(healthy),
+        "recall": share(sick, "detected"),
+        "right": share(sick, "right"),
+        "fell": len(fell),
+        "in_time": share(fell, "in_time"),
+        "false_stops": sum(run["false_stop"] for run in healthy),
+        "runs_with_untrue_warnings": sum(run["false_alarms"] > 0 for run in healthy),
+    }
+
+
+def report(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Write one line a run as a Markdown table."""
+    lines = [
+        "| run | seed | is | called | alarm | onset | a fifth lost |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        right = "healthy" if run["state"] == "healthy" else " or ".join(run["expected"])
+        right += " (unharmed)" if run["state"] == "unharmed" else ""
+        called = "-" if run["diagnosis"] is None else f"{run['diagnosis']} ({run['severity']}, {run['verdict_step']})"
+        if run["state"] == "healthy" and run["all"]:
+            called = ", ".join(f"{name} ({severity}, {step})" for step, name, severity in run["all"])
+        cells = [run["name"], run["seed"], right, called, run["step"], run["onset"], run["lost"]]
+        lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
