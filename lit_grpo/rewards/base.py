@@ -136,8 +136,8 @@ def judges_of(rewards: Sequence[Reward]) -> str | None:
         return None
     others = ", ".join(repr(reward.name) for reward in able[1:])
     return (
-        f"correct is what the reward {able[0].name!r} says (from {able[0].correct_threshold:g} on), the first that can; "
-        f"{others} could say it too: list first what judges, or set correct_threshold: null for what does not"
+        f"correct is what the reward {able[0].name!r} says, from {able[0].correct_threshold:g} on, the first that can; "
+        f"{others} could too: list first what judges, or set correct_threshold: null for what does not"
     )
 
 

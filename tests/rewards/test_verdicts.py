@@ -103,6 +103,6 @@ def test_where_several_rewards_could_judge_it_is_said_which_does() -> None:
     said = judges_of([one, two])
     assert said is not None
     assert "'first'" in said
-    assert "'second' could say it too" in said
+    assert "'second' could too" in said
     one.correct_threshold = None
     assert judges_of([one, two]) is None
