@@ -41,8 +41,8 @@ def replay(path: Path) -> dict[str, Any]:
     return {"name": trace["name"], "seed": trace["seed"], "half": trace["seeds"], "state": state, **found}
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
-    """Sum up judged runs: shares of the sick ones, counts of the healthy ones."""
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum up judged runs: shares of the sick ones (None where there is none), counts of the healthy ones."""
     sick = [run for run in runs if run["state"] == "sick"]
     healthy = [run for run in runs if run["state"] == "healthy"]
     fell = [run for run in sick if run["lost"] is not None]

@@ -97,7 +97,7 @@ def test_a_limit_clips_the_gradient_of_one_step_and_takes_it():
         return {"optim/grad_norm": 0.01}
 
     class Norms(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
             seen.append(float(torch.cat(gradients).norm()))
             super().step(closure)

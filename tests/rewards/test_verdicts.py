@@ -98,7 +98,8 @@ def test_what_a_reward_can_add_to_the_total(weight: float, expected: tuple[float
 
 
 def test_where_several_rewards_could_judge_it_is_said_which_does() -> None:
-    one, two = Graded(name="first"), Graded(name="second")
+    one: Reward = Graded(name="first")
+    two: Reward = Graded(name="second")
     assert judges_of([one]) is None
     said = judges_of([one, two])
     assert said is not None
