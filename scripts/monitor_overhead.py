@@ -26,10 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-AUDITS = {
-    "lit_grpo.module": ("add_audit_metrics",),
-    "lit_grpo.learner.optimizer_step": ("add_direction", "gradient_cosine", "update_size"),
+TIMED = {
+    "audit": {
+        "lit_grpo.module": ("add_audit_metrics",),
+        "lit_grpo.learner.optimizer_step": ("add_direction", "gradient_cosine", "update_size"),
+    },
+    "step_kl": {"lit_grpo.module": ("measure_step",)},
 }
+"""Functions by what they are counted as: metrics that need no pass, and the pass after the last update."""
 
 
 class Clock:
@@ -61,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     whole = statistics.median(s["rollout"] for s in seconds)
     print(f"a rollout takes {whole:.2f} s (median of {len(seconds)})")
     total = 0.0
-    for key in ("monitors", "audit"):
+    for key in ("monitors", "audit", "step_kl"):
         spent = statistics.median(s.get(key, 0.0) for s in seconds)
         total += spent
         print(f"{key}: {1000 * spent:.1f} ms, {100 * spent / whole:.3f} %")
@@ -102,11 +106,12 @@ def measure(model: str, rollouts: int) -> list[dict[str, float]]:
         setattr(monitor, hook, clock.timed("monitors", getattr(monitor, hook)))
     prompts = AdditionPrompts(digits=1, template="What is {a} + {b}? Answer with just the number.")
     with ExitStack() as stack:
-        for name, functions in AUDITS.items():
-            module = importlib.import_module(name)
-            for function in functions:
-                wrapped = clock.timed("audit", getattr(module, function))
-                stack.enter_context(mock.patch.object(module, function, wrapped))
+        for key, modules in TIMED.items():
+            for name, functions in modules.items():
+                module = importlib.import_module(name)
+                for function in functions:
+                    wrapped = clock.timed(key, getattr(module, function))
+                    stack.enter_context(mock.patch.object(module, function, wrapped))
         trainer = pl.Trainer(
             max_epochs=1,
             accelerator="cpu",
