@@ -67,9 +67,9 @@ class EntropyMonitor(Monitor):
 
     ``entropy_paid`` and ``entropy_punished`` name the objective's own entropy term as the cause. Where the module says
     that it has one (:attr:`lit_grpo.callbacks.monitors.facts.Facts.entropy_coef`), and the entropy of three rollouts
-    (more, where they have few groups) lies beyond ``driven`` times that of the first three, in the direction in which the term pushes, the finding is a
-    warning. It is critical where the reward has fallen, or where a bonus has brought the entropy above ``high`` times
-    that bound. Without facts about the objective neither is raised.
+    (more, where they have few groups) lies beyond ``driven`` times that of the first three, in the direction in which
+    the term pushes, the finding is a warning. It is critical where the reward has fallen, or where a bonus has brought
+    the entropy above ``high`` times that bound. Without facts about the objective neither is raised.
 
     Args:
         threshold: entropy in nats that H must not cross from below: ln 2, below which one token has the majority
