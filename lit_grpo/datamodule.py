@@ -22,7 +22,7 @@ from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
-from lit_grpo.rewards.base import primary_reward, weighted_range
+from lit_grpo.rewards.base import judges_of, primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
@@ -180,6 +180,8 @@ class RolloutDataModule(pl.LightningDataModule):
                     remedy="set data.engine.sleep: 0, or model.max_staleness: 0",
                 )
             primary = primary_reward(self.rewards)
+            if (chosen := judges_of(self.rewards)) is not None:
+                rank_zero_info(f"data.rewards: {chosen}.")
             learner.connect(
                 RunContext(
                     rollouts=self.rollouts * max(1, trainer.max_epochs or 1),

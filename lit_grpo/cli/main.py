@@ -194,3 +194,7 @@ def _show(error: UserError, command: str) -> None:
     # What the command has printed comes first where both streams go to one file.
     sys.stdout.flush()
     print(render(error, command), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

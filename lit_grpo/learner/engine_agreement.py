@@ -172,7 +172,7 @@ class FirstUpdate:
             rank_zero_warn(
                 f"{share:.0%} of the first completions were cut by the length limit before they ended: raise "
                 "data.sampling.max_new_tokens, check that the model knows the end token (engine and tokenizer), or use "
-                "its chat template (data.format.template)."
+                "its chat template (data.format.chat_template)."
             )
 
 

@@ -19,7 +19,8 @@ def check_parts(o: Objective) -> None:
         refuse("trust_region", f"the trust region {o.trust_region.kind!r} bounds a ratio, but the ratio is 'none'")
     if (o.ratio == "geometric") != o.trust_region.per_sequence and o.trust_region.kind != "custom":
         refuse("ratio", f"the ratio {o.ratio!r} does not fit the trust region {o.trust_region.kind!r}: "
-                "'geometric' goes with gmpo and rspo, and they with it")  # fmt: skip
+                "'geometric' goes with gmpo and rspo, and they with it",
+                "leave ratio out, or take a recipe whose trust region bounds such a ratio")  # fmt: skip
     if o.trust_region.per_sequence and o.varies_by_token:
         refuse(
             "trust_region",

@@ -129,6 +129,18 @@ def weighted_range(reward: Reward) -> tuple[float, float]:
     return min(ends), max(ends)
 
 
+def judges_of(rewards: Sequence[Reward]) -> str | None:
+    """Say which of several rewards decides what is right; None where there is no choice to be made."""
+    able = [reward for reward in rewards if reward.correct_threshold is not None]
+    if len(able) < 2:
+        return None
+    others = ", ".join(repr(reward.name) for reward in able[1:])
+    return (
+        f"correct is what the reward {able[0].name!r} says, from {able[0].correct_threshold:g} on, the first that can; "
+        f"{others} could too: list first what judges, or set correct_threshold: null for what does not"
+    )
+
+
 def total_range(rewards: Sequence[Reward]) -> tuple[float, float]:
     """Return the least and greatest weighted sum of the rewards; infinite where a reward does not state its range."""
     ends = [weighted_range(reward) for reward in rewards]

@@ -321,3 +321,21 @@ def test_what_the_line_says_of_missing_answers() -> None:
     source = InMemoryPrompts([{"question": "q"}])
     source.rows()
     assert source.columns_taken() == ["memory (columns): prompt from question (text), no answer, 1 row"]
+
+
+def test_rows_that_are_not_laid_out_like_the_first_are_named() -> None:
+    rows: list[Any] = [{"question": "q", "answer": "3"}, {"question": "r", "answer": "1 + 1 = 2\n#### 2"}]
+    error = refused(InMemoryPrompts(rows))
+    assert "ends in '#### ...', and that of the first row does not" in error.what
+    assert "row 2" in str(error.where)
+    assert InMemoryPrompts(rows, layout="columns", question_column="question").rows()[1].answer == "1 + 1 = 2\n#### 2"
+    other: list[Any] = [{"prompt": "q", "answer": "3"}, {"question": "r", "answer": "4"}]
+    assert (
+        "the row has no column 'prompt'; its columns are 'question', 'answer'" in refused(InMemoryPrompts(other)).what
+    )
+
+
+def test_of_several_golds_the_error_says_how_to_take_one() -> None:
+    row = {"prompt": "q", "answer": ["2", "two"]}
+    assert "answer_column: answer.0" in str(refused(InMemoryPrompts([row])).remedy)
+    assert read(row, answer_column="answer.0").answer == "2"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_grpo.rewards import ExactMatch, FormatReward, FunctionReward, Reward, RewardBySource, SourceReward
-from lit_grpo.rewards.base import flipped_totals, total_range, verdicts, weighted_range
+from lit_grpo.rewards.base import flipped_totals, judges_of, total_range, verdicts, weighted_range
 from lit_grpo.types import Score
 
 
@@ -95,3 +95,14 @@ def test_what_a_reward_can_add_to_the_total(weight: float, expected: tuple[float
     assert total_range([Graded(weight=weight), FormatReward()]) == (expected[0], expected[1] + 10)
     assert weighted_range(Reversed(weight=0.0)) == (0.0, 0.0)
     assert weighted_range(Reversed()) == (-math.inf, math.inf)
+
+
+def test_where_several_rewards_could_judge_it_is_said_which_does() -> None:
+    one, two = Graded(name="first"), Graded(name="second")
+    assert judges_of([one]) is None
+    said = judges_of([one, two])
+    assert said is not None
+    assert "'first'" in said
+    assert "'second' could too" in said
+    one.correct_threshold = None
+    assert judges_of([one, two]) is None

@@ -13,6 +13,7 @@ from typing import Any
 from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.data.sources.layout import (
     AUTO,
+    MISSING,
     Layout,
     LayoutName,
     behind_hashes,
@@ -206,6 +207,12 @@ class TableSource(PromptSource):
             gold = str(matches[-1]).strip() if matches else None
         else:
             gold = behind_hashes(whole) if columns.hashes else whole
+            if self.layout == AUTO and not columns.hashes and behind_hashes(whole) is not None:
+                raise UserError(
+                    f"the answer in column {columns.answer!r} ends in '#### ...', and that of the first row does not",
+                    where=where,
+                    remedy="set layout: gsm8k if the answer stands behind ####, or layout: columns to take it all",
+                )
         if gold is None:
             looked_for = self.answer_pattern.pattern if self.answer_pattern is not None else "#### 42"
             raise UserError(
@@ -232,7 +239,13 @@ class TableSource(PromptSource):
         self, column: str, record: Mapping[str, Any], where: str
     ) -> tuple[str, tuple[Message, ...] | None]:  # fmt: skip
         """Return the text of the question, and the messages where it is a chat."""
-        question = value_of(record, column)
+        question = value_of(record, column, MISSING)
+        if question is MISSING:
+            raise UserError(
+                f"the row has no column {column!r}; its columns are {columns_of(record)}",
+                where=where,
+                remedy="mend or remove the row: all rows of a file are laid out like its first",
+            )
         if _is_missing(question) or (isinstance(question, str) and not question.strip()):
             raise UserError(f"the prompt in column {column!r} is empty", where=where, remedy="mend or remove the row")
         if is_chat(question):
@@ -359,12 +372,15 @@ def _text(value: Any, column: str, where: str, what: str) -> str:
     # bool is a subclass of int; how true, a list or a mapping is to be written as an answer would be a guess.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
+    remedy = "write it as text, several answers as one comma-separated text"
+    if isinstance(value, Mapping) and value:
+        remedy = f"name a column inside it: answer_column: {column}.{next(iter(value))}"
+    elif isinstance(value, list) and len(value) > 1:
+        remedy = f"take the first of them (answer_column: {column}.0), or write them as one comma-separated text"
     raise UserError(
         f"the {what} in column {column!r} is neither text nor a number but {type(value).__name__}",
         where=where,
-        remedy=f"name a column inside it: answer_column: {column}.{next(iter(value))}"
-        if isinstance(value, Mapping) and value
-        else "write it as text, several answers as one comma-separated text",
+        remedy=remedy,
     )
 
 

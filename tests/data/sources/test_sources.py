@@ -127,7 +127,7 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
         (b'{"prompt": ""}', "the prompt in column 'prompt' is empty"),
         (b'{"prompt": " \\n"}', "the prompt in column 'prompt' is empty"),
         (b'{"prompt": null}', "the prompt in column 'prompt' is empty"),
-        (b'{"answer": "5"}', "the prompt in column 'prompt' is empty"),
+        (b'{"answer": "5"}', "the row has no column 'prompt'; its columns are 'answer'"),
         (b'{"prompt": 5}', "is no text but int"),
         (b'{"prompt": {"role": "user"}}', "is no text but dict"),
         (b'{"prompt": []}', "is an empty list"),
