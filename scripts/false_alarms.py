@@ -3,6 +3,7 @@
 
     python scripts/false_alarms.py --runs 10 --rollouts 300
     python scripts/false_alarms.py --write docs/monitors.md     # puts the table between its marks
+    python scripts/false_alarms.py --entropy-coef -0.01         # of an objective with an entropy term
 
 A run is drawn, not trained. A policy that does not change, or gets slowly better, answers prompts of a difficulty of
 their own; from the single completions come the metrics that the learner would log. So the noise of each metric is that
@@ -29,6 +30,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from lit_grpo.callbacks import monitors  # noqa: E402
+from lit_grpo.callbacks.monitors.facts import Facts  # noqa: E402
 
 GROUP = 8
 BATCHES = (1, 8, 64)
@@ -151,11 +153,19 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
         yield out | held
 
 
-def count(prompts: int, scale: str, trend: str, runs: int, rollouts: int) -> Counter[tuple[str, str]]:
-    """Count findings of each (kind, severity) in healthy runs, all monitors with their defaults."""
+def count(
+    prompts: int, scale: str, trend: str, runs: int, rollouts: int, entropy_coef: float = 0.0
+) -> Counter[tuple[str, str]]:
+    """Count findings of each (kind, severity) in healthy runs, all monitors with their defaults.
+
+    Without an ``entropy_coef`` the monitors know nothing of an objective, as in a project of somebody else.
+    """
     found: Counter[tuple[str, str]] = Counter()
     for seed in range(runs):
         crew = monitors.all_monitors()
+        if entropy_coef:
+            for monitor in crew:
+                monitor.facts = Facts(entropy_coef=entropy_coef)
         for step, metrics in enumerate(healthy(prompts, scale, trend, rollouts, seed), 1):
             for monitor in crew:
                 found.update((f.kind, f.severity) for f in monitor.observe(step, metrics))
@@ -169,10 +179,10 @@ def is_false(kind: str, prompts: int, trend: str) -> bool:
     return kind not in TRUE_OF_NOISE and not (prompts == 1 and kind in TOO_SMALL_TO_HAVE_A_GRADIENT)
 
 
-def table(runs: int, rollouts: int) -> str:
+def table(runs: int, rollouts: int, entropy_coef: float = 0.0) -> str:
     """Make the table: false alarms per 1,000 rollouts by kind and severity, one column for each batch and scale."""
     columns = [(prompts, scale) for scale in SCALES for prompts in BATCHES]
-    by_trend = {(c, trend): count(*c, trend, runs, rollouts) for c in columns for trend in TRENDS}
+    by_trend = {(c, trend): count(*c, trend, runs, rollouts, entropy_coef) for c in columns for trend in TRENDS}
     counts = {c: sum((by_trend[c, trend] for trend in TRENDS), Counter()) for c in columns}
     every = len(TRENDS) * runs * rollouts / 1000
     kinds = sorted(
@@ -208,9 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10, help="of each trend, batch and scale")
     parser.add_argument("--rollouts", type=int, default=300, help="length of a run")
+    parser.add_argument("--entropy-coef", type=float, default=0.0, help="tell the monitors of this term in the loss")
     parser.add_argument("--write", type=Path, help="document whose table between the marks is replaced")
     args = parser.parse_args(argv)
-    text = table(args.runs, args.rollouts)
+    text = table(args.runs, args.rollouts, args.entropy_coef)
     if args.write is None:
         print(text)
         return 0

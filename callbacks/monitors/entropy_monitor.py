@@ -43,6 +43,8 @@ CROSSED = 1.2
 """Multiple of H_ini that an entropy above the threshold must have as well."""
 EARLY = 3
 """First rollouts whose entropy a term in the loss is measured against."""
+GROUPS_TO_BLAME = 24
+"""Groups whose entropy must lie beyond that bound, in three rollouts or in more where they are small."""
 
 
 class EntropyMonitor(Monitor):
@@ -65,9 +67,9 @@ class EntropyMonitor(Monitor):
 
     ``entropy_paid`` and ``entropy_punished`` name the objective's own entropy term as the cause. Where the module says
     that it has one (:attr:`lit_grpo.callbacks.monitors.facts.Facts.entropy_coef`), and the entropy of three rollouts
-    lies beyond ``driven`` times that of the first three, in the direction in which the term pushes, the finding is a
-    warning. It is critical where the reward has fallen, or where a bonus has brought the entropy above ``high`` times
-    that bound. Without facts about the objective neither is raised.
+    (more, where they have few groups) lies beyond ``driven`` times that of the first three, in the direction in which
+    the term pushes, the finding is a warning. It is critical where the reward has fallen, or where a bonus has brought
+    the entropy above ``high`` times that bound. Without facts about the objective neither is raised.
 
     Args:
         threshold: entropy in nats that H must not cross from below: ln 2, below which one token has the majority
@@ -124,6 +126,7 @@ class EntropyMonitor(Monitor):
         self.spent, self.bought = spent, bought
         self.patience, self.horizon, self.unsolved, self.driven = patience, horizon, unsolved, driven
         self.history.watch("policy/entropy", early=EARLY)
+        self.history.watch("groups/count")
         self.smooth, self.trend = smooth, trend
         self.initial_prompts, self.initial_rollouts = initial_prompts, initial_rollouts
         self.initial_entropy: float | None = None
@@ -151,8 +154,10 @@ class EntropyMonitor(Monitor):
     def _driven(self, step: int) -> Iterable[Finding]:
         """Look for an entropy that goes where the objective's own entropy term pushes it, far from its beginning."""
         coefficient, early = self.facts.entropy_coef, self.history.early.get("policy/entropy", [])
-        recent = self.history.window("policy/entropy", 3)
-        if not coefficient or len(early) < EARLY or len(recent) < 3:
+        # The entropy of one prompt's completions scatters by a fifth, and three rollouts of that are soon alike.
+        size = max(3, math.ceil(GROUPS_TO_BLAME / (self.history.last("groups/count") or GROUPS_TO_BLAME)))
+        recent = self.history.window("policy/entropy", size)
+        if not coefficient or len(early) < EARLY or len(recent) < size:
             return
         begun, now = median(early), median(recent)
         up = coefficient > 0
@@ -166,7 +171,7 @@ class EntropyMonitor(Monitor):
             "entropy_paid" if up else "entropy_punished",
             "critical" if lost or gone else "warning",
             f"entropy follows its own term in the loss: {begun:.3g} nats in the beginning, {now:.3g} now",
-            ("policy/entropy", 3, now, limit, begun),
+            ("policy/entropy", size, now, limit, begun),
             onset=self.history.began("policy/entropy", lambda value: (value > begun) == up, step),
         )
 

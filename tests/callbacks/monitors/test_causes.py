@@ -11,6 +11,7 @@ import pytest
 
 from lit_grpo.callbacks import HealthMonitor, monitors
 from lit_grpo.objectives import Objective
+from scripts import false_alarms
 from tests.callbacks.synthetic import healthy, replay
 
 Step = dict[str, float]
@@ -91,6 +92,27 @@ def test_an_entropy_that_follows_its_own_term_in_the_loss_is_told(coefficient, f
     monitor = knowing(monitors.EntropyMonitor(), entropy_coef=coefficient)
     found = [f for f in said(monitor, entropy_moves(factor), 60) if f[1] in ("entropy_paid", "entropy_punished")]
     assert found == ([] if kind is None else [(22, kind, "warning")])
+
+
+@pytest.mark.parametrize(("groups", "rollouts"), [(64, 3), (8, 3), (6, 4), (1, 24)])
+def test_an_entropy_term_is_blamed_by_24_groups_and_three_rollouts_at_least(groups, rollouts):
+    def told(lasting: int) -> list[tuple[int, str, str]]:
+        def at(t: int) -> Step:
+            moved = 20 <= t < 20 + lasting
+            return {"policy/entropy": 0.6 if moved else 0.4, "groups/count": float(groups)}
+
+        found = said(knowing(monitors.EntropyMonitor(), entropy_coef=0.5), at, 60)
+        return [f for f in found if f[1] == "entropy_paid"]
+
+    assert told(rollouts - 1) == []
+    assert told(rollouts) == [(19 + rollouts, "entropy_paid", "warning")]
+
+
+@pytest.mark.parametrize("coefficient", [0.01, -0.01])
+@pytest.mark.parametrize("prompts", false_alarms.BATCHES)
+def test_noise_is_not_taken_for_an_entropy_term(coefficient, prompts):
+    found = false_alarms.count(prompts, "0/1", "stationary", 3, 150, coefficient)
+    assert not {"entropy_paid", "entropy_punished"} & {kind for kind, _ in found}
 
 
 @pytest.mark.parametrize("factor", [1.4, 0.5])
