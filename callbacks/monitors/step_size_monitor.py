@@ -9,10 +9,13 @@ from typing import ClassVar
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
 from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 
 KEY = "policy/step_kl"
 EARLY, GROWN = 8, 10.0
 """First rollouts of a run, and multiple of their median step from which on steps have grown."""
+NOT_AT_ITS_BEST = 0.1
+"""Share of the best mean of two rewards that the newest must lack for steps of any size to be critical."""
 REMEDIES = (
     "lower the learning rate by the factor by which policy/step_kl is too large, or more",
     "take fewer updates on each rollout, or larger ones (data.prompts_per_rollout)",
@@ -27,8 +30,8 @@ class StepSizeMonitor(Monitor):
     model and objective. Finding: ``step_too_large``, a warning where ``window`` rollouts have a mean above ``large``
     and above ``share`` of the entropy, and a median above half of that (a mean alone follows the single tokens that a
     small model is sure of), or where one rollout is above twice ``huge``; critical where ``at_once`` rollouts in a row
-    are above ``huge``. Steps that are ten times those of the first eight rollouts are ``step_growing`` instead: a
-    symptom, for a rate that is too high is so from the beginning.
+    are above ``huge`` and the reward is not at its best. Steps that are ten times those of the first eight rollouts are
+    ``step_growing`` instead: a symptom, for a rate that is too high is so from the beginning.
 
     Recorded: Qwen2.5-Coder-0.5B on GSM8K has 2e-4 to 2e-3 in healthy runs (GRPO, DAPO, GSPO with four updates, PPO,
     LoRA, staleness 1), 0.01 to 0.1 at ten times the rate and 0.2 to 0.9 at thirty times. Character models that learn
@@ -44,7 +47,7 @@ class StepSizeMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = (KEY, "policy/entropy")
+    keys: ClassVar[tuple[str, ...]] = (KEY, "policy/entropy", *REWARDS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("step_too_large", LEARNING_RATE_TOO_HIGH, 565, REMEDIES),
         FindingKind("step_growing", LEARNING_RATE_TOO_HIGH, 568, REMEDIES),
@@ -72,7 +75,12 @@ class StepSizeMonitor(Monitor):
         values = self.history.window(KEY, self.window)
         severity: Severity = "warning"
         if self.history.holds(KEY, self.at_once, lambda value: value > self.huge):
-            values, bound, severity = values[-self.at_once :], self.huge, "critical"
+            values, bound = values[-self.at_once :], self.huge
+            # Steps of any size are worth having while the reward is at its best. Recorded: SmolLM2 goes from 9 % to
+            # 84 % of its sums right in three rollouts of 0.8 to 1.5 nats.
+            key = reward_key(self.history)
+            worse = not self.history.count(key) or self.history.lost(key, 2) > NOT_AT_ITS_BEST
+            severity = "critical" if worse else "warning"
         elif now > max(2 * self.huge, bound):
             values, bound = values[-1:], 2 * self.huge
         elif len(values) < self.window or fmean(values) <= bound or median(values) <= bound / 2:

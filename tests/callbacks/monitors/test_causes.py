@@ -313,3 +313,19 @@ def test_a_rule_on_a_count_needs_three_rollouts_and_is_critical_after_five():
     assert repeated(2) == []
     assert repeated(4) == [(22, "repetition", "warning")]
     assert repeated(5) == [(22, "repetition", "warning"), (24, "repetition", "critical")]
+
+
+def test_steps_of_any_size_are_worth_having_while_the_reward_is_at_its_best():
+    """The first rollouts of SmolLM2 on sums: three huge steps that teach it the task, and then the same without."""
+    kl = [0.79, 0.84, 1.55, 0.9, 0.8]
+    for rewards, severities in (
+        ([0.09, 0.5, 0.84, 0.86, 0.9], {"warning"}),
+        ([0.5, 0.3, 0.1, 0.0, 0.0], {"warning", "critical"}),
+    ):
+        monitor = monitors.StepSizeMonitor()
+        found = [
+            finding
+            for step, (value, reward) in enumerate(zip(kl, rewards, strict=True), 1)
+            for finding in monitor.observe(step, {"policy/step_kl": value, "reward": reward, "policy/entropy": 0.3})
+        ]
+        assert {finding.severity for finding in found} == severities

@@ -210,7 +210,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
         grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.5, groups__all_wrong_frac=0.4),
     ),
     ("StepSizeMonitor", "step_growing", "warning", grows(policy__step_kl=lambda k: 4e-4 if k <= 8 else 0.1)),
-    ("StepSizeMonitor", "step_too_large", "critical", grows(policy__step_kl=0.5)),
+    ("StepSizeMonitor", "step_too_large", "critical", grows(policy__step_kl=0.5, reward=0.1)),
     ("StepSizeMonitor", "step_too_large", "warning", grows(policy__step_kl=0.05, policy__entropy=0.3)),
     ("ThresholdMonitor", "empty_completions", "warning", grows(completions__empty_frac=0.8)),
     ("ThresholdMonitor", "no_answer", "info", grows(completions__no_answer_frac=0.95)),
