@@ -11,12 +11,13 @@ import pytest
 @pytest.fixture(autouse=True)
 def messages_reach_the_test() -> None:
     """Undo what an earlier test of the same process may have left: another rank, or a logger that keeps to itself."""
-    # Lightning says nothing on ranks above 0, and remembers the rank of the last strategy; its logger does not
-    # propagate where it was imported before there was a handler. Looked up, for not every test imports it.
+    # Lightning says nothing on ranks above 0, and remembers the rank of the last strategy; its loggers do not
+    # propagate where they were made before there was a handler. Looked up, for not every test imports it.
     module = sys.modules.get("lightning.fabric.utilities.rank_zero")
     if module is not None:
         module.rank_zero_only.rank = 0
-        logging.getLogger("lightning.pytorch").propagate = True
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).propagate = True
 
 
 @pytest.fixture(scope="session")
