@@ -15,7 +15,7 @@ from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
 from lit_grpo.callbacks.diagnosis.holding import HoldingFindings
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
-from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.diagnosis.remedies import Remedy, scale_learning_rate
 from lit_grpo.callbacks.monitors import all_monitors
 from lit_grpo.callbacks.monitors.monitor import Monitor, read_metrics, trained_rollouts
 from lit_grpo.callbacks.notify import Notifier, Notify, diagnosis_message, end_message
@@ -103,6 +103,8 @@ class HealthMonitor(pl.Callback):
         """Rollouts trained on in the checkpoint of each rollback so far."""
         self.adjusted: list[str] = []
         """Names of the diagnoses that were answered by an adjustment."""
+        self._scales: list[float] = []
+        """Factors on the learning rate of all remedies so far, in order."""
         self._changed: list[dict[str, Any]] = []
         """Changes of the objective so far, in order, which a run that is resumed needs again."""
         # Monitors raise alarms in the middle of a batch's callbacks; the others must have seen the batch first.
@@ -360,7 +362,12 @@ class HealthMonitor(pl.Callback):
         left_at = trained_rollouts(trainer)
         checkpoint = restore(trainer, pl_module, self.ring.path(decided.target), self._after_all)
         # This callback survives the rollback and its monitors do not: their histories go back with the run.
-        self._restore_monitors(checkpoint["callbacks"][self.state_key])
+        state = checkpoint["callbacks"][self.state_key]
+        self._restore_monitors(state)
+        # A checkpoint from before a remedy has the rates from before it, and the run would go wrong again just as it
+        # did: what has been learned about the rate is kept.
+        for scale in self._scales[len(state["scales"]) :]:
+            scale_learning_rate(trainer, scale)
         self.ring.drop_after(trainer, decided.target)
         self.targets.append(decided.target)
         event = {
@@ -393,6 +400,7 @@ class HealthMonitor(pl.Callback):
         if reason and trainer.is_global_zero:
             log.warning("the learning rate is lowered, and the objective stays as it is: %s", reason)
         applied.apply(trainer, pl_module)
+        self._scales.append(applied.lr_scale)
         if applied.objective:
             self._changed.append(dict(applied.objective))
         if self._journal is not None:
@@ -410,6 +418,7 @@ class HealthMonitor(pl.Callback):
             "targets": list(self.targets),
             "adjusted": list(self.adjusted),
             "changed": [dict(changes) for changes in self._changed],
+            "scales": list(self._scales),
             "holding": self._holding.state(),
             "notified": dict(self._notified),
         }
@@ -419,6 +428,7 @@ class HealthMonitor(pl.Callback):
         self.ring.saved = list(state_dict["saved"])
         self.targets, self.adjusted = list(state_dict["targets"]), list(state_dict["adjusted"])
         self._changed = [dict(changes) for changes in state_dict["changed"]]
+        self._scales = list(state_dict["scales"])
         self._holding.restore(state_dict["holding"])
         self._notified = dict(state_dict["notified"])
 

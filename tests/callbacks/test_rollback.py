@@ -237,6 +237,27 @@ def test_back_to_the_very_start(tmp_path):
     assert len(recorder.metrics) == 4 + ROLLOUTS
 
 
+def test_a_second_return_keeps_what_the_first_has_lowered(tmp_path):
+    """Otherwise the run would go wrong again just as it did: the checkpoint is from before both remedies."""
+
+    class Twice(Kick):
+        def __init__(self) -> None:
+            super().__init__(3, "")
+            self.rates: list[float] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            group = trainer.optimizers[0].param_groups[0]
+            if batch_idx == 0:
+                self.rates.append(group["lr"])
+            if batch_idx == self.at and len(self.rates) < 3:
+                group["lr"] = 50.0
+
+    kick, watcher = Twice(), health(monitors=[Alarm(onset=1)])
+    fit(tmp_path, kick, watcher)
+    assert watcher.targets == [0, 0]
+    assert kick.rates == pytest.approx([1e-2, 5e-3, 2.5e-3])
+
+
 def test_the_ring_is_pruned_and_gone_at_the_end(tmp_path):
     class Look(pl.Callback):
         seen: ClassVar[list[list[str]]] = []
