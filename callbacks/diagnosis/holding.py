@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import finding_kind
 
 
 class HoldingFindings:
@@ -21,7 +20,7 @@ class HoldingFindings:
 
     def update(self, step: int, findings: Iterable[Finding]) -> list[dict[str, Any]]:
         """Take the findings that hold at a step, and return the entries of an ``over`` event for each that ended."""
-        now = {(f.monitor, f.kind): (finding_kind(f.kind).diagnosis.name, f.step) for f in findings}
+        now = {(f.monitor, f.kind): (f.about.diagnosis.name, f.step) for f in findings}
         ended = [(key, value) for key, value in self.since.items() if key not in now]
         self.since = now
         return [
