@@ -46,9 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.job:
         name, seed = args.job
         job = SecondJob(name, int(seed), HALVES[CASES[name].setting].get(int(seed), "fresh"))
-        return 0 if record(job, args.models, args.record, args.rollouts) != "error" else 1
+        return 0 if record(job, args.models, args.record, args.rollouts, rollback=args.rollback) != "error" else 1
     jobs = second_plan(args.setting, args.seeds, args.only)
-    todo = [job for job in jobs if not is_recorded(trace_path(args.record, job))]
+    if args.rollback:
+        todo = [job for job in jobs if not rollback_path(args.record, job).exists()]
+    else:
+        todo = [job for job in jobs if not is_recorded(trace_path(args.record, job))]
     print(f"{len(todo)} of {len(jobs)} runs to do", file=sys.stderr, flush=True)
     for name in dict.fromkeys(CASES[job.name].setting for job in todo):
         SETTINGS[name].prepare(args.models)
@@ -67,6 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--models", type=Path, default=ROOT / "models", help="folder of the models that runs begin from"
     )
     parser.add_argument("--rollouts", type=int, help="in place of each setting's own length")
+    parser.add_argument("--rollback", action="store_true", help="let a HealthMonitor return to checkpoints")
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds from the start of one run to the next")
     parser.add_argument("--job", nargs=2, metavar=("CASE", "SEED"), help="record this one run in this process")
     return parser.parse_args(argv)
@@ -88,7 +92,9 @@ def side_by_side(todo: Sequence[SecondJob], args: argparse.Namespace) -> int:
                 command += ["--job", job.name, str(job.seed), "--record", str(args.record)]
                 command += ["--models", str(args.models)]
                 command += ["--rollouts", str(args.rollouts)] if args.rollouts else []
-                with (args.record / f"{job.name}_seed{job.seed}.log").open("w") as log:
+                command += ["--rollback"] if args.rollback else []
+                kind = "rollback.log" if args.rollback else "log"
+                with (args.record / f"{job.name}_seed{job.seed}.{kind}").open("w") as log:
                     running[subprocess.Popen(command, env=environment, stdout=log, stderr=log)] = job
                 time.sleep(args.stagger)
             time.sleep(0.2)
@@ -106,11 +112,19 @@ def side_by_side(todo: Sequence[SecondJob], args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------------- one run
 
 
-def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = None) -> str:
-    """Train one run, write its trace, and return how it ended: ``done``, ``stopped`` or ``error``."""
+def record(
+    job: SecondJob, models: Path, folder: Path, rollouts: int | None = None, *, rollback: bool = False
+) -> str:
+    """Train one run, write its trace, and return how it ended: ``done``, ``stopped`` or ``error``.
+
+    With ``rollback`` a HealthMonitor takes part and may return to checkpoints. In the place of a trace the true share of
+    right answers of every rollout in the order of training is written, with the monitor's journal and its judgement.
+    """
     import lightning.pytorch as pl
     import torch
 
+    from lit_grpo.callbacks import HealthMonitor
+    from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE, read_journal
     from lit_grpo.errors import StopRun
 
     case, setting = CASES[job.name], SETTINGS[CASES[job.name].setting]
@@ -142,10 +156,14 @@ def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = No
             self.steps.append({key: float(value) for key, value in seen.items() if not key.startswith(LEFT_OUT)})
             self.correct.append(setting.correct_share(batch))
             if len(self.steps) % WRITE_EVERY == 0:
-                write_trace(path, job, sabotage.start, self.steps, self.correct, written)
+                if not rollback:
+                    write_trace(path, job, sabotage.start, self.steps, self.correct, written)
                 print(f"{len(self.steps)} rollouts, right {self.correct[-1]:.2f}", flush=True)
 
     columns = Columns()
+    # One to go back to beside the first: else four runs of Qwen with its optimizer's moments fill a disk of 64 GiB.
+    watching = [HealthMonitor(actions={"critical": "rollback"}, checkpoints=1)] if rollback else []
+    events: list[dict[str, Any]] = []
     try:
         pl.seed_everything(job.seed, verbose=False)
         module, data = setting.build(case, sabotage, models, job.seed, length)
@@ -156,7 +174,7 @@ def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = No
         with tempfile.TemporaryDirectory() as root:
             trainer = pl.Trainer(
                 max_epochs=1,
-                callbacks=[*sabotage.callbacks(job.seed), columns],
+                callbacks=[*sabotage.callbacks(job.seed), *watching, columns],
                 default_root_dir=root,
                 logger=False,
                 enable_checkpointing=False,
@@ -166,8 +184,12 @@ def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = No
                 **evaluation,
                 **setting.trainer(),
             )
-            with sabotage.around_fit():
-                trainer.fit(module, datamodule=data)
+            try:
+                with sabotage.around_fit():
+                    trainer.fit(module, datamodule=data)
+            finally:
+                journal = Path(root) / FINDINGS_FILE
+                events = read_journal(journal) if journal.exists() else []
         written["status"] = "done"
     except StopRun as stop:
         written |= {"status": "stopped", "reason": str(stop)}
@@ -175,7 +197,9 @@ def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = No
     except Exception as error:
         written |= {"status": "error", "reason": f"{type(error).__name__}: {error}"}
         traceback.print_exc()
-    if columns.steps:
+    if columns.steps and rollback:
+        write_rollback(rollback_path(folder, job), job, columns.correct, events, written)
+    elif columns.steps:
         write_trace(path, job, sabotage.start, columns.steps, columns.correct, written)
     return str(written["status"])
 
@@ -242,6 +266,31 @@ def write_trace(
     # Without a time, so that equal traces are equal files.
     part.write_bytes(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0))
     part.replace(path)
+
+
+def rollback_path(folder: Path, job: SecondJob) -> Path:
+    return folder / f"{job.name}_seed{job.seed}.rollback.json"
+
+
+def write_rollback(
+    path: Path, job: SecondJob, correct: Sequence[float], events: Sequence[dict[str, Any]], more: dict[str, Any]
+) -> None:
+    """Write what became of a run that could go back, as one JSON object."""
+    from scripts.diagnosis.scoring import judge_rollback
+
+    kept = ("rollback", "finding", "diagnosis", "adjust", "exception")
+    told = {
+        "name": job.name,
+        "seed": job.seed,
+        "seeds": job.seeds,
+        "kind": CASES[job.name].kind,
+        "status": more["status"],
+        "reason": more["reason"],
+        **judge_rollback(correct, events),
+        "correct": [round(value, 4) for value in correct],
+        "events": [event for event in events if event["event"] in kept],
+    }
+    path.write_text(json.dumps(told) + "\n")
 
 
 def columns_of(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
