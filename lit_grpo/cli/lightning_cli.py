@@ -21,6 +21,7 @@ from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
+from lit_grpo.cli.text_values import TextParser
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
@@ -55,6 +56,10 @@ _UNSUPPORTED = {
     "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
     "reload_dataloaders_every_n_epochs": (0, "leave it out: rollouts are made anew at every step"),
 }
+
+
+class _Parser(TextParser, LightningArgumentParser):
+    """LightningCLI's parser, under which text stays text."""
 
 
 class TrainingCLI(LightningCLI):
@@ -97,6 +102,7 @@ class TrainingCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={"default_env": True, "env_prefix": "LIT_GRPO"},
                 auto_configure_optimizers=False,
+                parser_class=_Parser,
                 args=[command, *argv, *reset_options(command, argv, layers)],
             )
         # The parts of a run name a wrong argument, and only here it is known in which file and line that stands.

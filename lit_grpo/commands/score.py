@@ -108,10 +108,10 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
     import argparse
 
     import yaml
-    from jsonargparse import ArgumentParser
 
     from lit_grpo.cli.config_files import find, read_layers
     from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
+    from lit_grpo.cli.text_values import TextParser
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError, check_rewards
 
@@ -136,7 +136,7 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         )
     names = [prefix + key for key in sorted(known)]
     explainer = Explainer("score", [], layers, names)
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser = TextParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument(f"--{prefix}rewards", type=list[Reward])
     parser.add_argument(f"--{prefix}on_reward_error", type=OnError, default="raise")
     given = {key: value for key, value in inner.items() if key in known}
