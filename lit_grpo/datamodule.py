@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,7 @@ from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.bounds import Bound, check_arguments
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -73,9 +74,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self,
         prompts: PromptSource | None = None,
         rewards: list[Reward] | None = None,
-        group_size: int = 8,
-        prompts_per_rollout: int = 16,
-        rollouts: int = 100,
+        group_size: Annotated[int, Bound(least=1, most=1_000_000)] = 8,
+        prompts_per_rollout: Annotated[int, Bound(least=1, most=1_000_000)] = 16,
+        rollouts: Annotated[int, Bound(least=1, most=1_000_000_000)] = 100,
         engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
         sampling: Sampling = Sampling(),  # noqa: B008
         format: PromptFormat = PromptFormat(),  # noqa: B008
@@ -86,13 +87,14 @@ class RolloutDataModule(pl.LightningDataModule):
         val_prompts: PromptSource | None = None,
         test_prompts: PromptSource | None = None,
         eval_sampling: Sampling | None = None,
-        eval_group_size: int = 1,
+        eval_group_size: Annotated[int, Bound(least=1)] = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
-        max_sampling_rounds: int = 10,
+        max_sampling_rounds: Annotated[int, Bound(least=1)] = 10,
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
+        check_arguments(RolloutDataModule.__init__, locals(), "data")
         self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
         self.sampling, self.clean, self.curriculum = sampling, clean, curriculum
@@ -111,11 +113,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_sampling_rounds"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
-        if self.sampling.max_new_tokens < 1:
-            raise UserError("max_new_tokens must be at least 1", where="data.sampling.max_new_tokens")
         if self.sampling.temperature <= 0:
             raise UserError(
                 f"training at temperature {self.sampling.temperature} explores nothing: "

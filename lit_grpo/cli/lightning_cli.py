@@ -21,7 +21,7 @@ from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
-from lit_grpo.cli.text_values import TextParser
+from lit_grpo.cli.text_values import TextParser, make_checked
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
@@ -110,6 +110,11 @@ class TrainingCLI(LightningCLI):
             raise self._explainer().locate(error) from error
 
     # Parsing.
+
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()
+        # Last, for all classes that LightningCLI has nothing of its own for.
+        self.parser.add_instantiator(make_checked, object)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         # A shortened key would be taken for the one it begins, and a misspelt one start a run.

@@ -13,6 +13,7 @@ readings. They act as before for every parser that is no :class:`TextParser`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import typing
@@ -23,6 +24,8 @@ from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, _loaders_dumpers, _typehints
+
+from lit_grpo.utils.bounds import check_arguments
 
 NULLS = frozenset({"null", "Null", "NULL", "~"})
 """What is null where it is typed without quotes."""
@@ -95,6 +98,19 @@ def _dump_yaml(data: Any) -> str:
     if _source.get() == "foreign":
         return str(_original_dump(data))
     return str(yaml.dump(data, Dumper=_QuotingDumper, **_loaders_dumpers.dump_yaml_kwargs))
+
+
+def make_checked(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Make an object that the configuration names by its class, with arguments checked against their types.
+
+    jsonargparse takes null for every type. A dataclass is checked by whoever takes it, who knows the whole key.
+
+    Raises:
+        UserError: an argument is null, no number or out of its range; names the class and the argument.
+    """
+    if not dataclasses.is_dataclass(cls):
+        check_arguments(cls, kwargs, cls.__name__, finite=False)
+    return cls(*args, **kwargs)
 
 
 def takes_text(hint: Any) -> bool:

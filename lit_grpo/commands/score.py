@@ -111,7 +111,7 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
 
     from lit_grpo.cli.config_files import find, read_layers
     from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
-    from lit_grpo.cli.text_values import TextParser
+    from lit_grpo.cli.text_values import TextParser, make_checked
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError, check_rewards
 
@@ -142,7 +142,7 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
     given = {key: value for key, value in inner.items() if key in known}
     try:
         parsed = parser.parse_object({"data": given} if prefix else given)
-        built = parser.instantiate(parsed)
+        built = parser.instantiate(parsed, instantiators=[(make_checked, object, True)])
         rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
         check_rewards(rewards)
     except (argparse.ArgumentError, ValueError) as error:

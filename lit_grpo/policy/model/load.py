@@ -14,11 +14,13 @@ from lit_grpo.policy.forward import attention
 from lit_grpo.policy.model.compiling import compile_blocks
 from lit_grpo.policy.model.lora import add_adapters, check_lora
 from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
+from lit_grpo.utils.bounds import check_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEY = "model.policy"
+_MOST_TINY_WEIGHTS = 10**9
 
 
 def check_policy(config: PolicyConfig) -> None:
@@ -28,6 +30,7 @@ def check_policy(config: PolicyConfig) -> None:
         UserError: neither or both of ``path`` and ``tiny`` are given, the folder is missing or holds no model, or two
             settings contradict each other.
     """
+    check_fields(config, KEY)
     if (config.path is None) == (config.tiny is None):
         raise UserError(
             "the policy needs either `path` (a model folder or hub name) or `tiny` (a random model made on the spot)"
@@ -35,8 +38,6 @@ def check_policy(config: PolicyConfig) -> None:
             where=KEY,
             remedy="for example `policy: {path: models/SmolLM2-135M-Instruct}`",
         )
-    if config.logits_chunk is not None and config.logits_chunk < 1:
-        raise UserError(f"logits_chunk is {config.logits_chunk}, must be at least 1", where=f"{KEY}.logits_chunk")
     if config.share_prompts and config.attention == "flash_attention_2":
         raise UserError(
             "flash_attention_2 takes no mask, which shared prompts need",
@@ -132,6 +133,13 @@ def check_replay(config: PolicyConfig) -> None:
 
 
 def _check_tiny(tiny: TinyModel) -> None:
+    # A slip of the keyboard would otherwise ask for all memory of the machine.
+    if (weights := 12 * tiny.layers * tiny.width**2 * max(1, tiny.experts)) > _MOST_TINY_WEIGHTS:
+        raise UserError(
+            f"layers {tiny.layers} and width {tiny.width} make a model of {weights:.1e} weights, which is not tiny",
+            where=f"{KEY}.tiny.width",
+            remedy=f"stay below {_MOST_TINY_WEIGHTS:.0e} weights, or give the path of a model folder",
+        )
     if tiny.width % tiny.heads or (tiny.width // tiny.heads) % 2:
         raise UserError(
             f"width {tiny.width} cannot be split into {tiny.heads} heads of even size",
