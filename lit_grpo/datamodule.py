@@ -300,6 +300,11 @@ class RolloutDataModule(pl.LightningDataModule):
             held_out=self._held_out() if training and self.clean.held_out else (),
         )
         self._check_lengths(found.prompts, found.locations, where)
+        if training and len(found.prompts) < self.prompts_per_rollout:
+            rank_zero_warn(
+                f"{where}: there are {len(found.prompts)} prompts and data.prompts_per_rollout is "
+                f"{self.prompts_per_rollout}, so that prompts come up several times in one rollout."
+            )
         if training and self._supervised:
             tokenizer = self.learner.tokenizer
             ends = end_token_ids(self.learner.policy_config, tokenizer)
@@ -348,6 +353,14 @@ class RolloutDataModule(pl.LightningDataModule):
             check_resumed(state_dict, self.state_dict())
 
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
+        vocabulary = len(self.learner.tokenizer)
+        for sampling in self._samplings:
+            if beyond := [token for token in sampling.stop_token_ids if token >= vocabulary]:
+                raise UserError(
+                    f"stop_token_ids holds {beyond[0]}, and the tokenizer has {vocabulary} tokens",
+                    where="data.sampling.stop_token_ids",
+                    remedy=f"give ids below {vocabulary}, or texts with stop",
+                )
         limit = getattr(load_model_config(self.learner.policy_config), "max_position_embeddings", None)
         if limit is None or not prompts:
             return

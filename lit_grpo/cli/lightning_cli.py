@@ -32,6 +32,8 @@ from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
+from lit_grpo.utils.imports import from_import, line_of
+from lit_grpo.utils.text import shorten
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ _UNSUPPORTED = {
     "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
     "reload_dataloaders_every_n_epochs": (0, "leave it out: rollouts are made anew at every step"),
 }
+
+
+_ABOVE_ZERO = ("val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "num_nodes")
+"""Numbers of the Trainer that it divides by, or counts to, without a look."""
 
 
 class _Parser(TextParser, LightningArgumentParser):
@@ -140,6 +146,19 @@ class TrainingCLI(LightningCLI):
             if (cause := user_error_below(error)) is not None:
                 raise cause from error
             raise self._explainer().explain(str(error)) from error
+        except UserError:
+            raise
+        # What the command line and the environment give is YAML too, which only the parser reads; and it imports the
+        # modules of classes, where a person's own code runs. `--help` ends with SystemExit from no such module.
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not from_import(error):
+                raise
+            what = "a module cannot be imported" if from_import(error) else "a value cannot be read"
+            raise UserError(
+                f"{what}: {type(error).__name__}: {shorten(str(error), 300)}",
+                where=line_of(error) if from_import(error) else self._explainer().sources(),
+                remedy="LIT_GRPO_DEBUG=1 shows the whole traceback",
+            ) from error
 
     def _explainer(self) -> Explainer:
         parser = self._subcommand_parsers[self._command]
@@ -167,6 +186,16 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         trainer = self.config[self._command].trainer
+        for name in _ABOVE_ZERO:
+            if (number := trainer.get(name)) is not None and number <= 0:
+                raise UserError(f"{name} is {number}, must be above 0", where=f"trainer.{name}", remedy="leave it out")
+        checkpoint = self.config[self._command].get("checkpoint")
+        for key, folder in (
+            ("checkpoint.dirpath", checkpoint.get("dirpath") if checkpoint else None),
+            ("trainer.default_root_dir", trainer.get("default_root_dir")),
+        ):
+            if folder is not None and Path(str(folder)).is_file():
+                raise UserError(f"{folder} is a file, not a folder", where=key, remedy="give the path of a folder")
         for name, (value, remedy) in _UNSUPPORTED.items():
             if trainer.get(name, value) != value:
                 raise UserError(
@@ -205,7 +234,8 @@ class TrainingCLI(LightningCLI):
             return super()._instantiate_trainer(config, added)
         except UserError:
             raise
-        except (MisconfigurationException, ValueError) as error:
+        # Lightning checks many of its arguments by using them.
+        except (MisconfigurationException, ValueError, TypeError, ArithmeticError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
             raise UserError(f"the Trainer refuses this: {text}", where="trainer") from error
 

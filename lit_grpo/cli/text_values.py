@@ -25,7 +25,9 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser, Namespace, _loaders_dumpers, _typehints
 
+from lit_grpo.errors import EngineError, StopRun, UserError
 from lit_grpo.utils.bounds import check_arguments
+from lit_grpo.utils.imports import line_of
 
 NULLS = frozenset({"null", "Null", "NULL", "~"})
 """What is null where it is typed without quotes."""
@@ -108,9 +110,20 @@ def make_checked(cls: type, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UserError: an argument is null, no number or out of its range; names the class and the argument.
     """
-    if not dataclasses.is_dataclass(cls):
-        check_arguments(cls, kwargs, cls.__name__, finite=False)
-    return cls(*args, **kwargs)
+    if dataclasses.is_dataclass(cls):
+        return cls(*args, **kwargs)
+    check_arguments(cls, kwargs, cls.__name__, finite=False)
+    try:
+        return cls(*args, **kwargs)
+    except (UserError, StopRun, EngineError):
+        raise
+    # A class of a person may raise anything while it is made, and end the program.
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{cls.__name__} cannot be made: {type(error).__name__}: {error}".rstrip(": "),
+            where=line_of(error),
+            remedy="change its arguments or mend it; LIT_GRPO_DEBUG=1 shows the whole traceback",
+        ) from error
 
 
 def takes_text(hint: Any) -> bool:

@@ -78,6 +78,8 @@ def run(command: str, argv: list[str]) -> int:
             reward.start()
         # All lines are read and checked first: bad input ends the command before anything is graded or written.
         items = read_items(options.input, rewards)
+        if options.output and _same_file(options.output, options.input):
+            raise UserError("the output would overwrite the input", where="--output", remedy="name another file")
         with _opened(options.output) as file:
             totals = score(items, rewards, options.on_error or on_error, file)
     except RewardError as error:
@@ -285,6 +287,10 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         raise UserError(f"{path} cannot be written: {error.strerror}", where="--output") from error
     with file:
         yield file
+
+
+def _same_file(output: str, source: str) -> bool:
+    return Path(output).exists() and Path(source).exists() and Path(output).samefile(source)
 
 
 def _summary(totals: Totals) -> str:

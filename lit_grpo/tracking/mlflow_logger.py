@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import RunRecord, shown
+from lit_grpo.run.folder import RunRecord, check_place, shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
@@ -68,6 +68,7 @@ class RunLogger(Logger, RunRecord):
         self.experiment_name = experiment
         self._run_name = run_name
         self._run_dir = Path(run_dir).absolute() if run_dir else None
+        check_place(self._run_dir or self.root, None if self._run_dir else run_name)
         # Read now, not at import: a program may set the variable after importing us.
         self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
         is_address = "://" in self.tracking_uri or self.tracking_uri == "databricks"

@@ -50,10 +50,10 @@ class Bound:
     def __str__(self) -> str:
         words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
         limits = [(word, limit) for word, limit in words if limit is not None]
-        if len(limits) == 2:
+        if len(limits) == 2 and all(abs(limit) <= 1000 for _, limit in limits):
             (low, least), (high, most) = limits
             return f"in {'[('[low == 'above']}{least:g}, {most:g}{'])'[high == 'below']}"
-        return "".join(f"{word} {limit:g}" for word, limit in limits) or "finite"
+        return " and ".join(f"{word} {limit:,.12g}" for word, limit in limits) or "finite"
 
 
 def check_fields(instance: Any, key: str, *, finite: bool = True) -> None:
