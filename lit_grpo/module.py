@@ -67,6 +67,7 @@ from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
 from lit_grpo.utils.dataclasses import as_dataclass
 from lit_grpo.utils.logging import log_level
+from lit_grpo.utils.secrets import masked
 
 __all__ = ["LitGRPO"]
 
@@ -180,26 +181,29 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
+        # Without secrets, since a checkpoint may be handed on.
         self.save_hyperparameters(
-            {
-                "policy": asdict(self.policy_config),
-                "objective": asdict(self.objective_config),
-                "optimizer": asdict(self.optimizer_config),
-                "reference": asdict(self.reference_config),
-                "critic": None if self.critic_config is None else asdict(self.critic_config),
-                "micro_batch_tokens": micro_batch_tokens,
-                "micro_batch_size": micro_batch_size,
-                "zero_advantage_samples": zero_advantage_samples,
-                "step_kl_samples": step_kl_samples,
-                "routing_replay": routing_replay,
-                "updates_per_rollout": updates_per_rollout,
-                "minibatch_prompts": minibatch_prompts,
-                "max_grad_norm": max_grad_norm,
-                "max_staleness": max_staleness,
-                "max_skipped_steps": max_skipped_steps,
-                "guards": asdict(self.guards),
-                "sharding": asdict(self.sharding_config),
-            },
+            masked(
+                {
+                    "policy": asdict(self.policy_config),
+                    "objective": asdict(self.objective_config),
+                    "optimizer": asdict(self.optimizer_config),
+                    "reference": asdict(self.reference_config),
+                    "critic": None if self.critic_config is None else asdict(self.critic_config),
+                    "micro_batch_tokens": micro_batch_tokens,
+                    "micro_batch_size": micro_batch_size,
+                    "zero_advantage_samples": zero_advantage_samples,
+                    "step_kl_samples": step_kl_samples,
+                    "routing_replay": routing_replay,
+                    "updates_per_rollout": updates_per_rollout,
+                    "minibatch_prompts": minibatch_prompts,
+                    "max_grad_norm": max_grad_norm,
+                    "max_staleness": max_staleness,
+                    "max_skipped_steps": max_skipped_steps,
+                    "guards": asdict(self.guards),
+                    "sharding": asdict(self.sharding_config),
+                }
+            ),
             logger=False,
         )
         self._resolved_policy_config = self.policy_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.utils.imports import from_import, line_of
+from lit_grpo.utils.secrets import holds_mask, with_environment
 from lit_grpo.utils.text import shorten
 
 log = logging.getLogger(__name__)
@@ -159,6 +161,20 @@ class TrainingCLI(LightningCLI):
                 where=line_of(error) if from_import(error) else self._explainer().sources(),
                 remedy="LIT_GRPO_DEBUG=1 shows the whole traceback",
             ) from error
+
+        self._restore_secrets()
+
+    def _restore_secrets(self) -> None:
+        """Take what a run has masked in its configuration from the environment, and refuse what is not there."""
+        config = with_environment(self.config[self._command], os.environ)
+        self.config[self._command] = config
+        if (key := holds_mask(config)) is not None:
+            raise UserError(
+                f"`{key}` was masked when the run wrote its configuration, and has to be given again",
+                where=self._explainer().place(key),
+                remedy="set the environment variable of that name, where it is one; or give a file of your own behind "
+                f"this one, --config secrets.yaml; or --{key.replace('init_args.', '')} on the command line",
+            )
 
     def _explainer(self) -> Explainer:
         parser = self._subcommand_parsers[self._command]

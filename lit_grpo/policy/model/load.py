@@ -20,6 +20,7 @@ from lit_grpo.policy.model.lora import add_adapters, check_lora
 from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
 from lit_grpo.utils.bounds import check_fields
 from lit_grpo.utils.hub import from_cache_alone, why_unreachable
+from lit_grpo.utils.secrets import MASK
 from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
                 attn_implementation=implementation,
                 output_loading_info=True,
                 **loading_arguments(config.quantization, dtype),
-                **config.model_args,
+                **_model_args(config),
             )
             _check_loaded(config, report)
         if config.quantization is not None:
@@ -263,6 +264,11 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     if config.compile:
         compile_blocks(model)
     return model
+
+
+def _model_args(config: PolicyConfig) -> dict[str, Any]:
+    """Return the further arguments without those that a checkpoint holds masked, such as a token of the hub."""
+    return {name: value for name, value in config.model_args.items() if value != MASK}
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:
@@ -280,7 +286,7 @@ def _skeleton(config: PolicyConfig, dtype: torch.dtype, implementation: str) -> 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _named_errors(config):
-        arguments = {**config.model_args, "return_unused_kwargs": True}
+        arguments = {**_model_args(config), "return_unused_kwargs": True}
         model_config, unused = AutoConfig.from_pretrained(_location(config), **arguments)
         # Of the arguments that are no part of the configuration, from_config takes this one.
         known = {key: unused[key] for key in ("trust_remote_code",) if key in unused}
