@@ -105,9 +105,16 @@ class RunLogger(Logger, RunRecord):
         return self._make_run_dir() if _is_rank_zero() else None
 
     def _make_run_dir(self) -> Path:
-        if self._run_dir is None:
-            self._run_dir = _new_folder(self.root, self._folder_name())
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            if self._run_dir is None:
+                self._run_dir = _new_folder(self.root, self._folder_name())
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"the folder of the run cannot be made: {error.strerror}: {error.filename}",
+                where="RunLogger.root",
+                remedy="give another folder for all runs: --trainer.logger.root FOLDER",
+            ) from error
         return self._run_dir
 
     def _folder_name(self) -> str:
