@@ -61,6 +61,9 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: completions of each evaluation prompt, in sets that name no number of samples.
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
+        rejudge_every: one training group of so many is judged a second time, and a reward that changes its verdict is
+            noticed (``sanity/reward_contradiction_frac``); 0: none. Rewards that are not
+            :attr:`lit_grpo.rewards.Reward.deterministic` are left out.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many
             times the prompts of a rollout; what is no longer needed is cancelled).
@@ -89,6 +92,7 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: int = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
+        rejudge_every: int = 32,
         max_sampling_rounds: int = 10,
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
@@ -102,7 +106,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.demonstrations = demonstrations
         self._solutions: dict[str, tuple[int, ...]] = {}
         """Token ids of the solution that is taught, by prompt id; empty unless the objective learns demonstrations."""
-        self.on_reward_error = on_reward_error
+        self.on_reward_error, self.rejudge_every = on_reward_error, rejudge_every
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutGenerator | None = None
@@ -114,6 +118,12 @@ class RolloutDataModule(pl.LightningDataModule):
         for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_sampling_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
+        if self.rejudge_every < 0:
+            raise UserError(
+                f"rejudge_every is {self.rejudge_every}, must be at least 0",
+                where="data.rejudge_every",
+                remedy="set the number of groups of which one is judged twice, or 0 for none",
+            )
         if self.sampling.max_new_tokens < 1:
             raise UserError("max_new_tokens must be at least 1", where="data.sampling.max_new_tokens")
         if self.sampling.temperature <= 0:
@@ -396,6 +406,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 self.rewards,
                 rng.run_seed(),
                 self.on_reward_error,
+                rejudge_every=self.rejudge_every,
                 sleep_level=self.engine_config.sleep,
             )
         return self._producer

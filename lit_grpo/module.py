@@ -95,7 +95,7 @@ class LitGRPO(pl.LightningModule):
             in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
             over all completions stay unbiased; None: all of them go through.
         step_kl_samples: completions that go through the model once more after the last update, to measure how far the
-            policy has moved (``policy/step_kl``); None: one of 32, at least 8; 0: not measured.
+            policy has moved (``policy/step_kl``); None: one of 32, at least 2; 0: not measured.
         routing_replay: which experts of a mixture-of-experts model every token goes through in an update. ``none``:
             those that its routers choose now; ``old``: those that the policy chose before the first update of the
             rollout; ``sampler``: in every pass of the policy those that the engine chose while sampling.

@@ -32,6 +32,11 @@ class Reward:
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
+    deterministic: bool = True
+    """True if the same completion always gets the same value. A few completions are then judged a second time
+    (``data.rejudge_every``), to notice a verifier that changes its mind; False for what is drawn on purpose, or costs
+    money."""
+
     range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest value that ``score`` can give, before the weight."""
 

@@ -90,6 +90,9 @@ class JudgeReward(Reward):
         JudgeError: from ``score``: a request was refused, or no verdict came in all attempts.
     """
 
+    # Each verdict costs a call, and at a temperature above 0 a second one may well be another.
+    deterministic = False
+
     def __init__(
         self,
         url: str,

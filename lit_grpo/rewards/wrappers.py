@@ -39,6 +39,7 @@ class WrappingReward(Reward):
         self._by_inner: dict[int, WrappingReward] = {}
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
+        self.deterministic = reward.deterministic
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""
@@ -129,6 +130,7 @@ class GatedReward(WrappingReward):
         self.range = min(closed, reward.range[0]), max(closed, reward.range[1])
         self.needs_answer = reward.needs_answer or gate.needs_answer
         self.needs_tokens = reward.needs_tokens or gate.needs_tokens
+        self.deterministic = reward.deterministic and gate.deterministic
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""
@@ -233,6 +235,7 @@ class RewardBySource(Reward):
         self.needs_answer = any(r.needs_answer for r in self._rewards)
         self.extracts_answer = any(r.extracts_answer for r in self._rewards)
         self.needs_tokens = any(r.needs_tokens for r in self._rewards)
+        self.deterministic = all(r.deterministic for r in self._rewards)
 
     def for_source(self, source: str) -> Reward:
         if source not in self._by_source:
