@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,7 @@ from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.bounds import Bound, check_arguments
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -76,9 +77,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self,
         prompts: PromptSource | None = None,
         rewards: list[Reward] | None = None,
-        group_size: int = 8,
-        prompts_per_rollout: int = 16,
-        rollouts: int = 100,
+        group_size: Annotated[int, Bound(least=1, most=1_000_000)] = 8,
+        prompts_per_rollout: Annotated[int, Bound(least=1, most=1_000_000)] = 16,
+        rollouts: Annotated[int, Bound(least=1, most=1_000_000_000)] = 100,
         engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
         sampling: Sampling = Sampling(),  # noqa: B008
         format: PromptFormat = PromptFormat(),  # noqa: B008
@@ -89,14 +90,15 @@ class RolloutDataModule(pl.LightningDataModule):
         val_prompts: PromptSource | None = None,
         test_prompts: PromptSource | None = None,
         eval_sampling: Sampling | None = None,
-        eval_group_size: int = 1,
+        eval_group_size: Annotated[int, Bound(least=1)] = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
-        rejudge_every: int = 32,
-        max_sampling_rounds: int = 10,
+        rejudge_every: Annotated[int, Bound(least=0)] = 32,
+        max_sampling_rounds: Annotated[int, Bound(least=1)] = 10,
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
+        check_arguments(RolloutDataModule.__init__, locals(), "data")
         self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
         self.sampling, self.clean, self.curriculum = sampling, clean, curriculum
@@ -115,17 +117,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_sampling_rounds"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
-        if self.rejudge_every < 0:
-            raise UserError(
-                f"rejudge_every is {self.rejudge_every}, must be at least 0",
-                where="data.rejudge_every",
-                remedy="set the number of groups of which one is judged twice, or 0 for none",
-            )
-        if self.sampling.max_new_tokens < 1:
-            raise UserError("max_new_tokens must be at least 1", where="data.sampling.max_new_tokens")
         if self.sampling.temperature <= 0:
             raise UserError(
                 f"training at temperature {self.sampling.temperature} explores nothing: "
@@ -313,6 +304,11 @@ class RolloutDataModule(pl.LightningDataModule):
             held_out=self._held_out() if training and self.clean.held_out else (),
         )
         self._check_lengths(found.prompts, found.locations, where)
+        if training and len(found.prompts) < self.prompts_per_rollout:
+            rank_zero_warn(
+                f"{where}: there are {len(found.prompts)} prompts and data.prompts_per_rollout is "
+                f"{self.prompts_per_rollout}, so that prompts come up several times in one rollout."
+            )
         if training and self._supervised:
             tokenizer = self.learner.tokenizer
             ends = end_token_ids(self.learner.policy_config, tokenizer)
@@ -361,6 +357,14 @@ class RolloutDataModule(pl.LightningDataModule):
             check_resumed(state_dict, self.state_dict())
 
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
+        vocabulary = len(self.learner.tokenizer)
+        for sampling in self._samplings:
+            if beyond := [token for token in sampling.stop_token_ids if token >= vocabulary]:
+                raise UserError(
+                    f"stop_token_ids holds {beyond[0]}, and the tokenizer has {vocabulary} tokens",
+                    where="data.sampling.stop_token_ids",
+                    remedy=f"give ids below {vocabulary}, or texts with stop",
+                )
         limit = getattr(load_model_config(self.learner.policy_config), "max_position_embeddings", None)
         if limit is None or not prompts:
             return

@@ -18,6 +18,7 @@ from lit_grpo.policy.forward.policy import backbone, hidden_states, switch_off_d
 from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
+from lit_grpo.utils.bounds import check_fields
 
 KEY = "model.critic"
 
@@ -138,6 +139,7 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
     """
     if config is None:
         return
+    check_fields(config, KEY)
     shared = config.backbone == "shared"
     model_key = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
     if shared and model_key:
@@ -157,11 +159,6 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
         )
     if not config.bounded and (config.value_low, config.value_high) != (0.0, 1.0):
         _refuse("bounded", "value_low and value_high bound nothing while bounded is false", "set bounded: true")
-    for key in ("warmup_rollouts", "measure_every"):
-        if (count := getattr(config, key)) is not None and count < 0:
-            _refuse(key, f"{key} is {count}, must be at least 0")
-    if config.max_grad_norm is not None and config.max_grad_norm <= 0:
-        _refuse("max_grad_norm", f"max_grad_norm is {config.max_grad_norm:g}, must be above 0", "null: no clipping")
     if model_key:
         try:
             check_policy(model_settings(policy, config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lit_grpo.types import RewardInput, Score
 
@@ -47,6 +48,15 @@ class Reward:
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
         """Return one score for each input, in order. May be called from several threads at once."""
         raise NotImplementedError(f"{type(self).__name__} must implement score()")
+
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        """Say why no completion of a row could be scored, None if they can; asked of every row before a model loads.
+
+        Args:
+            answer: gold answer of the row.
+            extra: further columns of the row.
+        """
+        return None
 
     def for_source(self, source: str) -> Reward:
         """Return the reward for completions of a source's prompts: this one, unless it has another for each source.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rewards.base import Reward
@@ -40,6 +41,9 @@ class WrappingReward(Reward):
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
         self.deterministic = reward.deterministic
+
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        return self.reward.row_problem(answer, extra)
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""

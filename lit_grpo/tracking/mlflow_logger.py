@@ -19,11 +19,12 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import RunRecord, shown
+from lit_grpo.run.folder import RunRecord, check_place, shown
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender
 from lit_grpo.tracking.spool import FILE_NAME, Spool
-from lit_grpo.utils.files import write_atomically
+from lit_grpo.utils.files import OWNER_ALONE, write_atomically
+from lit_grpo.utils.secrets import masked, masked_text
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +69,21 @@ class RunLogger(Logger, RunRecord):
         self.experiment_name = experiment
         self._run_name = run_name
         self._run_dir = Path(run_dir).absolute() if run_dir else None
+        check_place(self._run_dir or self.root, None if self._run_dir else run_name)
         # Read now, not at import: a program may set the variable after importing us.
         self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
+        self._shown_uri = masked_text(self.tracking_uri)
         is_address = "://" in self.tracking_uri or self.tracking_uri == "databricks"
         if self.tracking_uri.startswith("file:") or not is_address:
             raise UserError(
-                f"MLflow no longer keeps runs in plain files: {self.tracking_uri!r}",
+                f"MLflow no longer keeps runs in plain files: {self._shown_uri!r}",
                 where="RunLogger.tracking_uri" if tracking_uri else "environment variable MLFLOW_TRACKING_URI",
                 remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
             )
         self.artifact_location = artifact_location
         if artifact_location is None and self.tracking_uri.startswith("sqlite:"):
             self.artifact_location = (self.root / "artifacts").as_uri()
-        self._tags = dict(tags or {})
+        self._tags = masked(dict(tags or {}))
         self._patience = patience
         # MLflow retries for four minutes by default, and the end of a run waits for the request under way.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -178,7 +181,7 @@ class RunLogger(Logger, RunRecord):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Add parameters; values too long for MLflow are visibly cut there and whole in ``params.json``."""
-        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(_convert_params(params)).items()}
+        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(masked(_convert_params(params))).items()}
         known = self._params
         # Lightning logs the module's and the data module's arguments, which the configuration holds under `model.` and
         # `data.` already.
@@ -233,6 +236,8 @@ class RunLogger(Logger, RunRecord):
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
+        if name in (PARAMS_FILE, RUN_FILE):
+            path.chmod(OWNER_ALONE)
         return path
 
     @rank_zero_only
@@ -277,14 +282,14 @@ class RunLogger(Logger, RunRecord):
             self._reported = count + 1
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
-        reason = f" ({sender.last_error})" if sender.last_error else " yet"
-        return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {shown(spool.path)}"
+        reason = f" ({masked_text(str(sender.last_error))})" if sender.last_error else " yet"
+        return f"{records} could not be sent to {self._shown_uri}{reason}; all are in {shown(spool.path)}"
 
     def view_command(self) -> str:
         """Return the address of the run in MLflow, or the command that shows its store."""
         if self.tracking_uri.startswith("http"):
-            return f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/")
-        return f"mlflow ui --backend-store-uri {self.tracking_uri}"
+            return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
+        return f"mlflow ui --backend-store-uri {self._shown_uri}"
 
     # Opening.
 
@@ -299,7 +304,7 @@ class RunLogger(Logger, RunRecord):
             run_dir = self._make_run_dir()
             spool = Spool(run_dir / FILE_NAME)
             note = self._read_note()
-            same_store = note.get("tracking_uri") == self.tracking_uri
+            same_store = note.get("tracking_uri") == self._shown_uri
             target = MlflowTarget(
                 self.tracking_uri,
                 self.experiment_name,
@@ -312,7 +317,10 @@ class RunLogger(Logger, RunRecord):
             if not same_store or "started" not in note:
                 started = datetime.now().astimezone().isoformat(timespec="seconds")
                 self._note(
-                    tracking_uri=self.tracking_uri, experiment=self.experiment_name, run_id=None, started=started
+                    tracking_uri=self._shown_uri,
+                    experiment=self.experiment_name,
+                    run_id=None,
+                    started=started,
                 )
             # A resumed run sends only those lines of its earlier part that MLflow is known not to have.
             offset = 0 if target.run_id is None else note.get("sent") or _size(spool.path)

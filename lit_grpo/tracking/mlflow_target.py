@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.tracking.sender import Refused
+from lit_grpo.utils.secrets import masked_text
 from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class MlflowTarget:
     def start(self) -> None:
         if self._started and not self._ended:
             return
-        log.debug("opening the MLflow run at %s", self.tracking_uri)
+        log.debug("opening the MLflow run at %s", masked_text(self.tracking_uri))
         if self.run_id is None or not self._resume(self.run_id):
             experiment_id = self._experiment_id()
             run = self.client.create_run(
