@@ -112,9 +112,7 @@ def side_by_side(todo: Sequence[SecondJob], args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------------- one run
 
 
-def record(
-    job: SecondJob, models: Path, folder: Path, rollouts: int | None = None, *, rollback: bool = False
-) -> str:
+def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = None, *, rollback: bool = False) -> str:
     """Train one run, write its trace, and return how it ended: ``done``, ``stopped`` or ``error``.
 
     With ``rollback`` a HealthMonitor takes part and may return to checkpoints. In the place of a trace the true share of
