@@ -324,6 +324,11 @@ class HealthMonitor(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._rollout_end is not None:
             self._rollout_end.remove(self._end_of_rollout)
+        # A run that was killed after its last checkpoint and is resumed has nothing left to train: on_train_end never
+        # comes, and nothing will be gone back to.
+        if stage == "fit" and trainer.fit_loop.epoch_progress.current.processed and not trainer.should_stop:
+            self.ring.open(trainer)
+            self.ring.clear(trainer)
 
     # Rollbacks and adjustments.
 

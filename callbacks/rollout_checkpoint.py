@@ -147,6 +147,9 @@ class RolloutCheckpoint(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._rollout_end is not None:
             self._rollout_end.remove(self._after_rollout)
+        # Also here: a run that was killed after its last checkpoint has nothing left to train, and never starts.
+        if stage == "fit" and trainer.is_global_zero and self.dirpath is not None:
+            self._remove_surplus(self.dirpath)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -189,7 +192,10 @@ class RolloutCheckpoint(Checkpoint):
                 raise
         if left := remove_half_written(folder):
             log.warning("removed what a killed run left half-written in %s: %s", shown(folder), ", ".join(left))
-        # Those that the run had given up when it was killed.
+        self._remove_surplus(folder)
+
+    def _remove_surplus(self, folder: Path) -> None:
+        """Remove what the newest checkpoint has made surplus, which a killed run may not have come to."""
         for name in self._to_remove:
             if name not in self._saved:
                 remove(folder / name)
@@ -226,9 +232,10 @@ class RolloutCheckpoint(Checkpoint):
 
     def _after_rollout(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The last one is saved at the end of the epoch, where Lightning counts it as finished.
-        if trainer.is_last_batch or trainer.should_stop:
+        if trainer.is_last_batch:
             return
-        if trained_rollouts(trainer) % self.every_n_rollouts == 0 or self._is_best(trainer):
+        due = trainer.should_stop or trained_rollouts(trainer) % self.every_n_rollouts == 0
+        if due or self._is_best(trainer):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -337,8 +344,7 @@ class RolloutCheckpoint(Checkpoint):
             best = next(iter(self._best_names()), None)
             if best is not None:
                 _link(self.dirpath / BEST_LINK, self.dirpath / best)
-            for name in self._to_remove:
-                remove(self.dirpath / name)
+            self._remove_surplus(self.dirpath)
         best = next(iter(self._best_names()), None)
         self.best_model_path = str(self.dirpath / best) if best is not None else ""
         trainer.strategy.barrier("RolloutCheckpoint.save")

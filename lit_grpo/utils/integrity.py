@@ -171,7 +171,8 @@ def _read_seal(path: Path) -> tuple[int, int, list[str]] | None:
 
 
 def _check_without_seal(path: Path) -> None:
-    if not zipfile.is_zipfile(path):
+    # Where a seal was cut off, the archive before it still says that one follows.
+    if not zipfile.is_zipfile(path) or _end_of_archive(path) is None:
         raise DamagedError("it is torn, or no checkpoint")
     try:
         with zipfile.ZipFile(path) as archive:
