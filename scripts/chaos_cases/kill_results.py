@@ -76,7 +76,9 @@ def _unequal(a: Any, b: Any, where: str) -> Iterator[str]:
             yield from _unequal(x, y, f"{where}[{index}]")
     elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         same = a.shape == b.shape and a.dtype == b.dtype
-        if not same or not torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)):
+        if not same or not torch.equal(
+            a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+        ):
             yield f"{where} differs"
     elif not (a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))):
         yield f"{where}: {a!r} and {b!r}"
@@ -136,7 +138,9 @@ def _points(case: Path) -> dict[str, dict[int, list[tuple[float, int]]]]:
     """Return the values of all MLflow runs of a case, by series and step, in the order of time."""
     out: dict[str, dict[int, list[tuple[float, int]]]] = {}
     with sqlite3.connect(f"file:{case / 'runs' / 'mlflow.db'}?mode=ro", uri=True) as store:
-        for key, step, value, is_nan in store.execute("select key, step, value, is_nan from metrics order by timestamp"):
+        for key, step, value, is_nan in store.execute(
+            "select key, step, value, is_nan from metrics order by timestamp"
+        ):
             if not TIMED.search(key):
                 out.setdefault(key, {}).setdefault(step, []).append((value, is_nan))
     return out
@@ -146,7 +150,10 @@ def _journal(a: Path, b: Path) -> list[str]:
     one, other = (_events(folder / FINDINGS_FILE) for folder in (a, b))
     if one == other:
         return []
-    return [f"{len(one)} and {len(other)} events", *(f"{x} and {y}" for x, y in zip(one, other, strict=False) if x != y)][:3]
+    return [
+        f"{len(one)} and {len(other)} events",
+        *(f"{x} and {y}" for x, y in zip(one, other, strict=False) if x != y),
+    ][:3]
 
 
 def _events(path: Path) -> list[Any]:
@@ -157,7 +164,9 @@ def _events(path: Path) -> list[Any]:
 def _files(a: Path, b: Path) -> list[str]:
     found = []
     for folder in ("checkpoints", "rollback"):
-        one, other = (sorted(p.name for p in (run / folder).glob("*")) if (run / folder).exists() else None for run in (a, b))
+        one, other = (
+            sorted(p.name for p in (run / folder).glob("*")) if (run / folder).exists() else None for run in (a, b)
+        )
         if one != other:
             found.append(f"{folder}: {one} and {other}")
         found += [f"{folder}/{path.name} is left" for path in (b / folder).glob(".*")]

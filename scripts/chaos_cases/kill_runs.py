@@ -27,7 +27,7 @@ from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.rewards import Reward
 from lit_grpo.types import Score
 
-LIMIT = 150.0
+LIMIT = 300.0
 """Seconds after which a run that has not ended is a hang."""
 PROBE_FILE = "probe.jsonl"
 HERE = "scripts.chaos_cases.kill_runs"
@@ -139,7 +139,9 @@ def _at_moment(milliseconds: int) -> None:
     Probe.on_train_batch_end = first  # type: ignore[method-assign]
 
 
-def _half_checkpoint(original: Callable[..., Any], self: Any, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+def _half_checkpoint(
+    original: Callable[..., Any], self: Any, content: Any, path: Any, *args: Any, **kwargs: Any
+) -> None:
     original(self, content, path, *args, **kwargs)
     os.truncate(path, os.path.getsize(path) // 2)
 
@@ -192,70 +194,103 @@ TARGETS: dict[str, tuple[Callable[[], Any], str, Callable[..., Any]]] = {
 # ----------------------------------------------------------------------------------------------------------- one run
 
 
-def run(folder: Path, argv: list[str], point: Point | None = None, ranks: int = 1, kill_rank: int = 0) -> list[int]:
-    """Run the command line in forked processes, one a rank, and return their exit codes; -9 where killed.
+def serve(config: Path, cases: Callable[[Callable[..., list[int]]], None]) -> None:
+    """Read a configuration once, and let ``cases`` fork runs of it: reading takes longer than training.
 
     Args:
-        folder: working folder; ``log.txt`` gets what is printed.
-        argv: the arguments of ``lit-grpo``.
-        point: where the process kills itself; with several ranks the others are killed then.
-        ranks: number of processes.
-        kill_rank: rank that is told to kill itself.
+        config: the configuration file.
+        cases: is called with a function ``run(folder, point=None, ranks=1, **changes)``, which runs the command line in
+            forked processes, one a rank, and returns their exit codes, -9 where killed. With several ranks the first
+            kills itself and the others are killed then. ``changes`` are ``ckpt_path`` and ``run_dir``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port() if ranks > 1 else 0
-    processes = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            _child(folder, argv, point if rank == kill_rank else None, rank, ranks, port)
-        processes.append(pid)
+    from lit_grpo.cli.lightning_cli import TrainingCLI
+    from lit_grpo.cli.main import main
+
+    server = os.getpid()
+    # Called as soon as the configuration is read, before anything that depends on it is made.
+    goes_on = TrainingCLI._parse_ckpt_path
+
+    def fork_here(cli: Any) -> None:
+        def run(folder: Path, point: Point | None = None, ranks: int = 1, **changes: str) -> list[int]:
+            port, processes = _free_port() if ranks > 1 else 0, []
+            for rank in range(ranks):
+                pid = os.fork()
+                if pid == 0:
+                    _enter(folder, rank, ranks, port)
+                    if point is not None and rank == 0:
+                        arm(point)
+                    settings = cli.config["fit"]
+                    if "ckpt_path" in changes:
+                        settings["ckpt_path"] = changes["ckpt_path"]
+                    if "run_dir" in changes:
+                        settings["trainer"]["logger"]["init_args"]["run_dir"] = changes["run_dir"]
+                    raise _Forked
+                processes.append(pid)
+            return _wait(processes)
+
+        try:
+            cases(run)
+        except _Forked:
+            goes_on(cli)
+            return
+        raise SystemExit(0)
+
+    TrainingCLI._parse_ckpt_path = fork_here  # type: ignore[method-assign]
+    code = 1
+    try:
+        code = main(["fit", "--config", str(config)])
+        if os.getpid() != server:
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join(30)
+    except BaseException:
+        traceback.print_exc()
+        if os.getpid() == server:
+            raise
+    finally:
+        TrainingCLI._parse_ckpt_path = goes_on  # type: ignore[method-assign]
+        if os.getpid() != server:
+            sys.stdout.flush()
+            os._exit(code)
+
+
+class _Forked(BaseException):
+    """Leaves the loop over cases, in a process that is a run."""
+
+
+def _enter(folder: Path, rank: int, ranks: int, port: int) -> None:
+    # A group of its own, so that what it starts can be found.
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    out = os.open(f"log.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if ranks > 1:
+        _be_rank(rank, ranks, port)
+    _leave_out_pages()
+
+
+def _wait(processes: list[int]) -> list[int]:
     codes: dict[int, int] = {}
     end = time.monotonic() + LIMIT
-    while len(codes) < ranks:
+    while len(codes) < len(processes):
         for pid in processes:
             if pid not in codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
         dead = any(code != 0 for code in codes.values())
-        if len(codes) < ranks and (dead or time.monotonic() > end):
+        if len(codes) < len(processes) and (dead or time.monotonic() > end):
             for pid in processes:
                 if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
                     codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.02)
     return [codes[pid] for pid in processes]
-
-
-def _child(folder: Path, argv: list[str], point: Point | None, rank: int, ranks: int, port: int) -> None:
-    code = 1
-    try:
-        # A group of its own, so that what it starts can be found.
-        os.setpgid(0, 0)
-        os.chdir(folder)
-        out = os.open(f"log.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout = os.fdopen(1, "w", buffering=1)
-        sys.stderr = os.fdopen(2, "w", buffering=1)
-        for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
-        if ranks > 1:
-            _be_rank(rank, ranks, port)
-        _leave_out_pages()
-        if point is not None:
-            arm(point)
-        from lit_grpo.cli.main import main
-
-        code = main(argv)
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join(30)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 def _be_rank(rank: int, ranks: int, port: int) -> None:

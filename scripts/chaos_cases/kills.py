@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos_cases import kill_results, kill_runs
+import yaml
+
+from scripts.chaos_cases import kill_results
 from scripts.chaos_cases.kill_results import TRACKED
-from scripts.chaos_cases.kill_runs import HERE, Point, import_everything, prepare, run
+from scripts.chaos_cases.kill_runs import HERE, Point, import_everything, prepare, serve
 
 ROLLOUTS = 10
 PARTS = ("state", "samples", "metrics", "journal", "files")
@@ -90,13 +92,15 @@ VARIANTS: dict[str, Any] = {
     "two updates": _set(model__updates_per_rollout=2, model__minibatch_prompts=2),
     "dapo": _set(model__objective={"recipe": "dapo"}, data__group_size=2),
     "ppo": _set(model__objective={"recipe": "ppo"}),
-    "ppo, shared trunk": _set(model__objective={"recipe": "ppo"},
-                              model__critic={"backbone": "shared", "warmup_rollouts": 1}),  # fmt: skip
+    "ppo, shared trunk": _set(
+        model__objective={"recipe": "ppo"}, model__critic={"backbone": "shared", "warmup_rollouts": 1}
+    ),  # fmt: skip
     "trpo": _set(model__objective={"recipe": "trpo_penalty"}),
     "gtpo": _set(model__objective={"recipe": "gtpo"}),
     "lora": _set(model__policy__lora={"rank": 2, "alpha": 4.0}),
-    "refreshed reference": _set(model__objective={"recipe": "grpo", "kl_coef": 0.05},
-                                model__reference={"refresh_every": 2}),  # fmt: skip
+    "refreshed reference": _set(
+        model__objective={"recipe": "grpo", "kl_coef": 0.05}, model__reference={"refresh_every": 2}
+    ),  # fmt: skip
     "curriculum": _set(data__curriculum={"above": 0.2, "below": 0.9}),
     "staleness 1": _set(model__max_staleness=1),
     "staleness 1, dapo": _set(model__max_staleness=1, model__objective={"recipe": "dapo"}, data__group_size=2),
@@ -137,28 +141,29 @@ def points_of(variant: str, kills: int, seed: int) -> list[Point]:
     return [*points, *moments]
 
 
-def one_case(root: Path, variant: str, number: int, point: Point) -> dict[str, Any]:
+def one_case(root: Path, run: Any, variant: str, number: int, point: Point) -> dict[str, Any]:
     """Kill a run at a point, resume it, and compare it with the unbroken one of its variant."""
-    whole = root / variant.replace(" ", "_").replace(",", "") / "whole"
+    whole = folder_of(root, variant) / "whole"
     case = whole.parent / f"{number:03d}"
     ranks = 2 if "2 ranks" in variant else 1
     prepare(case, configuration(variant), root / "mlflow.db")
     row: dict[str, Any] = {"variant": variant, "number": number, "point": list(point)}
     started = time.monotonic()
-    row["killed"] = run(case, ["fit", "--config", "c.yaml"], point, ranks)
+    row["killed"] = run(case, point, ranks)
     folder = kill_results.run_folder(case)
     last = None if folder is None else folder / "checkpoints" / "last.ckpt"
     row["from"] = os.readlink(last) if last is not None and last.is_symlink() else None
-    again = ["fit", "--config", "c.yaml"]
-    if row["from"] is not None:
-        again += ["--ckpt_path", str(last)]
-    elif folder is not None:
-        # Killed before anything was saved: the run begins again, in the same place.
-        again += ["--trainer.logger.init_args.run_dir", str(folder)]
-    row["resumed"] = run(case, again, None, ranks)
+    # Killed before anything was saved: the run begins again, in the same place.
+    again = {} if folder is None else {"run_dir": str(folder)}
+    row["resumed"] = run(case, None, ranks, **({"ckpt_path": str(last)} if row["from"] is not None else again))
     row["seconds"] = round(time.monotonic() - started, 1)
     row |= kill_results.differences(whole, case)
     return row
+
+
+def folder_of(root: Path, variant: str) -> Path:
+    """Return the folder of a variant's runs."""
+    return root / variant.replace(" ", "_").replace(",", "")
 
 
 def configuration(variant: str) -> dict[str, Any]:
@@ -168,20 +173,30 @@ def configuration(variant: str) -> dict[str, Any]:
     return config
 
 
-def make_whole(root: Path, variant: str) -> None:
-    """Make the unbroken run of a variant, unless it is there."""
-    whole = root / variant.replace(" ", "_").replace(",", "") / "whole"
-    if (whole / "done").exists():
-        return
-    prepare(whole, configuration(variant), root / "mlflow.db")
-    codes = run(whole, ["fit", "--config", "c.yaml"], None, 2 if "2 ranks" in variant else 1)
-    if any(codes):
-        raise SystemExit(f"the unbroken run of {variant!r} ended with {codes}; see {whole}/log.0.txt")
-    (whole / "done").touch()
+def all_cases(job: tuple[Path, str, list[tuple[int, Point]]]) -> None:
+    """Run the unbroken run of a variant, unless it is there, and its kills; results go to ``results.jsonl``."""
+    root, variant, points = job
+    whole = folder_of(root, variant) / "whole"
 
+    def cases(run: Any) -> None:
+        if not (whole / "done").exists():
+            prepare(whole, configuration(variant), root / "mlflow.db")
+            codes = run(whole, None, 2 if "2 ranks" in variant else 1)
+            if any(codes):
+                raise SystemExit(f"the unbroken run of {variant!r} ended with {codes}; see {whole}/log.0.txt")
+            (whole / "done").touch()
+        for number, point in points:
+            row = one_case(root, run, variant, number, point)
+            with (root / "results.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            wrong = {part: row[part] for part in (*PARTS, "mlflow") if row[part]}
+            state = "equal" if not wrong and not any(row["resumed"]) else f"NOT equal {row['resumed']} {wrong}"
+            print(f"{variant} {row['point']} {row['seconds']} s from {row['from']}: {state}", flush=True)
 
-def _worker(job: tuple[Path, str, int, Point]) -> dict[str, Any]:
-    return one_case(*job)
+    config = folder_of(root, variant) / "c.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(yaml.safe_dump(configuration(variant)))
+    serve(config, cases)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -203,7 +218,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos.py kills", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("chaos-kills"), help="folder of runs and results; goes on there")
+    parser.add_argument(
+        "--out", type=Path, default=Path("chaos-kills"), help="folder of runs and results; goes on there"
+    )
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
     parser.add_argument("--kills", type=int, default=11, help="kills of each variant")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of points and moments")
@@ -216,20 +233,16 @@ def main(argv: list[str]) -> int:
     known = {(row["variant"], row["number"]) for row in done}
     jobs = []
     for variant in options.variants:
-        make_whole(root, variant)
-        for number, point in enumerate(points_of(variant, options.kills, options.seed)):
-            number += 1000 * options.seed
-            if (variant, number) not in known:
-                jobs.append((root, variant, number, point))
+        numbered = [(n + 1000 * options.seed, p) for n, p in enumerate(points_of(variant, options.kills, options.seed))]
+        left = [(number, point) for number, point in numbered if (variant, number) not in known]
+        if left:
+            jobs.append((root, variant, left))
+    # A process for each variant, which reads its configuration once and forks its runs.
     context = multiprocessing.get_context("fork")
-    with context.Pool(options.jobs, maxtasksperchild=8) as pool, results.open("a") as file:
-        for row in pool.imap_unordered(_worker, jobs):
-            done.append(row)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            wrong = {part: row[part] for part in (*PARTS, "mlflow") if row[part]}
-            state = "equal" if not wrong and not any(row["resumed"]) else f"NOT equal {row['resumed']} {wrong}"
-            print(f"{row['variant']} {row['point']} {row['seconds']} s from {row['from']}: {state}", flush=True)
+    with context.Pool(options.jobs, maxtasksperchild=1) as pool:
+        for _ in pool.imap_unordered(all_cases, jobs, chunksize=1):
+            pass
+    done = [json.loads(line) for line in results.read_text().splitlines()]
     print(table(done))
     failed = [row for row in done if any(row["resumed"]) or any(row[part] for part in PARTS)]
     print(f"{len(failed)} of {len(done)} were not equal" if failed else f"all {len(done)} were equal")
@@ -238,6 +251,3 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))
-
-
-__all__ = ["kill_runs", "main", "one_case", "table"]
