@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ def _from_writer(error: RuntimeError) -> OSError | None:
         cause: Any = error.__cause__ or error.__context__
         return OSError(cause.errno, cause.strerror)
     if any(word in text for word in ("PytorchStreamWriter", "inline_container", "unexpected pos")):
-        return OSError(errno.ENOSPC, f"torch could not write it all: {text.partition(chr(10))[0][:200]}")
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None
 
 

@@ -28,7 +28,7 @@ from lit_grpo.callbacks.checkpoint_files import (
 )
 from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.callbacks.new_settings import take_new_settings
-from lit_grpo.callbacks.rollout_end import LAST, RolloutEnd
+from lit_grpo.callbacks.rollout_end import SECOND, RolloutEnd
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.changes import changes_between, check_accepted, flat, keys_in
 from lit_grpo.run.checkpoints import ROLLBACK_FOLDER, check_whole
@@ -37,7 +37,7 @@ from lit_grpo.utils.files import link_atomically, remove
 
 log = logging.getLogger(__name__)
 
-LAST_LINK, BEST_LINK = "last.ckpt", "best.ckpt"
+LAST, BEST = "last.ckpt", "best.ckpt"
 PROBE = ".writable"
 PATIENCE = 5.0
 """Seconds that a run which is being ended waits for a rollout that is sampled ahead, to save it too."""
@@ -139,7 +139,7 @@ class RolloutCheckpoint(Checkpoint):
         self.dirpath = self.dirpath or folder / "checkpoints"
         self._ring = folder / ROLLBACK_FOLDER
         self._rollout_end = RolloutEnd.of(trainer)
-        self._rollout_end.add(self._after_rollout, LAST)
+        self._rollout_end.add(self._after_rollout, SECOND)
         if trainer.ckpt_path is not None:
             # Before the model is loaded, which takes longer.
             _check_on_rank_zero(trainer, Path(str(trainer.ckpt_path)))
@@ -340,10 +340,10 @@ class RolloutCheckpoint(Checkpoint):
             raise
         self._unsaved_because = None
         if trainer.is_global_zero:
-            _link(self.dirpath / LAST_LINK, path)
+            _link(self.dirpath / LAST, path)
             best = next(iter(self._best_names()), None)
             if best is not None:
-                _link(self.dirpath / BEST_LINK, self.dirpath / best)
+                _link(self.dirpath / BEST, self.dirpath / best)
             self._remove_surplus(self.dirpath)
         best = next(iter(self._best_names()), None)
         self.best_model_path = str(self.dirpath / best) if best is not None else ""
@@ -392,8 +392,8 @@ class RolloutCheckpoint(Checkpoint):
         """Return what may go, first what is least missed; neither the newest of the run nor the newest of the ring."""
         ring = self._on_disk(self._ring)[:-1] if self._ring is not None else []
         # What the state before this save lists, so that nothing goes that a resume may lead to.
-        own = [one for one in self._on_disk(folder) if one != (folder / LAST_LINK).resolve()]
-        best = (folder / BEST_LINK).resolve()
+        own = [one for one in self._on_disk(folder) if one != (folder / LAST).resolve()]
+        best = (folder / BEST).resolve()
         return [*ring, *sorted(own, key=lambda one: one == best)]
 
     def go_back(self, trainer: Trainer, rollout: int) -> bool:

@@ -10,10 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_grpo.callbacks.diagnosis.actions import Journal
+from lit_grpo.run.folder import run_logger
 
 Function = Callable[[Trainer, LightningModule], None]
 
-FIRST, LAST = 0, 1
+FIRST, SECOND = 0, 1
 """Turns: what may set the run back comes before what saves it, so that no run is saved that is about to be given up."""
 
 
@@ -51,7 +52,7 @@ class RolloutEnd(Callback):
         return found
 
     def add(self, function: Function, turn: int) -> None:
-        """Call ``function(trainer, module)`` after each rollout; those of :data:`FIRST` before those of LAST."""
+        """Call ``function(trainer, module)`` after each rollout; those of :data:`FIRST` before the others."""
         # Equality and not identity: each access of a method makes a new object.
         self.remove(function)
         self._functions = sorted([*self._functions, (turn, function)], key=lambda entry: entry[0])
@@ -96,6 +97,9 @@ class RolloutEnd(Callback):
         # Not when it is loaded: Lightning forgets all metrics after it has loaded a checkpoint.
         self.restore(trainer)
         length = self._saved.pop("journal", None)
+        # A run that begins anew in its own folder, because it was killed before anything was saved.
+        if length is None and trainer.ckpt_path is None and run_logger(trainer) is not None:
+            length = 0
         if length is not None and self._journal is not None:
             self._journal.cut(length)
 

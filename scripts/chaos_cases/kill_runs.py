@@ -30,6 +30,8 @@ from lit_grpo.types import Score
 LIMIT = 300.0
 """Seconds after which a run that has not ended is a hang."""
 PROBE_FILE = "probe.jsonl"
+FIRST_SAVED = 3
+"""Rollouts of the first checkpoint."""
 HERE = "scripts.chaos_cases.kill_runs"
 
 
@@ -49,7 +51,7 @@ class Probe(pl.Callback):
             digest.update(repr((completion.token_ids, completion.logprobs, completion.policy_version)).encode())
         digest.update(repr([prompt.id for prompt in batch.prompts]).encode())
         line = {"rollout": pl_module.policy_version, "digest": digest.hexdigest()}
-        with open(f"{PROBE_FILE}.{trainer.global_rank}", "a", encoding="utf-8") as file:
+        with Path(f"{PROBE_FILE}.{trainer.global_rank}").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -81,7 +83,8 @@ class Alarm(Monitor):
 # ------------------------------------------------------------------------------------------------------ where to kill
 
 Point = tuple[str, int]
-"""Name of a point and which passing of it kills; ``("time", milliseconds)`` is a moment after the first rollout."""
+"""Name of a point and which passing of it kills; ``("time", milliseconds)`` is a moment after the rollout that follows
+the first checkpoint."""
 
 
 def arm(point: Point) -> None:
@@ -131,24 +134,25 @@ def _at_moment(milliseconds: int) -> None:
         time.sleep(milliseconds / 1000)
         die()
 
-    def first(self: Any, *args: Any) -> None:
-        original(self, *args)
-        begun.set()
+    def counting(self: Any, trainer: Any, pl_module: Any, *args: Any) -> None:
+        original(self, trainer, pl_module, *args)
+        if pl_module.policy_version > FIRST_SAVED:
+            begun.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    Probe.on_train_batch_end = first  # type: ignore[method-assign]
+    Probe.on_train_batch_end = counting  # type: ignore[method-assign]
 
 
 def _half_checkpoint(
     original: Callable[..., Any], self: Any, content: Any, path: Any, *args: Any, **kwargs: Any
 ) -> None:
     original(self, content, path, *args, **kwargs)
-    os.truncate(path, os.path.getsize(path) // 2)
+    os.truncate(path, Path(path).stat().st_size // 2)
 
 
 def _half_line(original: Callable[..., Any], self: Any, record: Any) -> None:
     original(self, record)
-    os.truncate(self.path, os.path.getsize(self.path) - 40)
+    os.truncate(self.path, self.path.stat().st_size - 40)
 
 
 def _nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -336,10 +340,10 @@ def import_everything(store: Path) -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                with open(os.devnull, "w") as null:
+                with Path(os.devnull).open("w") as null:
                     os.dup2(null.fileno(), 2)
                     MlflowClient(f"sqlite:///{store}.part").search_experiments()
-                os.replace(f"{store}.part", store)
+                Path(f"{store}.part").replace(store)
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)

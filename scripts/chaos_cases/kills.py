@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import random
 import sys
 import time
@@ -16,7 +15,7 @@ import yaml
 
 from scripts.chaos_cases import kill_results
 from scripts.chaos_cases.kill_results import TRACKED
-from scripts.chaos_cases.kill_runs import HERE, Point, import_everything, prepare, serve
+from scripts.chaos_cases.kill_runs import FIRST_SAVED, HERE, Point, import_everything, prepare, serve
 
 ROLLOUTS = 10
 PARTS = ("state", "samples", "metrics", "journal", "files")
@@ -44,7 +43,7 @@ def base() -> dict[str, Any]:
             "rewards": [{"class_path": f"{HERE}.Even"}],
             "group_size": 4, "prompts_per_rollout": 4, "rollouts": ROLLOUTS, "sampling": {"max_new_tokens": 4},
         },
-        "checkpoint": {"every_n_rollouts": 3},
+        "checkpoint": {"every_n_rollouts": FIRST_SAVED},
         "trainer": {
             "accelerator": "cpu",
             "callbacks": [{"class_path": f"{HERE}.Probe"}, health],
@@ -94,13 +93,13 @@ VARIANTS: dict[str, Any] = {
     "ppo": _set(model__objective={"recipe": "ppo"}),
     "ppo, shared trunk": _set(
         model__objective={"recipe": "ppo"}, model__critic={"backbone": "shared", "warmup_rollouts": 1}
-    ),  # fmt: skip
+    ),
     "trpo": _set(model__objective={"recipe": "trpo_penalty"}),
     "gtpo": _set(model__objective={"recipe": "gtpo"}),
     "lora": _set(model__policy__lora={"rank": 2, "alpha": 4.0}),
     "refreshed reference": _set(
         model__objective={"recipe": "grpo", "kl_coef": 0.05}, model__reference={"refresh_every": 2}
-    ),  # fmt: skip
+    ),
     "curriculum": _set(data__curriculum={"above": 0.2, "below": 0.9}),
     "staleness 1": _set(model__max_staleness=1),
     "staleness 1, dapo": _set(model__max_staleness=1, model__objective={"recipe": "dapo"}, data__group_size=2),
@@ -116,10 +115,11 @@ VARIANTS: dict[str, Any] = {
 
 # Passings count from the start of the run. The first checkpoint is at rollout 3: later passings resume from one.
 POINTS: tuple[Point, ...] = (
-    ("half:write", 2), ("after:write", 2), ("before:move", 2), ("after:move", 2), ("after:link", 2), ("before:remove", 1),
-    ("before:rollout_end", 2), ("after:rollout_end", 2), ("before:generate", 6), ("after:generate", 8),
-    ("after:score", 26), ("before:sync", 6), ("after:sync", 7), ("before:step", 5), ("after:step", 6), ("before:log", 5),
-    ("after:log", 6), ("half:line", 5), ("before:sent", 2), ("after:sent", 2), ("before:train_end", 1),
+    ("half:write", 2), ("after:write", 2), ("before:move", 2), ("after:move", 2), ("after:link", 2),
+    ("before:remove", 1), ("before:rollout_end", 2), ("after:rollout_end", 2), ("before:generate", 6),
+    ("after:generate", 8), ("after:score", 26), ("before:sync", 6), ("after:sync", 7), ("before:step", 5),
+    ("after:step", 6), ("before:log", 5), ("after:log", 6), ("half:line", 5), ("before:sent", 2), ("after:sent", 2),
+    ("before:train_end", 1),
 )  # fmt: skip
 VALIDATION: tuple[Point, ...] = (("before:validate", 3), ("after:validate", 4), ("after:evaluated", 2))
 ROLLBACK: tuple[Point, ...] = (
@@ -137,7 +137,7 @@ def points_of(variant: str, kills: int, seed: int) -> list[Point]:
     general = [p for p in POINTS if "fsdp" not in variant or not p[0].endswith((":write", ":seal"))]
     points = chosen.sample(special, min(len(special), kills // 3))
     points += chosen.sample(general, min(len(general), kills // 2 - len(points) // 2))
-    moments = [("time", chosen.randrange(300, 2400)) for _ in range(kills - len(points))]
+    moments = [("time", chosen.randrange(0, 2000)) for _ in range(kills - len(points))]
     return [*points, *moments]
 
 
@@ -152,7 +152,7 @@ def one_case(root: Path, run: Any, variant: str, number: int, point: Point) -> d
     row["killed"] = run(case, point, ranks)
     folder = kill_results.run_folder(case)
     last = None if folder is None else folder / "checkpoints" / "last.ckpt"
-    row["from"] = os.readlink(last) if last is not None and last.is_symlink() else None
+    row["from"] = str(last.readlink()) if last is not None and last.is_symlink() else None
     # Killed before anything was saved: the run begins again, in the same place.
     again = {} if folder is None else {"run_dir": str(folder)}
     row["resumed"] = run(case, None, ranks, **({"ckpt_path": str(last)} if row["from"] is not None else again))

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, foreign or of other settings: one screen before a model is loaded, never a traceback."""
+"""Checkpoints that are damaged, foreign or of other settings: one screen before a model is loaded, no traceback."""
 
 from __future__ import annotations
 
