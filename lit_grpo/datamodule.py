@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
@@ -112,6 +114,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutGenerator | None = None
+        self.other_prompts = False
+        """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
         """The evaluation sets under ``val`` and ``test``, once they are set up."""
         self._check_arguments()
@@ -350,11 +354,21 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return what the order of the prompts depends on, so that a resumed run can be held to it."""
         if "train" not in self._sets:
             return {}
-        return {"format": self.format.identity(self.learner.tokenizer), "prompts": self.train_set.identity()}
+        return {
+            "format": self.format.identity(self.learner.tokenizer),
+            # Ids of another vocabulary, of the same size, mean other text to the same weights.
+            "vocabulary": self._vocabulary,
+            "prompts": self.train_set.identity(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict and "train" in self._sets and self._fitting:
+        if state_dict and "train" in self._sets and self._fitting and not self.other_prompts:
             check_resumed(state_dict, self.state_dict())
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        words = json.dumps(sorted(self.learner.tokenizer.get_vocab().items()))
+        return hashlib.sha256(words.encode()).hexdigest()
 
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
         vocabulary = len(self.learner.tokenizer)

@@ -33,7 +33,7 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import make_experience
-from lit_grpo.learner.checkpoint_state import load_state, save_state
+from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
@@ -798,6 +798,7 @@ class LitGRPO(pl.LightningModule):
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
             objective=self.objective_state.to_dict(),
             best_held_out=self._best_held_out,
+            logged_keys=self._logged_keys,
             world_size=self.trainer.world_size,
             sharded=self.sharded,
         )
@@ -805,12 +806,22 @@ class LitGRPO(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Not self.trainer: the property raises where there is none.
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        check_fits(checkpoint, self.state_dict(), self.optimizer_config.type, fitting=fitting)
         state = load_state(checkpoint, fitting=fitting)
         self.policy_version = state.counters.get("policy_version", 0)
         for name in asdict(self.counters):
             setattr(self.counters, name, state.counters.get(name, 0))
         self.objective_state = ObjectiveState.from_dict(state.objective)
+        before = checkpoint.get("hyper_parameters", {}).get("objective")
+        if fitting and before is not None and before != self.hparams["objective"]:
+            # Another objective than it was saved with: what both know of the run is kept.
+            adopted = self.objective.adopt_state(self.objective_state)
+            self.objective_state = with_untouched_entropy(self.objective, adopted, self.policy_version)
+        if fitting and self._context is not None:
+            # Rewards, too, may be others than those it was saved with.
+            self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
         self._best_held_out = state.best_held_out
+        self._logged_keys = set(state.logged_keys)
         self._restored_random_state = state.random
 
     def restore_random_state(self) -> None:
