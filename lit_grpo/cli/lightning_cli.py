@@ -31,6 +31,7 @@ from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
+from lit_grpo.tracking.tracked_run import TrackedRun
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
-        added = [*callbacks, *self._result_writers(), FirstCtrlC()]
+        added = [*callbacks, *self._result_writers(), FirstCtrlC(), TrackedRun()]
         # A bar that redraws itself would fill a log file with its every state.
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             added.append(LineProgress())
@@ -206,7 +207,8 @@ class TrainingCLI(LightningCLI):
         return [EvaluationWriter(), *report, RunSummary()]
 
     def _continue_run(self, logger: Any) -> None:
-        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one.
+        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one;
+        # the name of that run itself stands in the configuration that it has left behind.
         path = self.config[self._command].get("ckpt_path")
         if self._command == "fit" and path is not None and isinstance(logger, RunLogger):
             folder = Path(path).absolute().parent.parent
