@@ -397,6 +397,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 rng.run_seed(),
                 self.on_reward_error,
                 sleep_level=self.engine_config.sleep,
+                vocab_size=getattr(load_model_config(learner.policy_config), "vocab_size", None),
+                needs_logprobs=self._fitting and self._requirements.engine_logprobs,
             )
         return self._producer
 

@@ -34,7 +34,7 @@ ALLOWED = {
     "rewards.code": {"rewards", "utils"},
     "data": {"rewards", "utils"},
     "data.sources": {"data", "rewards", "utils"},
-    "distributed": {"utils"},
+    "distributed": {"run", "utils"},
     "policy": {"distributed", "utils"},
     "policy.model": {"policy", "distributed", "utils"},
     "policy.forward": {"policy", "distributed", "utils"},

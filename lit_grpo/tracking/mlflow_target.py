@@ -158,9 +158,7 @@ class MlflowTarget:
             for key in keys:
                 rest = session.query(SqlMetric).filter(SqlMetric.run_uuid == self._id, SqlMetric.key == key)
                 # In the order in which MLflow itself decides which value is the latest.
-                last = rest.order_by(
-                    SqlMetric.step.desc(), SqlMetric.timestamp.desc(), SqlMetric.value.desc()
-                ).first()
+                last = rest.order_by(SqlMetric.step.desc(), SqlMetric.timestamp.desc(), SqlMetric.value.desc()).first()
                 if last is not None:
                     names = ("key", "value", "timestamp", "step", "is_nan", "run_uuid")
                     session.add(SqlLatestMetric(**{name: getattr(last, name) for name in names}))

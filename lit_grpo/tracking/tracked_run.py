@@ -1,4 +1,4 @@
-"""What the record of a run needs of Lightning's loop so that no kill can leave a step out of it, or put one in twice."""
+"""What the record of a run needs of Lightning's loop, so that no kill leaves a step out of it or puts one in twice."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ trainer:
 
 def preload() -> None:
     """Import what a run needs, so that its processes need not."""
-    import mlflow.tracking
+    import mlflow.tracking  # noqa: F401
     import torch
 
     import lit_grpo.callbacks

@@ -139,9 +139,7 @@ def attack(folder: Path, rng: random.Random, kind: str, count: Count, expected: 
     while True:
         killing = kills > 0
         kills -= 1
-        prepare: Callable[[], None] = (
-            planted(rng.randint(1, 14)) if killing and planted is not None else (lambda: None)
-        )
+        prepare: Callable[[], None] = planted(rng.randint(1, 14)) if killing and planted is not None else (lambda: None)
         run = start(command, folder, prepare)
         if killing and planted is None:
             _kill_at_random(run, folder, rng)
