@@ -147,7 +147,12 @@ class MlflowTarget:
             return
         from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
 
-        with store.ManagedSessionMaker() as session:
+        try:
+            maker = store.ManagedSessionMaker(read_only=False)
+        except TypeError:
+            # MLflow before 3.17 has no sessions that only read.
+            maker = store.ManagedSessionMaker()
+        with maker as session:
 
             def later(table: Any) -> Any:
                 return session.query(table).filter(table.run_uuid == self._id, table.step >= step)
