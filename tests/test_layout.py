@@ -42,7 +42,10 @@ ALLOWED = {
     "engines": {"utils"},
     "engines.transformers": {"engines.base", "engines.config", "engines.stop_strings", "utils"},
     "engines.vllm": {"engines.base", "engines.config", "engines.stop_strings", "utils"},
-    "engines.vllm_server": {"engines.base", "engines.config", "engines.stop_strings", "engines.vllm", "utils"},
+    "engines.vllm_server": {
+        *("engines.base", "engines.completion_checks", "engines.config", "engines.stop_strings", "engines.vllm"),
+        "utils",
+    },
     "evaluation": {"data", "objectives", "rewards", "run", "utils"},
     "rollout": {"data", "engines", "rewards", "utils"},
     "learner": {"distributed", "objectives", "policy", "utils"},

@@ -61,6 +61,8 @@ def check_completion(
         )
     if len(logprobs) != len(ids) and (needs_logprobs or logprobs):
         raise EngineError(f"the engine gave {name} with {len(ids)} ids and {len(logprobs)} log-probabilities")
+    if not all(_is_number(kind) for kind in set(map(type, logprobs))):
+        raise EngineError(f"the engine gave {name} with log-probabilities that are no numbers")
     # A sum shows a NaN or an infinity among many as one does alone, and takes no loop in Python.
     if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= ROUNDING):
         for place, logprob in enumerate(logprobs):
@@ -71,6 +73,10 @@ def check_completion(
                 "token that was sampled can have: its weights or its logits are no longer finite, or it reports the "
                 "probabilities of another distribution"
             )
+
+
+def _is_number(kind: type) -> bool:
+    return kind is not bool and hasattr(kind, "__float__")
 
 
 def _are_ids(ids: Sequence[object], vocab_size: int | None) -> bool:
