@@ -426,6 +426,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 self.on_reward_error,
                 rejudge_every=self.rejudge_every,
                 sleep_level=self.engine_config.sleep,
+                vocab_size=getattr(load_model_config(learner.policy_config), "vocab_size", None),
+                needs_logprobs=self._fitting and self._requirements.engine_logprobs,
             )
         return self._producer
 

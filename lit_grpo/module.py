@@ -27,6 +27,7 @@ from torch import Tensor
 from lit_grpo.context import LearnerRequirements, RunContext
 from lit_grpo.distributed import sharding as shards
 from lit_grpo.distributed.gradients import GradientExchange
+from lit_grpo.distributed.rank_callback import RankCallback
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.errors import UserError, nearest
@@ -253,6 +254,7 @@ class LitGRPO(pl.LightningModule):
             max_staleness=self.max_staleness,
             sampled_experts=self.routing_replay == "sampler",
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
+            engine_logprobs=self.guards.max_engine_gap is not None,
         )
 
     def connect(self, context: RunContext) -> None:
@@ -347,6 +349,15 @@ class LitGRPO(pl.LightningModule):
             objective = self._fit_to_run(objective, self._context)
             state = with_reward_range(objective, state, self._context.reward_range)
         return config, objective, with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        # Inserted and not returned: it must be the first to know of an exception, and Lightning appends what it gets.
+        trainer = self._trainer
+        if trainer is not None and trainer.world_size > 1:
+            callbacks: list[Any] = cast(Any, trainer).callbacks
+            if not any(isinstance(callback, RankCallback) for callback in callbacks):
+                callbacks.insert(0, RankCallback(self.guards.max_rank_silence))
+        return []
 
     def configure_model(self) -> None:
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
@@ -498,6 +509,7 @@ class LitGRPO(pl.LightningModule):
                 guards=self.guards,
                 zero_advantage_samples=self.zero_advantage_samples,
                 max_skipped_steps=self.max_skipped_steps,
+                mends_lost_weights=self._do_callbacks_mend_lost_weights,
             )
         return self._optimizer_stepper
 
@@ -612,6 +624,17 @@ class LitGRPO(pl.LightningModule):
                 for key, limit in (callback.limit_update(self.trainer, self, metrics) or {}).items():
                     limits[key] = min(limit, limits.get(key, limit))
         return limits
+
+    def _do_callbacks_mend_lost_weights(self) -> bool:
+        """Ask the callbacks whether one of them will go back to a checkpoint when the weights are no longer finite.
+
+        Callbacks answer by a method ``mends_lost_weights(trainer) -> bool``.
+        """
+        return any(
+            callback.mends_lost_weights(self.trainer)
+            for callback in cast(Any, self.trainer).callbacks
+            if hasattr(callback, "mends_lost_weights")
+        )
 
     @torch.no_grad()
     def _refresh_reference(self) -> None:

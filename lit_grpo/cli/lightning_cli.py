@@ -35,6 +35,7 @@ from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
+from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.utils.imports import from_import, line_of
 from lit_grpo.utils.secrets import holds_mask, with_environment
 from lit_grpo.utils.text import shorten
@@ -248,7 +249,7 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
-        added = [*callbacks, *self._result_writers(), FirstCtrlC()]
+        added = [*callbacks, *self._result_writers(), FirstCtrlC(), TrackedRun()]
         if self._command == "fit":
             added.append(RunSettings(self._settings))
         # A bar that redraws itself would fill a log file with its every state.
@@ -281,7 +282,8 @@ class TrainingCLI(LightningCLI):
         return [EvaluationWriter(), *report, RunSummary()]
 
     def _continue_run(self, logger: Any) -> None:
-        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one.
+        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one;
+        # the name of that run itself stands in the configuration that it has left behind.
         path = self.config[self._command].get("ckpt_path")
         if self._command == "fit" and path is not None and isinstance(logger, RunLogger):
             folder = Path(path).absolute().parent.parent

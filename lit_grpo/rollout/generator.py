@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
+from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
@@ -99,6 +100,8 @@ class RolloutGenerator:
         rejudge_every: one training group of so many is judged a second time; 0: none.
         sleep_level: how deep the engine sleeps between rollouts, see
             :meth:`lit_grpo.engines.vllm.engine.VLLMEngine.sleep`; 0: it does not.
+        vocab_size: number of ids that the policy knows; an engine that gives another ends the run. None: not known.
+        needs_logprobs: whether an engine that gives no log-probabilities ends the run.
     """
 
     def __init__(
@@ -112,7 +115,11 @@ class RolloutGenerator:
         retries: int = 2,
         rejudge_every: int = 0,
         sleep_level: int = 0,
+        vocab_size: int | None = None,
+        needs_logprobs: bool = False,
     ) -> None:
+        self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
+        self._said_unknown = False
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
         self.retries, self.rejudge_every, self.sleep_level = retries, rejudge_every, sleep_level
@@ -170,7 +177,7 @@ class RolloutGenerator:
                 again = purpose == "train" and self.judges_twice(index, positions[i])
                 scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None], again)
         if any(missing):
-            raise RuntimeError(f"the engine ended with {sum(missing)} completions missing")
+            raise EngineError(f"the engine ended with {sum(missing)} completions missing")
         sampled = time.perf_counter()
         results = [future.result() for future in scores if future is not None]
         rewarded = time.perf_counter()
@@ -265,10 +272,11 @@ class RolloutGenerator:
                         for completion in self.engine.generate(part, sampling):
                             if self._closing.is_set():
                                 raise Cancelled
+                            self._check(completion, part, sampling)
                             # A portion numbers its samples anew; the rollout wants their own numbers.
                             request, sample = completion.request, samples[completion.request][completion.sample]
                             if (request, sample) not in missing:
-                                raise RuntimeError(f"the engine gave sample {sample} of request {request} twice")
+                                raise EngineError(f"the engine gave sample {sample} of request {request} twice")
                             missing.discard((request, sample))
                             yield completion if completion.sample == sample else replace(completion, sample=sample)
                     return
@@ -279,6 +287,16 @@ class RolloutGenerator:
                         f"The engine failed ({error}); trying again for the {len(missing)} samples that are missing, "
                         f"{max(1, len(missing) >> (attempt + 1))} at a time."
                     )
+
+    def _check(self, completion: Completion, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Check what the engine gave, and say once if it gives no log-probabilities."""
+        check_completion(completion, requests, sampling, vocab_size=self.vocab_size, needs_logprobs=self.needs_logprobs)
+        if completion.token_ids and not completion.logprobs and not self._said_unknown:
+            self._said_unknown = True
+            rank_zero_warn(
+                "The engine gives no log-probabilities, so nothing can tell whether it samples from the policy, and no "
+                f"correction for its differences is possible ({GUARD} is null)."
+            )
 
     def sleep(self) -> None:
         """Let an engine that can sleep give its memory to the learner until it is asked again."""
