@@ -24,6 +24,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,12 +78,13 @@ _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 
 
-def confine(limits: Limits, *, partly: bool = False) -> list[str]:
+def confine(limits: Limits, *, partly: bool = False, readable: Sequence[str] = ()) -> list[str]:
     """Put every layer on this process; there is no way back.
 
     Args:
         limits: resources that it may use from now on.
         partly: go on without the layers that cannot be put on.
+        readable: files and folders that it may read besides :func:`readable_paths`.
 
     Returns:
         The layers that are missing, with the reason; empty unless ``partly``.
@@ -93,13 +95,19 @@ def confine(limits: Limits, *, partly: bool = False) -> list[str]:
     missing: list[str] = []
     libc = ctypes.CDLL(None, use_errno=True)
     # The filter comes last, because it refuses the very calls that put on the other layers.
-    for layer in (_limit, _drop_privileges, _close_file_system, _filter_calls):
+    layers: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("limit", lambda: _limit(libc, limits)),
+        ("drop privileges", lambda: _drop_privileges(libc)),
+        ("close file system", lambda: _close_file_system(libc, [*readable_paths(), *readable])),
+        ("filter calls", lambda: _filter_calls(libc)),
+    )
+    for name, layer in layers:
         try:
-            layer(libc, limits)
+            layer()
         except OSError as error:
             if not partly:
-                raise SandboxError(f"{layer.__name__.strip('_').replace('_', ' ')}: {error}") from error
-            missing.append(f"{layer.__name__.strip('_').replace('_', ' ')}: {error}")
+                raise SandboxError(f"{name}: {error}") from error
+            missing.append(f"{name}: {error}")
     return missing
 
 
@@ -134,7 +142,7 @@ def _limit(libc: ctypes.CDLL, limits: Limits) -> None:
         resource.setrlimit(what, (value, value))
 
 
-def _drop_privileges(libc: ctypes.CDLL, limits: Limits) -> None:
+def _drop_privileges(libc: ctypes.CDLL) -> None:
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     for capability in range(64):
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
@@ -145,7 +153,7 @@ def _drop_privileges(libc: ctypes.CDLL, limits: Limits) -> None:
     _check(libc.syscall(_CAPSET[_architecture()[0]], header, nothing), "capset")
 
 
-def _close_file_system(libc: ctypes.CDLL, limits: Limits) -> None:
+def _close_file_system(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
     # Each version of the kernel's interface handles more rights, and an older one refuses bits it does not know.
     version = _check(libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = (1 << 13) - 1
@@ -156,7 +164,7 @@ def _close_file_system(libc: ctypes.CDLL, limits: Limits) -> None:
     rules = _check(
         libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset"
     )
-    for path in readable_paths():
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             access = _READ_FILE | (_READ_DIR if Path(path).is_dir() else 0)
@@ -174,7 +182,7 @@ def _architecture() -> tuple[int, int]:
     return _ARCHITECTURES[platform.machine()]
 
 
-def _filter_calls(libc: ctypes.CDLL, limits: Limits) -> None:
+def _filter_calls(libc: ctypes.CDLL) -> None:
     code = filter_program(os.getpid())
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
