@@ -1,8 +1,8 @@
 """One call in a confined process of its own, made from a worker of :class:`lit_grpo.rewards.isolation.pool.WorkerPool`.
 
 For functions that look at text which nobody has read and may be made to run it. The process is forked for this call
-alone, so what such text changes in it is gone with the next call, and confined before it sees the text. Standard library
-only.
+alone, so what such text changes in it is gone with the next call, and confined before it sees the text. It needs the
+standard library alone.
 """
 
 from __future__ import annotations

@@ -53,9 +53,8 @@ def _check(node: ast.AST) -> None:
         if name is None or node.keywords:
             raise ValueError("it calls what is no function of a calculator")
         # Many functions of SymPy parse and evaluate a text that they are given.
-        if name not in _OF_TEXT and any(
-            isinstance(argument, ast.Constant) and isinstance(argument.value, str | bytes) for argument in node.args
-        ):
+        texts = [a for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str | bytes)]
+        if texts and name not in _OF_TEXT:
             raise ValueError(f"it hands a text to {name}")
     elif isinstance(node, ast.Name):
         if node.id.startswith("_") or not isinstance(node.ctx, ast.Load):

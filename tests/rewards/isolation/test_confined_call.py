@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,11 +52,11 @@ def test_a_call_without_a_number_is_an_error(call, words):
 @pytest.mark.parametrize(
     "what",
     [
-        lambda folder: open(folder / "victim").read(),
-        lambda folder: open(folder / "new", "w"),
+        lambda folder: (folder / "victim").read_text(),
+        lambda folder: (folder / "new").write_text("x"),
         lambda folder: os.fork(),
         lambda folder: os.kill(os.getppid(), 0),
-        lambda folder: os.read(open("/proc/self/environ").fileno(), 1),
+        lambda folder: Path("/proc/self/environ").read_bytes(),
         lambda folder: os.environ["A_SECRET"],
         lambda folder: os.write(9, b"x"),
     ],
@@ -75,7 +76,7 @@ def test_nothing_of_the_machine_is_reached(what, tmp_path, monkeypatch):
 
 def test_a_folder_that_is_named_can_be_read(tmp_path):
     (tmp_path / "data").write_text("0.5")
-    assert call_confined(lambda: float(open(tmp_path / "data").read()), LIMITS, [str(tmp_path)]) == 0.5
+    assert call_confined(lambda: float((tmp_path / "data").read_text()), LIMITS, [str(tmp_path)]) == 0.5
 
 
 def test_no_process_is_left(tmp_path):
