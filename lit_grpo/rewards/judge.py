@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.base import Reward, score_within
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.files import write_atomically
 
@@ -90,6 +90,9 @@ class JudgeReward(Reward):
         JudgeError: from ``score``: a request was refused, or no verdict came in all attempts.
     """
 
+    # Each completion has a limit of its own.
+    score_limit = None
+
     def __init__(
         self,
         url: str,
@@ -139,7 +142,7 @@ class JudgeReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         futures = [self._ask(item) for item in batch]
-        others = self._compare.score(batch) if self._compare is not None else [None] * len(batch)
+        others = score_within(self._compare, batch) if self._compare is not None else [None] * len(batch)
         scores = []
         try:
             for future, other in zip(futures, others, strict=True):

@@ -66,6 +66,8 @@ class MathReward(Reward):
 
     needs_answer = True
     range = (0.0, 1.0)
+    # Each answer has a limit of its own.
+    score_limit = None
     extracts_answer = True
 
     def __init__(
