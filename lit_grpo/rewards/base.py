@@ -54,6 +54,8 @@ class Reward:
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
         """Return one score for each input, in order. May be called from several threads at once.
 
+        Where one completion fails alone, its exception may stand in the place of its score.
+
         Everything else calls it through :func:`score_within`, which keeps ``score_limit``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement score()")

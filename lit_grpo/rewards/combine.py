@@ -136,6 +136,11 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
 
 
 def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
+    # A reward may put the error of one completion in the place of its score: the others need not be scored anew.
+    if isinstance(score, Exception):
+        if on_error == "raise":
+            raise _error_of(reward, item, f"raised {_describe(score)}") from score
+        return Score(0.0, failed=True)
     try:
         checked = _as_score(score)
     except Exception:

@@ -75,7 +75,8 @@ class FunctionReward(Reward):
 
     Raises:
         UserError: there is no such function, or a parameter of it has another name; or an argument makes no sense.
-        FunctionError: from ``score``: the function raised, ended its process, or goes on hanging in this one.
+        FunctionError: from ``score``, or in the place of one: the function raised, ended its process, or goes on
+            hanging in this one.
     """
 
     # Every call has a limit of its own.
@@ -132,20 +133,23 @@ class FunctionReward(Reward):
         if self._batch:
             lists = {name: [_SINGLE[_BATCH[name]](item) for item in batch] for name in self._parameters}
             reply = self._reply([self._call(lists, len(batch))])[0]
-            return self._timed_out(len(batch), reply) if reply.timed_out else list(reply.scores)
+            return self._timed_out(len(batch), reply) if reply.timed_out else _scores(reply)
         values = [{name: _SINGLE[name](item) for name in self._parameters} for item in batch]
         if not self._async:
             replies = self._reply([self._call(one, None) for one in values])
             return [self._one(reply) for reply in replies]
         reply = self._reply([self._call(values, None)])[0]
         if not reply.timed_out:
-            return list(reply.scores)
+            return _scores(reply)
         # One of them does not give way to the others, so that the limit of each, which the event loop keeps, does not
         # hold. Called one by one, it alone is lost.
         replies = self._reply([self._call([one], None) for one in values])
         return [self._one(reply) for reply in replies]
 
     def _one(self, reply: Reply) -> Any:
+        if reply.error:
+            # In the place of its score, so that the others need not be scored anew.
+            return FunctionError(reply.error)
         return self._timed_out(1, reply)[0] if reply.timed_out else _with_time(reply.scores[0], reply.seconds)
 
     @staticmethod
@@ -167,7 +171,7 @@ class FunctionReward(Reward):
         """Make the calls, and return what came of each.
 
         Raises:
-            FunctionError: one of them raised, or its process died.
+            FunctionError: they cannot be made.
         """
         if self._pool is not None:
             limit = self._limit_of(calls[0]) if calls else None
@@ -198,11 +202,11 @@ class FunctionReward(Reward):
         if status == "timeout":
             return Reply([], timed_out=True, seconds=seconds)
         if status == "crash":
-            raise FunctionError(f"{self._path} ended its process (os._exit, a crash, or the machine was out of memory)")
-        if status == "error":
-            raise FunctionError(f"{self._path}: {error}")
-        if "raised" in sent:
-            raise FunctionError(str(sent["raised"]))
+            error = "ended its process (os._exit, a crash, or the machine was out of memory)"
+        elif status == "ok":
+            error = str(sent.get("raised", ""))
+        if error:
+            return Reply([], timed_out=False, seconds=seconds, error=f"{self._path}: {error}")
         return Reply([_unpacked(one) for one in sent["scores"]], timed_out=False, seconds=seconds)
 
     def start(self) -> None:
@@ -229,6 +233,12 @@ class FunctionError(RuntimeError):
 
 # Each is a thread that may burn a core.
 _MAX_HUNG_CALLS = 16
+
+
+def _scores(reply: Reply) -> list[Any]:
+    if reply.error:
+        raise FunctionError(reply.error)
+    return reply.scores
 
 
 def _path_of(function: Callable[..., Any]) -> str:

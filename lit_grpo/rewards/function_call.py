@@ -43,6 +43,8 @@ class Reply(NamedTuple):
     """What the function returned for each completion: a number, a Score, or a :class:`NoNumber`."""
     timed_out: bool
     seconds: float
+    error: str = ""
+    """What went wrong, for a person to read; there are no scores then."""
 
 
 class NoNumber:
