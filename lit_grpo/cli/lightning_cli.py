@@ -249,7 +249,8 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
-        added = [*callbacks, *self._result_writers(), FirstCtrlC(), TrackedRun()]
+        # It comes first: where a run has to end soon, it is saved before anything else is written.
+        added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
         if self._command == "fit":
             added.append(RunSettings(self._settings))
         # A bar that redraws itself would fill a log file with its every state.

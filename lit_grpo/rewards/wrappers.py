@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.errors import UserError, nearest
-from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.base import Reward, score_within
 from lit_grpo.types import RewardInput, Score
 
 
@@ -26,6 +26,9 @@ class WrappingReward(Reward):
     Raises:
         UserError: the wrapped reward does not say whether an answer is right.
     """
+
+    # Those of the wrapped rewards are kept.
+    score_limit = None
 
     def __init__(self, reward: Reward, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(weight, name)
@@ -64,7 +67,7 @@ class WrappingReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         scores = []
-        for item, given in zip(batch, self.reward.score(batch), strict=True):
+        for item, given in zip(batch, score_within(self.reward, batch), strict=True):
             score = given if isinstance(given, Score) else Score(float(given))
             details = {**(score.details or {}), "inner": score.value}
             scores.append(score._replace(value=self.change(item, score), details=details))
@@ -105,6 +108,8 @@ class GatedReward(WrappingReward):
         UserError: the wrapped reward does not say whether an answer is right, ``closed`` would be right, or the gate
             has no greatest value and ``at_least`` is left out.
     """
+
+    score_limit = None
 
     def __init__(
         self,
@@ -163,7 +168,7 @@ class GatedReward(WrappingReward):
 
     def _open(self, batch: Sequence[RewardInput]) -> list[bool]:
         """Say for each completion whether its gate is open."""
-        values = [s.value if isinstance(s, Score) else float(s) for s in self.gate.score(batch)]
+        values = [s.value if isinstance(s, Score) else float(s) for s in score_within(self.gate, batch)]
         # The same allowance as in `Reward.correct`: sums of shares may miss full marks by a rounding error.
         return [value >= self._at_least - 1e-9 for value in values]
 
@@ -205,6 +210,9 @@ class RewardBySource(Reward):
         UserError: no reward, a source that is named twice, a weight of an inner reward, or inner rewards that do not
             agree on what is right.
     """
+
+    # Those of the inner rewards are kept.
+    score_limit = None
 
     def __init__(self, rewards: list[SourceReward], weight: float = 1.0, name: str | None = "by_source") -> None:
         super().__init__(weight, name)
@@ -254,7 +262,7 @@ class RewardBySource(Reward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         scores: dict[int, Score] = {}
         for reward, indices in self._split(batch):
-            for i, score in zip(indices, reward.score([batch[i] for i in indices]), strict=True):
+            for i, score in zip(indices, score_within(reward, [batch[i] for i in indices]), strict=True):
                 scores[i] = score if isinstance(score, Score) else Score(float(score))
         return [scores[i] for i in range(len(batch))]
 

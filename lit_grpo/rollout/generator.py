@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +19,10 @@ from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sum
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
 from lit_grpo.utils.random import derive_seed
+from lit_grpo.utils.threads import DaemonThreads, call_within
 
 _SCORING_THREADS = 4
+_CLOSING_SECONDS = 5.0
 
 REJUDGED = "sanity/rejudged_diff_frac"
 
@@ -129,7 +131,7 @@ class RolloutGenerator:
         self._engine_lock = threading.RLock()
         """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
         self._closing = threading.Event()
-        self._scorers = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reward")
+        self._scorers = DaemonThreads(_SCORING_THREADS, "reward")
 
     def produce(
         self,
@@ -343,12 +345,20 @@ class RolloutGenerator:
     def close(self) -> None:
         """Free engine, rewards and threads."""
         self._closing.set()
-        self._scorers.shutdown(wait=False, cancel_futures=True)
-        # A thread that samples leaves at its next completion, and frees the lock.
-        with self._engine_lock:
-            self.engine.close()
+        self._scorers.shutdown()
+        # A thread that samples leaves at its next completion, and frees the lock; one that hangs never does.
+        if self._engine_lock.acquire(timeout=_CLOSING_SECONDS):
+            try:
+                self.engine.close()
+            finally:
+                self._engine_lock.release()
+        else:
+            rank_zero_warn(f"The engine is still busy after {_CLOSING_SECONDS:g} s, and is left as it is.")
         for reward in self.rewards:
-            reward.close()
+            try:
+                call_within(_CLOSING_SECONDS, reward.close, name=f"close-{reward.name}")
+            except TimeoutError:
+                rank_zero_warn(f"The reward {reward.name!r} has not closed in {_CLOSING_SECONDS:g} s, and is left.")
 
 
 def _portions(
