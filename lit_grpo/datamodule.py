@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
@@ -62,6 +64,9 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: completions of each evaluation prompt, in sets that name no number of samples.
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
+        rejudge_every: one training group of so many is judged a second time, and a reward that changes its verdict is
+            noticed (``sanity/reward_contradiction_frac``); 0: none. Rewards that are not
+            :attr:`lit_grpo.rewards.Reward.deterministic` are left out.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many
             times the prompts of a rollout; what is no longer needed is cancelled).
@@ -90,6 +95,7 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: Annotated[int, Bound(least=1)] = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
+        rejudge_every: Annotated[int, Bound(least=0)] = 32,
         max_sampling_rounds: Annotated[int, Bound(least=1)] = 10,
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
@@ -104,10 +110,12 @@ class RolloutDataModule(pl.LightningDataModule):
         self.demonstrations = demonstrations
         self._solutions: dict[str, tuple[int, ...]] = {}
         """Token ids of the solution that is taught, by prompt id; empty unless the objective learns demonstrations."""
-        self.on_reward_error = on_reward_error
+        self.on_reward_error, self.rejudge_every = on_reward_error, rejudge_every
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutGenerator | None = None
+        self.other_prompts = False
+        """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
         """The evaluation sets under ``val`` and ``test``, once they are set up."""
         self._check_arguments()
@@ -346,11 +354,21 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return what the order of the prompts depends on, so that a resumed run can be held to it."""
         if "train" not in self._sets:
             return {}
-        return {"format": self.format.identity(self.learner.tokenizer), "prompts": self.train_set.identity()}
+        return {
+            "format": self.format.identity(self.learner.tokenizer),
+            # Ids of another vocabulary, of the same size, mean other text to the same weights.
+            "vocabulary": self._vocabulary,
+            "prompts": self.train_set.identity(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict and "train" in self._sets and self._fitting:
+        if state_dict and "train" in self._sets and self._fitting and not self.other_prompts:
             check_resumed(state_dict, self.state_dict())
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        words = json.dumps(sorted(self.learner.tokenizer.get_vocab().items()))
+        return hashlib.sha256(words.encode()).hexdigest()
 
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
         vocabulary = len(self.learner.tokenizer)
@@ -406,7 +424,10 @@ class RolloutDataModule(pl.LightningDataModule):
                 self.rewards,
                 rng.run_seed(),
                 self.on_reward_error,
+                rejudge_every=self.rejudge_every,
                 sleep_level=self.engine_config.sleep,
+                vocab_size=getattr(load_model_config(learner.policy_config), "vocab_size", None),
+                needs_logprobs=self._fitting and self._requirements.engine_logprobs,
             )
         return self._producer
 

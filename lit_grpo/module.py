@@ -27,13 +27,14 @@ from torch import Tensor
 from lit_grpo.context import LearnerRequirements, RunContext
 from lit_grpo.distributed import sharding as shards
 from lit_grpo.distributed.gradients import GradientExchange
+from lit_grpo.distributed.rank_callback import RankCallback
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import make_experience
-from lit_grpo.learner.checkpoint_state import load_state, save_state
+from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
@@ -97,7 +98,7 @@ class LitGRPO(pl.LightningModule):
             in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
             over all completions stay unbiased; None: all of them go through.
         step_kl_samples: completions that go through the model once more after the last update, to measure how far the
-            policy has moved (``policy/step_kl``); None: one of 32, at least 8; 0: not measured.
+            policy has moved (``policy/step_kl``); None: one of 32, at least 2; 0: not measured.
         routing_replay: which experts of a mixture-of-experts model every token goes through in an update. ``none``:
             those that its routers choose now; ``old``: those that the policy chose before the first update of the
             rollout; ``sampler``: in every pass of the policy those that the engine chose while sampling.
@@ -253,6 +254,7 @@ class LitGRPO(pl.LightningModule):
             max_staleness=self.max_staleness,
             sampled_experts=self.routing_replay == "sampler",
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
+            engine_logprobs=self.guards.max_engine_gap is not None,
         )
 
     def connect(self, context: RunContext) -> None:
@@ -347,6 +349,15 @@ class LitGRPO(pl.LightningModule):
             objective = self._fit_to_run(objective, self._context)
             state = with_reward_range(objective, state, self._context.reward_range)
         return config, objective, with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        # Inserted and not returned: it must be the first to know of an exception, and Lightning appends what it gets.
+        trainer = self._trainer
+        if trainer is not None and trainer.world_size > 1:
+            callbacks: list[Any] = cast(Any, trainer).callbacks
+            if not any(isinstance(callback, RankCallback) for callback in callbacks):
+                callbacks.insert(0, RankCallback(self.guards.max_rank_silence))
+        return []
 
     def configure_model(self) -> None:
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
@@ -498,6 +509,7 @@ class LitGRPO(pl.LightningModule):
                 guards=self.guards,
                 zero_advantage_samples=self.zero_advantage_samples,
                 max_skipped_steps=self.max_skipped_steps,
+                mends_lost_weights=self._do_callbacks_mend_lost_weights,
             )
         return self._optimizer_stepper
 
@@ -612,6 +624,17 @@ class LitGRPO(pl.LightningModule):
                 for key, limit in (callback.limit_update(self.trainer, self, metrics) or {}).items():
                     limits[key] = min(limit, limits.get(key, limit))
         return limits
+
+    def _do_callbacks_mend_lost_weights(self) -> bool:
+        """Ask the callbacks whether one of them will go back to a checkpoint when the weights are no longer finite.
+
+        Callbacks answer by a method ``mends_lost_weights(trainer) -> bool``.
+        """
+        return any(
+            callback.mends_lost_weights(self.trainer)
+            for callback in cast(Any, self.trainer).callbacks
+            if hasattr(callback, "mends_lost_weights")
+        )
 
     @torch.no_grad()
     def _refresh_reference(self) -> None:
@@ -798,6 +821,7 @@ class LitGRPO(pl.LightningModule):
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
             objective=self.objective_state.to_dict(),
             best_held_out=self._best_held_out,
+            logged_keys=self._logged_keys,
             world_size=self.trainer.world_size,
             sharded=self.sharded,
         )
@@ -805,12 +829,22 @@ class LitGRPO(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Not self.trainer: the property raises where there is none.
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        check_fits(checkpoint, self.state_dict(), self.optimizer_config.type, fitting=fitting)
         state = load_state(checkpoint, fitting=fitting)
         self.policy_version = state.counters.get("policy_version", 0)
         for name in asdict(self.counters):
             setattr(self.counters, name, state.counters.get(name, 0))
         self.objective_state = ObjectiveState.from_dict(state.objective)
+        before = checkpoint.get("hyper_parameters", {}).get("objective")
+        if fitting and before is not None and before != self.hparams["objective"]:
+            # Another objective than it was saved with: what both know of the run is kept.
+            adopted = self.objective.adopt_state(self.objective_state)
+            self.objective_state = with_untouched_entropy(self.objective, adopted, self.policy_version)
+        if fitting and self._context is not None:
+            # Rewards, too, may be others than those it was saved with.
+            self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
         self._best_held_out = state.best_held_out
+        self._logged_keys = set(state.logged_keys)
         self._restored_random_state = state.random
 
     def restore_random_state(self) -> None:

@@ -21,6 +21,7 @@ from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.recipe_reset import reset_options
+from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
 from lit_grpo.cli.text_values import TextParser, make_checked
 from lit_grpo.datamodule import RolloutDataModule
@@ -28,12 +29,14 @@ from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
+from lit_grpo.run.changes import keys_in
 from lit_grpo.run.folder import check_can_be_made
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
+from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.utils.imports import from_import, line_of
 from lit_grpo.utils.secrets import holds_mask, with_environment
 from lit_grpo.utils.text import shorten
@@ -192,6 +195,8 @@ class TrainingCLI(LightningCLI):
                 where="ckpt_path",
                 remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt",
             )
+        if path is not None and self._command != "fit":
+            check_evaluation(Path(path))
 
     # Building.
 
@@ -202,6 +207,7 @@ class TrainingCLI(LightningCLI):
             raise UserError(f"this is no seed: {error}", where="seed_everything") from error
 
     def before_instantiate_classes(self) -> None:
+        self._check_resume()
         trainer = self.config[self._command].trainer
         for name in _ABOVE_ZERO:
             if (number := trainer.get(name)) is not None and number <= 0:
@@ -223,10 +229,21 @@ class TrainingCLI(LightningCLI):
                     f"trainer.{name} does not work with manual optimization", where=f"trainer.{name}", remedy=remedy
                 )
 
+    def _check_resume(self) -> None:
+        # Before the model is built, which takes longer than to say no.
+        config = self.config[self._command]
+        parser = self._subcommand_parsers[self._command]
+        self._settings = settings_of(parser.dump(config, skip_unset=False)) if self._command == "fit" else {}
+        self._changed: list[str] = []
+        if self._command == "fit" and config.get("ckpt_path") is not None:
+            accepted = keys_in(config.checkpoint.accept_changes)
+            self._changed = check_resume(Path(config.ckpt_path), self._settings, accepted)
+
     def instantiate_classes(self) -> None:
         log.debug("building trainer, model and data")
         try:
             super().instantiate_classes()
+            self.datamodule.other_prompts = takes_other_prompts(self._changed)
             log.debug("trainer, model and data are built")
         except ValueError as error:
             # jsonargparse wraps the error of a constructor in its own where the class is one of a list or of a union.
@@ -237,7 +254,10 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
-        added = [*callbacks, *self._result_writers(), FirstCtrlC()]
+        # It comes first: where a run has to end soon, it is saved before anything else is written.
+        added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
+        if self._command == "fit":
+            added.append(RunSettings(self._settings))
         # A bar that redraws itself would fill a log file with its every state.
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             added.append(LineProgress())
@@ -268,7 +288,8 @@ class TrainingCLI(LightningCLI):
         return [EvaluationWriter(), *report, RunSummary()]
 
     def _continue_run(self, logger: Any) -> None:
-        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one.
+        # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one;
+        # the name of that run itself stands in the configuration that it has left behind.
         path = self.config[self._command].get("ckpt_path")
         if self._command == "fit" and path is not None and isinstance(logger, RunLogger):
             folder = Path(path).absolute().parent.parent

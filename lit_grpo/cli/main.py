@@ -80,7 +80,7 @@ examples:
 
 A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.
 
-Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C ends it at once.
+Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C or SIGTERM ends it within 10 seconds.
 exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
 LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
 LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for.
@@ -121,6 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Returned and not raised, so that a program that calls main() goes on.
     except SystemExit as error:
         return _exit_code(error)
+    except Exception as error:
+        # By its name: importing the class would import the rewards.
+        if type(error).__name__ != "RewardError":
+            raise
+        _show_text(str(error))
+        return FAILED
+    finally:
+        # A program that calls main() goes on. The process of the console script ends here, and may hang in doing so.
+        if argv is not None and (watchdog := sys.modules.get("lit_grpo.cli.watchdog")) is not None:
+            watchdog.disarm()
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -195,6 +205,11 @@ def _exit_code(error: SystemExit) -> int:
         return error.code
     print(error.code, file=sys.stderr)
     return FAILED
+
+
+def _show_text(text: str) -> None:
+    sys.stdout.flush()
+    print(f"lit-grpo: {text}", file=sys.stderr, flush=True)
 
 
 def _show(error: UserError, command: str) -> None:

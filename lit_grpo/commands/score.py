@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,6 +70,7 @@ def run(command: str, argv: list[str]) -> int:
     # Rewards of the user may lie next to the configuration.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+    _check_output(options.output, options.input, options.config)
     rewards, on_error = read_rewards(options.config)
     from lit_grpo.rewards.combine import RewardError
 
@@ -273,6 +276,32 @@ def score(
     means = {name: total / max(1, len(items)) for name, total in sums.items()}
     graded = primary_reward(rewards) is not None
     return Totals(len(items), num_correct, graded, num_timed_out, num_failed, means, time.perf_counter() - started)
+
+
+def _check_output(output: str | None, source: str, config: str | None) -> None:
+    """Refuse to write the verdicts over what is read.
+
+    Raises:
+        UserError: the file of the verdicts is the input or the configuration.
+    """
+    if output is None or not Path(output).exists():
+        return
+    # By the file and not by its name: a link leads to it too.
+    target = Path(output).stat()
+    if stat.S_ISCHR(target.st_mode):
+        return
+    for key, name in (("--input", source), ("--config", config)):
+        try:
+            other = os.fstat(sys.stdin.fileno()) if name == "-" else Path(name).stat() if name else None
+        except (OSError, ValueError):
+            # No such file, or no real standard input: what reads it says so.
+            continue
+        if other is not None and os.path.samestat(target, other):
+            raise UserError(
+                f"{output} is the file of {key}, which it would overwrite",
+                where="--output",
+                remedy="give the verdicts a file of their own",
+            )
 
 
 @contextmanager

@@ -178,6 +178,12 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 where=f"data.format.{key}",
                 remedy="set it as it was, or start a new run: lit-grpo export, then model.policy.path",
             )
+    if saved.get("vocabulary", now["vocabulary"]) != now["vocabulary"]:
+        raise UserError(
+            "the checkpoint was trained with another vocabulary: the same token ids would be other text",
+            where="model.policy",
+            remedy="give the model folder, or the alphabet of the tiny model, that the run began with",
+        )
     if saved["prompts"] != now["prompts"]:
         counts = saved["prompts"]["count"], now["prompts"]["count"]
         what = f"{counts[0]:,} prompts, not {counts[1]:,}" if counts[0] != counts[1] else "others of the same number"

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
+from lit_grpo.policy.forward.attention import probe_ids
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
-from lit_grpo.policy.forward.policy import hidden_states, switch_off_dropout
+from lit_grpo.policy.forward.policy import backbone, hidden_states, switch_off_dropout
 from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
@@ -83,15 +84,17 @@ class Critic(nn.Module):
         Raises:
             UserError: the model does not keep to a given attention mask (linear attention, sliding windows).
         """
-        count = int(self.base.config.get_text_config().vocab_size)
-        prompt, completions = (1 % count, 2 % count), [(3 % count, 0), (5 % count, 3 % count)]
+        config = self.base.config.get_text_config()
         # A few tokens are not worth the wait for a compiler.
         with eagerly() if is_compiled(self.base) else nullcontext():
-            self._verify(layout, prompt, completions)
+            for reach in (False, True):
+                prompt, completions = probe_ids(config, reach)
+                if prompt:
+                    self._verify(layout, prompt, completions)
 
     def _verify(self, layout: Layout, prompt: tuple[int, ...], completions: Sequence[tuple[int, ...]]) -> None:
         device = next(self.base.parameters()).device
-        rows = layout.build([prompt] * 2, completions, width=2, device=device)
+        rows = layout.build([prompt] * 2, completions, width=max(map(len, completions)), device=device)
         states = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
         for row, completion in enumerate(completions):
             ids = torch.tensor([[*prompt, *completion]], device=device)
@@ -116,7 +119,7 @@ def make_head(model: Any, config: CriticConfig) -> ValueHead:
 
 def make_critic(model: PolicyConfig, config: CriticConfig) -> Critic:
     """Make a critic whose backbone is the base model that ``model`` describes, see :func:`model_settings`."""
-    return Critic(load_model(model).base_model, config)
+    return Critic(backbone(load_model(model)), config)
 
 
 def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:

@@ -38,6 +38,10 @@ class RunRecord(ABC):
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Attach tags to the run."""
 
+    # Not abstract: a logger that keeps whatever it is given has nothing to do here.
+    def continue_from(self, step: int) -> None:  # noqa: B027
+        """Take note that the steps from ``step`` on are made (again): what was recorded of them is replaced."""
+
 
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of the run, equal on all ranks, each of which must call this.

@@ -100,7 +100,7 @@ def resolve_backend(config: PolicyConfig, dtype: torch.dtype | None = None, devi
     backend, compiles = config.attention, config.compile
     if backend == "auto":
         flash = device == "cuda" and dtype_name == "bfloat16" and config.pack and _flash_fits(config)
-        backend = "varlen" if flash else "sdpa"
+        backend = "eager" if _needs_eager(config) else "varlen" if flash else "sdpa"
     if compiles is None:
         plain = config.tiny is None and config.quantization is None
         compiles = backend == "varlen" and plain and not _has_experts(config)
@@ -114,6 +114,19 @@ def _flash_fits(config: PolicyConfig) -> bool:
     layer_types = getattr(text, "layer_types", None)
     full = set(layer_types) == {"full_attention"} if layer_types else not getattr(text, "sliding_window", None)
     return size % 8 == 0 and size <= 256 and full
+
+
+def _needs_eager(config: PolicyConfig) -> bool:
+    """Tell whether the model attends in a way that only its own code computes: a soft cap, sinks."""
+    from transformers import AutoModelForCausalLM
+
+    if config.tiny is not None:
+        return False
+    whole = load_model_config(config)
+    if getattr(whole.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return True
+    cls = AutoModelForCausalLM._model_mapping.get(type(whole), None)
+    return not getattr(cls, "_supports_sdpa", True)
 
 
 def _has_experts(config: PolicyConfig) -> bool:
@@ -237,7 +250,9 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    backend = "sdpa" if config.attention == "auto" else config.attention
+    backend = config.attention
+    if backend == "auto":
+        backend = "eager" if _needs_eager(config) else "sdpa"
     implementation = attention.NAMES.get(backend, backend)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:

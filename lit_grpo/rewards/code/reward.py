@@ -52,6 +52,8 @@ class CodeReward(Reward):
 
     extracts_answer = True
     range = (0.0, 1.0)
+    # Each answer has a limit of its own.
+    score_limit = None
 
     def __init__(
         self,
