@@ -5,8 +5,8 @@
     python scripts/audit_dependencies.py --online   pip-audit too, which asks its databases (needs a network)
 
 The list below is short on purpose: it holds what matters to a program that loads models, data and checkpoints of
-others, and it needs no network, so that CI runs it everywhere. It does not replace pip-audit, which knows the advisories
-of the day; run that where there is a network.
+others, and it needs no network, so that CI runs it everywhere. It does not replace pip-audit, which knows the
+advisories of the day; run that where there is a network.
 """
 
 from __future__ import annotations
