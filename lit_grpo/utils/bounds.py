@@ -15,7 +15,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -67,7 +67,7 @@ def check_fields(instance: Any, key: str, *, finite: bool = True) -> None:
     Raises:
         UserError: a value is null, no number, not finite or out of its range; names the key.
     """
-    cls: Hashable = type(instance)
+    cls: Any = type(instance)
     for name, hint in _hints(cls).items():
         if hasattr(instance, name):
             _check(getattr(instance, name), hint, f"{key}.{name}".removeprefix("."), finite)

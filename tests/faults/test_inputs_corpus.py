@@ -34,6 +34,7 @@ def test_the_corpus_is_large_and_no_input_is_there_twice():
     }
 
 
+@pytest.mark.slow
 def test_every_malformed_input_of_the_share_ends_in_one_screen(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
