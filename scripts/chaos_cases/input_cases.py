@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import importlib
+import inspect
 import json
 import types
 import typing
@@ -387,3 +389,28 @@ def data_files() -> Iterator[Case]:
         "no such data set",
         "data: {prompts: {class_path: lit_grpo.data.HubPrompts, init_args: {dataset: nobody/none}}}\n",
     )
+
+
+def classes() -> Iterator[Case]:
+    """Arguments of every class that a configuration names: numbers that are null, NaN or text."""
+    places = {
+        "lit_grpo.rewards": "data: {{rewards: [{spec}]}}\n",
+        "lit_grpo.data": "data: {{prompts: {spec}}}\n",
+        "lit_grpo.callbacks": "trainer: {{callbacks: [{spec}]}}\n",
+        "lit_grpo.tracking": "trainer: {{logger: {spec}}}\n",
+    }
+    for module, place in places.items():
+        for name in importlib.import_module(module).__all__:
+            cls = getattr(importlib.import_module(module), name)
+            if not inspect.isclass(cls) or inspect.isabstract(cls) or dataclasses.is_dataclass(cls):
+                continue
+            hints = typing.get_type_hints(vars(cls).get("__init__", lambda: None), include_extras=True)
+            for argument, hint in hints.items():
+                members = _members(hint)
+                if not {int, float} & set(members) or argument == "return":
+                    continue
+                values = {"nan": ".nan"}
+                values |= {"null": "null"} if types.NoneType not in members else {"text": "abc"}
+                for what, value in values.items():
+                    spec = f"{{class_path: {module}.{name}, init_args: {{{argument}: {value}}}}}"
+                    yield fit("class", f"{name}.{argument}: {what}", place.format(spec=spec))

@@ -54,7 +54,7 @@ def all_cases() -> list[Case]:
     makers = (
         input_cases.yaml_files, input_cases.command_lines, input_cases.trainers, input_cases.contradictions,
         input_cases.data_files, input_cases_of_code.rewards, input_cases_of_code.scores, input_cases_of_code.models,
-        input_cases.objectives, input_cases.words, input_cases.numbers,
+        input_cases.classes, input_cases.objectives, input_cases.words, input_cases.numbers,
     )  # fmt: skip
     return [case for make in makers for case in make()]
 
