@@ -392,7 +392,7 @@ def data_files() -> Iterator[Case]:
 
 
 def classes() -> Iterator[Case]:
-    """Arguments of every class that a configuration names: numbers that are null, NaN or text."""
+    """Arguments of every class that a configuration names: numbers that are null, NaN, text or lists."""
     places = {
         "lit_grpo.rewards": "data: {{rewards: [{spec}]}}\n",
         "lit_grpo.data": "data: {{prompts: {spec}}}\n",
@@ -409,8 +409,9 @@ def classes() -> Iterator[Case]:
                 members = _members(hint)
                 if not {int, float} & set(members) or argument == "return":
                     continue
-                values = {"nan": ".nan"}
-                values |= {"null": "null"} if types.NoneType not in members else {"text": "abc"}
+                values = {"text": "abc", "list": "[a]", "nan": ".nan"}
+                if types.NoneType not in members:
+                    values["null"] = "null"
                 for what, value in values.items():
                     spec = f"{{class_path: {module}.{name}, init_args: {{{argument}: {value}}}}}"
                     yield fit("class", f"{name}.{argument}: {what}", place.format(spec=spec))
