@@ -13,7 +13,7 @@ from scripts.chaos_cases.input_cases import Case
 from scripts.chaos_cases.inputs import all_cases, judge
 from tests.paths import ROOT
 
-SHARE = 24
+SHARE = 40
 """Every such input of the corpus is run here."""
 
 
