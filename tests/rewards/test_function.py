@@ -10,6 +10,7 @@ import pytest
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards import FunctionReward, Reward, RewardError, score_all
+from lit_grpo.rewards.combine import final_answers
 from lit_grpo.types import Completion, Prompt, RewardInput, Score
 from tests.rewards import odd_results, user_functions
 
@@ -153,6 +154,9 @@ class Hangs(Reward):
         self.over.wait(600)
         return [1.0] * len(batch)
 
+    def final_answers(self, batch):
+        self.over.wait(600)
+
 
 class OwnLimit(FunctionReward):
     def score(self, batch):
@@ -171,6 +175,8 @@ def test_a_reward_class_that_leaves_or_hangs():
     # Not once more one by one, which would take as many times the limit.
     assert reward.calls == 2
     assert time.monotonic() - began < 60
+    with pytest.raises(RewardError, match="gave no final answers: HungRewardError"):
+        final_answers(reward, [item()])
     reward.over.set()
     # Who scores in a way of its own does not inherit that its parent bounds its work.
     assert OwnLimit.score_limit == Reward.score_limit == 60.0
@@ -227,10 +233,12 @@ def test_functions_given_in_python():
 
     named = FunctionReward(local, arguments={"factor": 2.0})
     assert [s.value for s in score_all([named], [item("ab"), item("")])["local"]] == [4.0, 0.0]
-    assert kinds(score(lambda text: time.sleep(600 if text == "bad" else 0) or 1.0, ["bad", "good"], limit=0.2)) == [
-        LATE,
-        FINE,
-    ]
+
+    def sleeps(text):
+        time.sleep(600 if text == "bad" else 0)
+        return 1.0
+
+    assert kinds(score(sleeps, ["bad", "good"], limit=0.2)) == [LATE, FINE]
 
 
 def test_whole_inputs_reach_a_worker_and_what_cannot_be_sent_is_said():
