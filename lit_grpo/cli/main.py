@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from lit_grpo.errors import EngineError, StopRun, UserError, nearest
 
@@ -96,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"lit-grpo {_version()}")
         return DONE
+    # Only where nobody has put one of their own: a program that calls main() keeps its hook.
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show_traceback
     try:
         _configure_logging()
         command = _find(arguments[0])
@@ -109,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lit-grpo: stopped: {error.reason}", file=sys.stderr)
         return STOPPED
     except EngineError as error:
-        print(f"lit-grpo: the rollout engine failed: {error}", file=sys.stderr)
+        print(f"lit-grpo: the rollout engine failed: {_masked(str(error))}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("lit-grpo: interrupted", file=sys.stderr)
@@ -127,6 +131,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A program that calls main() goes on. The process of the console script ends here, and may hang in doing so.
         if argv is not None and (watchdog := sys.modules.get("lit_grpo.cli.watchdog")) is not None:
             watchdog.disarm()
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an error in the program as Python does, without the secrets that a message may quote."""
+    import traceback
+
+    print(_masked("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
+
+
+def _masked(text: str) -> str:
+    from lit_grpo.utils.secrets import masked_screen
+
+    return masked_screen(text)
 
 
 def _configure_logging() -> None:
@@ -203,12 +220,13 @@ def _show(error: UserError, command: str) -> None:
     if os.environ.get("LIT_GRPO_DEBUG", "") not in ("", "0"):
         import traceback
 
-        traceback.print_exception(error)
+        print(_masked("".join(traceback.format_exception(error))), file=sys.stderr)
     from lit_grpo.cli.errors.terminal import render
+    from lit_grpo.utils.secrets import masked_screen
 
     # What the command has printed comes first where both streams go to one file.
     sys.stdout.flush()
-    print(render(error, command), file=sys.stderr, flush=True)
+    print(masked_screen(render(error, command)), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

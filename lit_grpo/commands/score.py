@@ -81,6 +81,8 @@ def run(command: str, argv: list[str]) -> int:
             reward.start()
         # All lines are read and checked first: bad input ends the command before anything is graded or written.
         items = read_items(options.input, rewards)
+        if options.output and _same_file(options.output, options.input):
+            raise UserError("the output would overwrite the input", where="--output", remedy="name another file")
         with _opened(options.output) as file:
             totals = score(items, rewards, options.on_error or on_error, file)
     except RewardError as error:
@@ -111,10 +113,10 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
     import argparse
 
     import yaml
-    from jsonargparse import ArgumentParser
 
     from lit_grpo.cli.config_files import find, read_layers
     from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
+    from lit_grpo.cli.text_values import TextParser, make_checked
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError, check_rewards
 
@@ -139,13 +141,13 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         )
     names = [prefix + key for key in sorted(known)]
     explainer = Explainer("score", [], layers, names)
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser = TextParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument(f"--{prefix}rewards", type=list[Reward])
     parser.add_argument(f"--{prefix}on_reward_error", type=OnError, default="raise")
     given = {key: value for key, value in inner.items() if key in known}
     try:
         parsed = parser.parse_object({"data": given} if prefix else given)
-        built = parser.instantiate(parsed)
+        built = parser.instantiate(parsed, instantiators=[(make_checked, object, True)])
         rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
         check_rewards(rewards)
     except (argparse.ArgumentError, ValueError) as error:
@@ -314,6 +316,10 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         raise UserError(f"{path} cannot be written: {error.strerror}", where="--output") from error
     with file:
         yield file
+
+
+def _same_file(output: str, source: str) -> bool:
+    return Path(output).exists() and Path(source).exists() and Path(output).samefile(source)
 
 
 def _summary(totals: Totals) -> str:

@@ -36,6 +36,11 @@ class Reward:
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
+    deterministic: bool = True
+    """True if the same completion always gets the same value. A few completions are then judged a second time
+    (``data.rejudge_every``), to notice a verifier that changes its mind; False for what is drawn on purpose, or costs
+    money."""
+
     range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest value that ``score`` can give, before the weight."""
 
@@ -61,6 +66,15 @@ class Reward:
         Everything else calls it through :func:`score_within`, which keeps ``score_limit``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement score()")
+
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        """Say why no completion of a row could be scored, None if they can; asked of every row before a model loads.
+
+        Args:
+            answer: gold answer of the row.
+            extra: further columns of the row.
+        """
+        return None
 
     def for_source(self, source: str) -> Reward:
         """Return the reward for completions of a source's prompts: this one, unless it has another for each source.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from lit_grpo.errors import UserError
@@ -109,6 +109,40 @@ def final_answers(reward: Reward, batch: Sequence[RewardInput]) -> list[str | No
     if answers is not None and len(answers) != len(batch):
         raise RewardError(reward.name, f"gave {len(answers)} final answers for {len(batch)} completions")
     return answers
+
+
+def judge_again(
+    rewards: Sequence[Reward],
+    batch: Sequence[RewardInput],
+    scores: Mapping[str, Sequence[Score]],
+    on_error: OnError = "raise",
+) -> tuple[int, int]:
+    """Judge completions a second time, and count those whose verdict is another than before.
+
+    Only rewards that are :attr:`lit_grpo.rewards.Reward.deterministic` are asked. A verdict is another if a value has
+    moved by more than a tenth of the reward's range (of the values seen, where it states none). A completion that a
+    reward failed on or did not get to in time is left out: that is counted elsewhere.
+
+    Args:
+        rewards: rewards of the run.
+        batch: completions, as they were given to :func:`score_all`.
+        scores: what that returned.
+        on_error: as of :func:`score_all`.
+
+    Returns:
+        Completions with another verdict, and completions that were judged a second time.
+    """
+    asked = [reward for reward in rewards if reward.deterministic]
+    changed, judged = [False] * len(batch), [bool(asked)] * len(batch)
+    for reward in asked:
+        first, second = scores[reward.name], _score(reward, batch, on_error)
+        values = [score.value for score in (*first, *second)]
+        width = reward.range[1] - reward.range[0]
+        width = width if math.isfinite(width) else max(values, default=0.0) - min(values, default=0.0)
+        for i, (one, other) in enumerate(zip(first, second, strict=True)):
+            judged[i] &= not (one.failed or one.timed_out or other.failed or other.timed_out)
+            changed[i] |= abs(one.value - other.value) > 0.1 * width
+    return sum(c and j for c, j in zip(changed, judged, strict=True)), sum(judged)
 
 
 def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> list[Score]:

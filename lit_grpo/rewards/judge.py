@@ -101,6 +101,8 @@ class JudgeReward(Reward):
         JudgeError: in the place of a score: a request was refused, or no verdict came in all attempts.
     """
 
+    # Each verdict costs a call, and at a temperature above 0 a second one may well be another.
+    deterministic = False
     # Each completion has a limit of its own.
     score_limit = None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rewards.base import Reward, answers_within, score_within
@@ -42,6 +43,10 @@ class WrappingReward(Reward):
         self._by_inner: dict[int, WrappingReward] = {}
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
+        self.deterministic = reward.deterministic
+
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        return self.reward.row_problem(answer, extra)
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""
@@ -134,6 +139,7 @@ class GatedReward(WrappingReward):
         self.range = min(closed, reward.range[0]), max(closed, reward.range[1])
         self.needs_answer = reward.needs_answer or gate.needs_answer
         self.needs_tokens = reward.needs_tokens or gate.needs_tokens
+        self.deterministic = reward.deterministic and gate.deterministic
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""
@@ -241,6 +247,7 @@ class RewardBySource(Reward):
         self.needs_answer = any(r.needs_answer for r in self._rewards)
         self.extracts_answer = any(r.extracts_answer for r in self._rewards)
         self.needs_tokens = any(r.needs_tokens for r in self._rewards)
+        self.deterministic = all(r.deterministic for r in self._rewards)
 
     def for_source(self, source: str) -> Reward:
         if source not in self._by_source:
