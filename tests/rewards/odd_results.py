@@ -10,7 +10,7 @@ RESULTS: dict[str, Any] = {
     "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "3.5e38": 3.5e38, "1e16": 1e16,
     "10**400": 10**400, "none": None, "text": "good", "list": [1.0, 2.0], "dict": {"value": 1.0}, "complex": 1j,
     "tensor": torch.ones(3), "object": object(), "empty tuple": (), "long tuple": (1.0,) * 9,
-    "details": Score(1.0, details={"a": float("nan")}), "details text": Score(1.0, details={"a": "x"}),
+    "details": Score(1.0, details={"a": float("nan")}), "details text": Score(1.0, details={"a": "x"}),  # type: ignore[dict-item]
 }  # fmt: skip
 """What is no reward."""
 GOOD: dict[str, Any] = {
