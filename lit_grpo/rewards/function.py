@@ -277,18 +277,7 @@ def find_function(path: str) -> Callable[..., Any]:
     """
     path = path.replace(":", ".")
     where = "FunctionReward.function"
-    try:
-        function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
-    except (UserError, KeyboardInterrupt):
-        raise
-    # SystemExit too, which would end the command as if all were well.
-    except BaseException as error:
-        module = path.rpartition(".")[0]
-        raise UserError(
-            f"{module} fails when it is imported: {type(error).__name__}: {error}",
-            where=where,
-            remedy=f"python -c 'import {module}' shows where",
-        ) from error
+    function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
     # A class is callable too, but what it makes is no score.
     if not callable(function) or inspect.isclass(function):
         module, _, name = path.rpartition(".")
