@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lit_grpo.callbacks import RolloutCheckpoint
-from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, restore
+from lit_grpo.callbacks.rollback import CheckpointRing, restore
+from lit_grpo.callbacks.rollout_end import FIRST, RolloutEnd
 from lit_grpo.commands.export import export
 from lit_grpo.distributed.checkpoint import AnyCheckpointIO
 from lit_grpo.distributed.sharding import ShardingConfig
@@ -118,17 +119,16 @@ class Back(tiny.Recorder):
         super().__init__()
         self.ring, self.done = CheckpointRing(1, 5), False
         self.ring.folder = Path(folder)
-        self.after_all = AfterAll(self.turn)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.after_all.attach(trainer)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        RolloutEnd.of(trainer).add(self.turn, FIRST)
 
     def turn(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.policy_version == 2 and not self.done:
             self.ring.save(trainer, 2)
         if pl_module.policy_version == 3 and not self.done:
             self.done = True
-            restore(trainer, pl_module, self.ring.path(2), self.after_all)
+            restore(trainer, pl_module, self.ring.path(2))
 
 
 def gathered(made: Any) -> dict[str, Any]:
