@@ -16,7 +16,7 @@ from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
 from lit_grpo.callbacks.diagnosis.holding import HoldingFindings
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.callbacks.diagnosis.remedies import Remedy, scale_learning_rate
-from lit_grpo.callbacks.monitors import all_monitors
+from lit_grpo.callbacks.monitors import GradientNormMonitor, all_monitors
 from lit_grpo.callbacks.monitors.monitor import Monitor, read_metrics, trained_rollouts
 from lit_grpo.callbacks.notify import Notifier, Notify, diagnosis_message, end_message
 from lit_grpo.callbacks.rollback import CheckpointRing, can_return, give_up_later_checkpoints, restore
@@ -227,6 +227,17 @@ class HealthMonitor(pl.Callback):
             entries = [f"{key} {metrics[key]:.3g} to {limit:.3g}" for key, limit in limits.items()]
             self._journal.write("clipped_step", {"step": trained_rollouts(trainer), "reason": ", ".join(entries)})
         return limits
+
+    def mends_lost_weights(self, trainer: Trainer) -> bool:
+        """Tell whether a rollback will follow when an optimizer step leaves weights that are not finite.
+
+        See :class:`lit_grpo.learner.optimizer_step.OptimizerStepper`.
+        """
+        watches = any(isinstance(monitor, GradientNormMonitor) for monitor in self.monitors)
+        action = self.actions.get("non_finite") or self.actions["critical"]
+        return (
+            watches and action == "rollback" and self._can_roll_back and bool(self.ring.saved) and can_return(trainer)
+        )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -63,6 +63,8 @@ class LearnerRequirements:
     """Whether completions must say which experts their tokens went through (``routing_replay: sampler``)."""
     extracted_answers: bool = False
     """Whether some reward must tell which completions hold no answer at all."""
+    engine_logprobs: bool = False
+    """Whether the engine must give the log-probability of every token, which the learner compares with its own."""
 
 
 class RolloutLearner(Protocol):

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from lit_grpo.context import LearnerRequirements, RunContext
 from lit_grpo.distributed import sharding as shards
 from lit_grpo.distributed.gradients import GradientExchange
+from lit_grpo.distributed.rank_callback import RankCallback
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.errors import UserError, nearest
@@ -64,8 +65,10 @@ from lit_grpo.policy.model.load import check_policy, check_replay, load_model, l
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
 from lit_grpo.utils.dataclasses import as_dataclass
 from lit_grpo.utils.logging import log_level
+from lit_grpo.utils.secrets import masked
 
 __all__ = ["LitGRPO"]
 
@@ -95,7 +98,7 @@ class LitGRPO(pl.LightningModule):
             in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
             over all completions stay unbiased; None: all of them go through.
         step_kl_samples: completions that go through the model once more after the last update, to measure how far the
-            policy has moved (``policy/step_kl``); None: one of 32, at least 8; 0: not measured.
+            policy has moved (``policy/step_kl``); None: one of 32, at least 2; 0: not measured.
         routing_replay: which experts of a mixture-of-experts model every token goes through in an update. ``none``:
             those that its routers choose now; ``old``: those that the policy chose before the first update of the
             rollout; ``sampler``: in every pass of the policy those that the engine chose while sampling.
@@ -116,16 +119,16 @@ class LitGRPO(pl.LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         reference: ReferenceConfig = ReferenceConfig(),  # noqa: B008
         critic: CriticConfig | None = None,
-        micro_batch_tokens: int | None = 4096,
-        micro_batch_size: int | None = None,
-        zero_advantage_samples: int | None = 8,
-        step_kl_samples: int | None = None,
+        micro_batch_tokens: Annotated[int | None, Bound(least=1)] = 4096,
+        micro_batch_size: Annotated[int | None, Bound(least=1)] = None,
+        zero_advantage_samples: Annotated[int | None, Bound(least=0)] = 8,
+        step_kl_samples: Annotated[int | None, Bound(least=0)] = None,
         routing_replay: Literal["none", "old", "sampler"] = "none",
-        updates_per_rollout: int = 1,
-        minibatch_prompts: int | None = None,
-        max_grad_norm: float | None = 1.0,
-        max_staleness: int = 0,
-        max_skipped_steps: int = 10,
+        updates_per_rollout: Annotated[int, Bound(least=1)] = 1,
+        minibatch_prompts: Annotated[int | None, Bound(least=1)] = None,
+        max_grad_norm: Annotated[float | None, Bound(above=0)] = 1.0,
+        max_staleness: Annotated[int, Bound(least=0)] = 0,
+        max_skipped_steps: Annotated[int, Bound(least=1)] = 10,
         guards: GuardConfig = GuardConfig(),  # noqa: B008
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
     ) -> None:
@@ -136,24 +139,35 @@ class LitGRPO(pl.LightningModule):
         self.objective_config = as_dataclass(ObjectiveConfig, objective)
         self.optimizer_config = as_dataclass(OptimizerConfig, optimizer)
         self.reference_config = as_dataclass(ReferenceConfig, reference)
-        for name, value in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("micro_batch_size", micro_batch_size),
-            ("updates_per_rollout", updates_per_rollout),
-            ("reference.refresh_every", self.reference_config.refresh_every),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, must be at least 1", where=f"model.{name}")
-        if zero_advantage_samples is not None and zero_advantage_samples < 0:
-            raise UserError(f"zero_advantage_samples is {zero_advantage_samples}", where="model.zero_advantage_samples",
-                            remedy="set it to 0 or more, or null for all")  # fmt: skip
-        if step_kl_samples is not None and step_kl_samples < 0:
-            raise UserError(f"step_kl_samples is {step_kl_samples}", where="model.step_kl_samples",
-                            remedy="set it to 1 or more, null for one of 32 completions, or 0 for none")  # fmt: skip
+        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
+        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
+        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
+        check_arguments(
+            LitGRPO.__init__,
+            {
+                "policy": self.policy_config,
+                "optimizer": self.optimizer_config,
+                "reference": self.reference_config,
+                "critic": self.critic_config,
+                "micro_batch_tokens": micro_batch_tokens,
+                "micro_batch_size": micro_batch_size,
+                "zero_advantage_samples": zero_advantage_samples,
+                "step_kl_samples": step_kl_samples,
+                "updates_per_rollout": updates_per_rollout,
+                "minibatch_prompts": minibatch_prompts,
+                "max_grad_norm": max_grad_norm,
+                "max_staleness": max_staleness,
+                "max_skipped_steps": max_skipped_steps,
+                "guards": self.guards,
+                "sharding": self.sharding_config,
+            },
+            "model",
+        )
+        # Its numbers are overrides, of which each part of the objective knows the bounds.
+        check_fields(self.objective_config, "model.objective", finite=False)
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
         self.objective: Objective = resolve_objective(self.objective_config, max_staleness)
-        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
         if self.critic_config is None and self.objective.advantage.critic:
             self.critic_config = CriticConfig()
             rank_zero_info(
@@ -168,28 +182,29 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
-        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
-        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
+        # Without secrets, since a checkpoint may be handed on.
         self.save_hyperparameters(
-            {
-                "policy": asdict(self.policy_config),
-                "objective": asdict(self.objective_config),
-                "optimizer": asdict(self.optimizer_config),
-                "reference": asdict(self.reference_config),
-                "critic": None if self.critic_config is None else asdict(self.critic_config),
-                "micro_batch_tokens": micro_batch_tokens,
-                "micro_batch_size": micro_batch_size,
-                "zero_advantage_samples": zero_advantage_samples,
-                "step_kl_samples": step_kl_samples,
-                "routing_replay": routing_replay,
-                "updates_per_rollout": updates_per_rollout,
-                "minibatch_prompts": minibatch_prompts,
-                "max_grad_norm": max_grad_norm,
-                "max_staleness": max_staleness,
-                "max_skipped_steps": max_skipped_steps,
-                "guards": asdict(self.guards),
-                "sharding": asdict(self.sharding_config),
-            },
+            masked(
+                {
+                    "policy": asdict(self.policy_config),
+                    "objective": asdict(self.objective_config),
+                    "optimizer": asdict(self.optimizer_config),
+                    "reference": asdict(self.reference_config),
+                    "critic": None if self.critic_config is None else asdict(self.critic_config),
+                    "micro_batch_tokens": micro_batch_tokens,
+                    "micro_batch_size": micro_batch_size,
+                    "zero_advantage_samples": zero_advantage_samples,
+                    "step_kl_samples": step_kl_samples,
+                    "routing_replay": routing_replay,
+                    "updates_per_rollout": updates_per_rollout,
+                    "minibatch_prompts": minibatch_prompts,
+                    "max_grad_norm": max_grad_norm,
+                    "max_staleness": max_staleness,
+                    "max_skipped_steps": max_skipped_steps,
+                    "guards": asdict(self.guards),
+                    "sharding": asdict(self.sharding_config),
+                }
+            ),
             logger=False,
         )
         self._resolved_policy_config = self.policy_config
@@ -239,6 +254,7 @@ class LitGRPO(pl.LightningModule):
             max_staleness=self.max_staleness,
             sampled_experts=self.routing_replay == "sampler",
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
+            engine_logprobs=self.guards.max_engine_gap is not None,
         )
 
     def connect(self, context: RunContext) -> None:
@@ -333,6 +349,15 @@ class LitGRPO(pl.LightningModule):
             objective = self._fit_to_run(objective, self._context)
             state = with_reward_range(objective, state, self._context.reward_range)
         return config, objective, with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        # Inserted and not returned: it must be the first to know of an exception, and Lightning appends what it gets.
+        trainer = self._trainer
+        if trainer is not None and trainer.world_size > 1:
+            callbacks: list[Any] = cast(Any, trainer).callbacks
+            if not any(isinstance(callback, RankCallback) for callback in callbacks):
+                callbacks.insert(0, RankCallback(self.guards.max_rank_silence))
+        return []
 
     def configure_model(self) -> None:
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
@@ -484,6 +509,7 @@ class LitGRPO(pl.LightningModule):
                 guards=self.guards,
                 zero_advantage_samples=self.zero_advantage_samples,
                 max_skipped_steps=self.max_skipped_steps,
+                mends_lost_weights=self._do_callbacks_mend_lost_weights,
             )
         return self._optimizer_stepper
 
@@ -598,6 +624,17 @@ class LitGRPO(pl.LightningModule):
                 for key, limit in (callback.limit_update(self.trainer, self, metrics) or {}).items():
                     limits[key] = min(limit, limits.get(key, limit))
         return limits
+
+    def _do_callbacks_mend_lost_weights(self) -> bool:
+        """Ask the callbacks whether one of them will go back to a checkpoint when the weights are no longer finite.
+
+        Callbacks answer by a method ``mends_lost_weights(trainer) -> bool``.
+        """
+        return any(
+            callback.mends_lost_weights(self.trainer)
+            for callback in cast(Any, self.trainer).callbacks
+            if hasattr(callback, "mends_lost_weights")
+        )
 
     @torch.no_grad()
     def _refresh_reference(self) -> None:

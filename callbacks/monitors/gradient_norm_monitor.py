@@ -11,6 +11,8 @@ from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, NO_SIGNAL
 from lit_grpo.callbacks.monitors.monitor import positive
 from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
+LOST_WEIGHTS = "sanity/nonfinite_weights"
+"""Tensors of weights that an optimizer step has left with values that are not finite; logged where there are some."""
 REMEDIES_SPIKES = (
     "halve the learning rate",
     "clip gradients (max_grad_norm)",
@@ -54,6 +56,7 @@ class GradientNormMonitor(ThresholdMonitor):
         "optim/update_to_weight_ratio",
         "groups/zero_advantage_frac",
         "reward",
+        LOST_WEIGHTS,
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind(
@@ -145,14 +148,17 @@ class GradientNormMonitor(ThresholdMonitor):
     def _non_finite(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         watched = ("loss", "optim/grad_norm", "critic/grad_norm", "policy/entropy", "reward")
         bad = [key for key in watched if not math.isfinite(metrics.get(key, 0.0))]
+        if metrics.get(LOST_WEIGHTS, 0.0) > 0:
+            bad.append(LOST_WEIGHTS)
         self._bad = self._bad + 1 if bad else 0
         if bad:
             # Entropy comes from the forward pass alone: if that is no number, skipping the step does not help.
-            lost = "policy/entropy" in bad or self._bad >= self.lasts
+            lost = "policy/entropy" in bad or LOST_WEIGHTS in bad or self._bad >= self.lasts
             yield self.finding(
                 "non_finite",
                 "critical" if lost else "warning",
-                f"{', '.join(bad)} not finite" + (f" for {self._bad} rollouts" if self._bad > 1 else ""),
+                (f"{', '.join(bad)} not finite" if bad != [LOST_WEIGHTS] else "the weights are not finite")
+                + (f" for {self._bad} rollouts" if self._bad > 1 else ""),
                 *((key, 1, metrics[key], math.inf) for key in bad),
                 onset=step - self._bad + 1,
             )

@@ -6,7 +6,7 @@ Always on: they cost nearly nothing, and a disagreement spoils everything that f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,6 +18,7 @@ from lit_grpo.learner.metric_sums import Reduce
 from lit_grpo.objectives.tensors import masked
 from lit_grpo.policy.forward.attention import to_device
 from lit_grpo.types import Experience, Rollout
+from lit_grpo.utils.bounds import Bound
 
 # Rounding alone gives about 1e-6 in float32 and 1e-2 in bfloat16.
 RATIO_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -42,17 +43,23 @@ LEARNER_CAUSES = (
 class GuardConfig:
     r"""Bounds beyond which a run stops or warns; null switches one off.
 
+    The log-probabilities that the engine gives are checked besides: with ``max_engine_gap`` every sampled token must
+    have one, and with and without it infinite ones stop the run.
+
     Attributes:
         max_engine_gap: mean difference (nats) between the log-probabilities that engine and learner give the same
             sampled tokens under the same weights. Float32 on both sides gives about 1e-5, bfloat16 rollouts 1e-2.
         max_ratio_gap: mean \|ratio - 1\| before the first update of a rollout, where old log-probabilities come from
             a pass of their own; ``auto``: 1e-3 in float32, 2e-2 in bfloat16.
         max_truncated: share of completions cut by the length limit in the first rollout; above it the run warns.
+        max_rank_silence: seconds without a sign of life after which one of several processes counts as lost, and the
+            others end. Signs come from a thread of their own, however long a step takes.
     """
 
-    max_engine_gap: float | None = 0.1
-    max_ratio_gap: float | Literal["auto"] | None = "auto"
-    max_truncated: float | None = 0.9
+    max_engine_gap: Annotated[float | None, Bound(above=0)] = 0.1
+    max_ratio_gap: Annotated[float | Literal["auto"] | None, Bound(above=0)] = "auto"
+    max_truncated: Annotated[float | None, Bound(least=0, most=1)] = 0.9
+    max_rank_silence: Annotated[float | None, Bound(least=1)] = 40.0
 
 
 class FirstUpdate:
@@ -71,8 +78,9 @@ class FirstUpdate:
     def __init__(self, batch: Rollout, experience: Experience, rows: Tensor, version: int) -> None:
         self.batch, self.experience, self.rows = batch, experience, rows
         self.fresh = torch.tensor([c.policy_version == version for c in batch.completions])
-        self.sums = torch.zeros(4, dtype=torch.float64, device=experience.lengths.device)
-        """Total gap to the engine and its tokens, total gap of the ratio from 1 and its tokens, [4]."""
+        self.sums = torch.zeros(6, dtype=torch.float64, device=experience.lengths.device)
+        """Total gap to the engine and its tokens, total gap of the ratio from 1 and its tokens, tokens whose
+        log-probability in the engine is infinite, and tokens for which it is unknown, [6]."""
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._multiplicities: list[Tensor] = []
 
@@ -96,6 +104,8 @@ class FirstUpdate:
             gap = (logprobs.detach().float() - sampled[index]).abs()
             self.sums[0] += masked(gap, known).double().sum()
             self.sums[1] += known.sum()
+            self.sums[4] += (mask & sampled[index].isinf()).sum()
+            self.sums[5] += (mask & sampled[index].isnan()).sum()
         if old is not None:
             gap = ((logprobs.detach() - old[index]).exp() - 1).abs()
             self.sums[2] += masked(gap, mask).double().sum()
@@ -131,15 +141,40 @@ class FirstUpdate:
             return None
         return gather_rows(micro_batches, count, float("nan"))
 
-    def check(self, config: GuardConfig, reduce: Reduce | None, dtype: torch.dtype = torch.float32) -> None:
+    def check(
+        self,
+        config: GuardConfig,
+        reduce: Reduce | None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        says: bool = True,
+    ) -> None:
         """Compare the gaps with their bounds, with the same outcome on every rank.
+
+        Args:
+            config: the bounds.
+            reduce: sum over ranks; None for one process.
+            dtype: number format of the learner.
+            says: warn in the first rollout if its sampler gave no log-probabilities.
 
         Raises:
             StopRun: a gap is over its bound; the message names likely causes in order.
         """
         # The first line of a step that waits for a GPU.
         sums = self.sums if reduce is None else reduce(self.sums)
-        engine, engine_tokens, ratio, ratio_tokens = sums.tolist()
+        engine, engine_tokens, ratio, ratio_tokens, infinite, unknown = sums.tolist()
+        if infinite:
+            raise StopRun(
+                f"the log-probabilities of {infinite:.0f} sampled tokens of rollout {self.batch.index} are infinite, "
+                "which no token that was sampled can have: the engine's weights or logits are not finite, or it "
+                "reports the probabilities of another distribution",
+                diagnosis="stale_or_mismatched_sampler",
+            )
+        if unknown and not engine_tokens and not self.batch.index and config.max_engine_gap is not None and says:
+            rank_zero_warn(
+                "The rollouts have no log-probabilities of their sampler, so model.guards.max_engine_gap cannot tell "
+                "whether they are samples of the policy."
+            )
         if config.max_engine_gap is not None and engine_tokens:
             mean = engine / engine_tokens
             # Written so that NaN, which compares false, is over every bound; likewise below.

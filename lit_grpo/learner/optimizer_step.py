@@ -132,6 +132,9 @@ class OptimizerStepper:
     """Completions without gradient that go through the models in each step all the same; None: all of them."""
     max_skipped_steps: int = 10
     """The run stops after this many skipped steps in a row."""
+    mends_lost_weights: Callable[[], bool] = lambda: False
+    """Tells, where a step has left weights that are not finite, whether a callback will go back to a checkpoint at the
+    end of the rollout; otherwise the run stops at once. Must answer alike on every rank."""
 
     @property
     def device(self) -> torch.device | str:
@@ -182,7 +185,9 @@ class OptimizerStepper:
         self.forward.reshard()
         if first_update is not None:
             first_update.check_truncation(self.guards)
-            first_update.check(self.guards, self.reduce, dtype_of(self.forward.policy))
+            # Demonstrations were never sampled.
+            says = not step.objective.demonstrations
+            first_update.check(self.guards, self.reduce, dtype_of(self.forward.policy), says=says)
         learning = self.bundles[1:] if step.warmup else self.bundles
         if plan.empty:
             self.counters.empty_steps += 1
@@ -318,11 +323,32 @@ class OptimizerStepper:
                 bundle.optimizer, rng.derive_seed("round", rng.run_seed(), bundle.seed_name, *steps, rank)
             ):
                 bundle.optimizer.step()
+            self._check_weights(bundle, metrics, reduce)
             if (size := update_size(bundle.optimizer, reduce)) is not None:
                 metrics.add(f"{bundle.prefix}update_to_weight_ratio", size)
             bundle.scheduler.step()
         counters.optimizer_steps += not warmup
         counters.critic_steps += len(self.bundles) > 1
+
+    def _check_weights(self, bundle: OptimizerBundle, metrics: StepMetrics, reduce: Reduce | None) -> None:
+        """Look whether a step has left finite weights.
+
+        Raises:
+            StopRun: it has not, and nobody will bring them back. Nothing is saved inside a rollout, so that the newest
+                checkpoint holds what was there before.
+        """
+        lost = count_non_finite(bundle.weights, reduce)
+        if not lost:
+            return
+        metrics.add("sanity/nonfinite_weights", float(lost))
+        if not self.mends_lost_weights():
+            raise StopRun(
+                f"an optimizer step with finite gradients has left {lost} of {len(bundle.weights)} weight tensors of "
+                f"the {'policy' if bundle.prefix == 'optim/' else 'critic'} with values that are not finite "
+                f"(learning rate {bundle.lr:g}). The newest checkpoint holds those from before it; go on from it with "
+                "a lower rate. HealthMonitor(actions={non_finite: rollback}) does so by itself",
+                diagnosis="non_finite",
+            )
 
     def _plan(self, step: OptimizerStep) -> StepPlan:
         return step.objective.plan(
@@ -347,3 +373,24 @@ class OptimizerStepper:
         if self.counters.skipped_in_a_row >= self.max_skipped_steps:
             raise StopRun(f"{self.counters.skipped_in_a_row} optimizer steps in a row were skipped: {reason}")
         rank_zero_warn(f"An optimizer step was skipped, weights and optimizer are as before: {reason}.")
+
+
+@torch.no_grad()
+def count_non_finite(weights: Sequence[Tensor], reduce: Reduce | None = None) -> int:
+    """Count the tensors that hold a value that is not finite.
+
+    Args:
+        weights: tensors, or this rank's shards of them.
+        reduce: sum over ranks that hold different shards; None where all hold the same.
+    """
+    local = [getattr(weight, "to_local", lambda w=weight: w)() for weight in weights]
+    flags = torch.zeros((), dtype=torch.float64)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for weight in local:
+        if weight.numel() and weight.is_floating_point():
+            by_device.setdefault(weight.device, []).append(weight)
+    for group in by_device.values():
+        # The largest absolute value, which NaN and infinity win, needs no copy of the weights.
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(group, float("inf"))])
+        flags = flags + (~largest.isfinite()).sum().cpu()
+    return int(flags if reduce is None else reduce(flags))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
 from lit_grpo.rollout.prompt_order import Order, PromptCursor, make_order
 from lit_grpo.rollout.prompt_order import PromptOrder as PromptOrder
 from lit_grpo.types import Prompt, Rollout, Sampling
+from lit_grpo.utils.threads import DaemonThreads
 
 
 class RolloutLoader:
@@ -146,7 +147,7 @@ class RolloutLoader:
     def _prefetched(self) -> Iterator[ProducedRollout]:
         """Yield rollouts in order; while the learner has one, the next ones are sampled in a thread."""
         waiting = self._ahead = deque()
-        worker = ThreadPoolExecutor(1, "rollout")
+        worker = DaemonThreads(1, "rollout")
         generation, index, end, seconds_sync = -1, 0, 0, 0.0
         rates = self.curriculum  # as of the last rollout made, not of the last one given out
 
@@ -197,7 +198,7 @@ class RolloutLoader:
                 seconds_sync = 0.0
                 yield made
         finally:
-            worker.shutdown(wait=False, cancel_futures=True)
+            worker.shutdown()
 
     def _make(self, index: int, position: int, rates: Curriculum | None, sync: bool = True) -> ProducedRollout:
         """Make this rank's part of rollout ``index``, from a position of the order on."""

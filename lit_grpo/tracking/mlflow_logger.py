@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import threading
 import time
+import uuid
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,14 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import RunRecord, shown
+from lit_grpo.run.folder import RunRecord, check_place, shown
+from lit_grpo.run.lock import LOCK_FILE, FolderLock
+from lit_grpo.tracking.earlier_lines import EarlierLines
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
-from lit_grpo.tracking.sender import Sender
-from lit_grpo.tracking.spool import FILE_NAME, Spool
-from lit_grpo.utils.files import write_atomically
+from lit_grpo.tracking.sender import Sender, Target
+from lit_grpo.tracking.spool import FILE_NAME, STAMPS, Spool, mend, step_of
+from lit_grpo.utils.files import OWNER_ALONE, write_atomically
+from lit_grpo.utils.secrets import masked, masked_text
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +45,9 @@ class RunLogger(Logger, RunRecord):
 
     The run ends in MLflow as ``FINISHED``; ``KILLED`` if a monitor, SIGTERM or Ctrl-C stopped it; ``FAILED`` after an
     error. A run folder that already holds a run is continued: the same files, and the same MLflow run if it is there.
+    What MLflow had not got when a process died is sent by the one that continues its run, steps that are trained again
+    appear once (:meth:`continue_from`), and a run that nobody continues is closed as ``FAILED`` by the next run with
+    the same root. While a run goes on its folder is locked: a second run in it is refused.
 
     Args:
         root: folder of all runs; with the default store also the folder of ``mlflow.db`` and ``artifacts/``.
@@ -49,7 +58,8 @@ class RunLogger(Logger, RunRecord):
         artifact_location: place where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an
             SQLite store and the server's choice otherwise.
         tags: tags of the MLflow run.
-        patience: seconds without progress after which the end of a run stops waiting for the server.
+        patience: seconds without progress after which the end of a run stops waiting for the server. It tries again
+            every second meanwhile, also where the connection is refused.
     """
 
     def __init__(
@@ -68,19 +78,21 @@ class RunLogger(Logger, RunRecord):
         self.experiment_name = experiment
         self._run_name = run_name
         self._run_dir = Path(run_dir).absolute() if run_dir else None
+        check_place(self._run_dir or self.root, None if self._run_dir else run_name)
         # Read now, not at import: a program may set the variable after importing us.
         self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
+        self._shown_uri = masked_text(self.tracking_uri)
         is_address = "://" in self.tracking_uri or self.tracking_uri == "databricks"
         if self.tracking_uri.startswith("file:") or not is_address:
             raise UserError(
-                f"MLflow no longer keeps runs in plain files: {self.tracking_uri!r}",
+                f"MLflow no longer keeps runs in plain files: {self._shown_uri!r}",
                 where="RunLogger.tracking_uri" if tracking_uri else "environment variable MLFLOW_TRACKING_URI",
                 remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
             )
         self.artifact_location = artifact_location
         if artifact_location is None and self.tracking_uri.startswith("sqlite:"):
             self.artifact_location = (self.root / "artifacts").as_uri()
-        self._tags = dict(tags or {})
+        self._tags = masked(dict(tags or {}))
         self._patience = patience
         # MLflow retries for four minutes by default, and the end of a run waits for the request under way.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -91,8 +103,15 @@ class RunLogger(Logger, RunRecord):
         self._reported = 0
         self._run_id: str | None = None
         self._default_name: str | None = None
-        self._spool_failed = False
+        self._spool_failed = self._note_failed = False
         self._note_lock = threading.Lock()
+        self._lock: FolderLock | None = None
+        self._ended = False
+        """Whether the run was finalized, and nothing was recorded since."""
+        self._earlier: EarlierLines | None = None
+        """Lines that this run may make again; None before :meth:`continue_from`, and where there are none."""
+        self._last_line: dict[str, Any] = {}
+        """What this process has written of the last step."""
 
     # The folder of the run.
 
@@ -102,18 +121,38 @@ class RunLogger(Logger, RunRecord):
         return self._make_run_dir() if _is_rank_zero() else None
 
     def _make_run_dir(self) -> Path:
-        if self._run_dir is None:
-            self._run_dir = _new_folder(self.root, self._folder_name())
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            if self._run_dir is None:
+                self._run_dir = _new_folder(self.root, self._folder_name())
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            # A run that has ended may be asked for its folder, which another process may have by now.
+            if not self._ended:
+                self._lock_folder(self._run_dir)
+        except OSError as error:
+            raise UserError(
+                f"the folder of the run cannot be written: {error}",
+                where=str(self._run_dir or self.root),
+                remedy="choose a place that can be written, with room on its disk (trainer.logger.root)",
+            ) from error
         return self._run_dir
+
+    def _lock_folder(self, folder: Path) -> None:
+        if self._lock is None:
+            self._lock = FolderLock(folder)
+        if not self._lock.held:
+            self._lock.take()
 
     def _folder_name(self) -> str:
         self._default_name = self._default_name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         return self._run_name or self._default_name
 
     def continue_run(self, folder: Path) -> None:
-        """Continue the run in ``folder``, unless a run name or folder was given."""
-        if self._run_dir is None and self._run_name is None:
+        """Continue the run in ``folder``, unless another run name or folder was given.
+
+        The name of that run itself is none of another: the configuration that a named run leaves behind holds it.
+        """
+        own_name = self._run_name in (None, folder.name, _read_json(folder / RUN_FILE).get("run_name"))
+        if self._run_dir is None and own_name:
             self._run_dir = folder
 
     @property
@@ -160,11 +199,16 @@ class RunLogger(Logger, RunRecord):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line to the spool and queue it for the server; takes well under a millisecond and never raises."""
-        record = {"step": int(step or 0), "wall_time": time.time()}
+        record: dict[str, Any] = {"step": int(step or 0), "wall_time": time.time()}
         record.update({key: float(value) for key, value in metrics.items()})
+        record = self._without_repeated(record)
+        if not record.keys() - STAMPS:
+            return
         spool, sender, _ = self._open()
         # The disk comes first: what is there can be sent later, even by a resumed run.
         try:
+            if self._earlier is not None and not self._is_new(record, self._earlier):
+                return
             length = spool.append(record)
         except OSError as error:
             if not self._spool_failed:
@@ -175,10 +219,74 @@ class RunLogger(Logger, RunRecord):
         else:
             sender.wrote(length)
 
+    def _without_repeated(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what this process has just written under the same step, and note the rest as written."""
+        if self._last_line.get("step") != record["step"]:
+            self._last_line = dict(record)
+            return record
+        last = self._last_line
+        # Values compare by repr, for NaN is not equal to itself.
+        new = {k: v for k, v in record.items() if k in STAMPS or k not in last or repr(last[k]) != repr(v)}
+        self._last_line = {**last, **record}
+        # What tells the epoch alone tells nothing.
+        return new if new.keys() - STAMPS - {"epoch"} else {}
+
+    @rank_zero_only
+    def continue_from(self, step: int) -> None:
+        """Let the lines of the steps from ``step`` on, which an earlier process has left, be those that are made now.
+
+        A line that is made again with the same values (times aside) keeps its place, in the file and in MLflow. One
+        with other values takes the place of the earlier line and of all that followed it.
+        """
+        spool, sender, _ = self._open()
+        if not spool.path.exists() or self._last_line:
+            return
+        earlier = EarlierLines(spool.path, step)
+        self._earlier = earlier or None
+        sender.wrote(earlier.confirmed)
+
+    def _is_new(self, record: dict[str, Any], earlier: EarlierLines) -> bool:
+        """Tell whether a record is to be written; the lines that it makes void are removed.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        assert self._opened is not None
+        spool, sender, _ = self._opened
+        if earlier.holds(record):
+            sender.wrote(earlier.confirmed)
+        elif void := earlier.replaced_by(record):
+            self._take_back(void[0].start, min(step_of(line.record) for line in void))
+            starts = {line.start for line in void}
+            spool.drop(lambda _, start: start in starts)
+            self._earlier = None
+            return True
+        else:
+            return True
+        if not earlier:
+            self._earlier = None
+        return False
+
+    def _take_back(self, offset: int, step: int) -> None:
+        """Remove from MLflow what it has of the file from ``offset`` on: the metrics of the steps from ``step`` on."""
+        assert self._opened is not None
+        sender = self._opened[1]
+        step = min(step, self._read_note().get("forget", step) or step)
+        sender.replace_from(offset, self._forget_job(step))
+        # Before the file is changed: whatever interrupts this, the next process knows what is still to be taken back.
+        self._note(forget=step)
+
+    def _forget_job(self, step: int) -> Callable[[Target], None]:
+        def job(target: Target) -> None:
+            target.forget(step)
+            self._note(forget=None)
+
+        return job
+
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Add parameters; values too long for MLflow are visibly cut there and whole in ``params.json``."""
-        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(_convert_params(params)).items()}
+        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(masked(_convert_params(params))).items()}
         known = self._params
         # Lightning logs the module's and the data module's arguments, which the configuration holds under `model.` and
         # `data.` already.
@@ -201,18 +309,30 @@ class RunLogger(Logger, RunRecord):
     def finalize(self, status: str) -> None:
         """Send what is left, end the MLflow run, and warn of what could not be sent; never raises."""
         if self._opened is None:
+            self._release(everything_sent=True)
             return
         log.debug("finalizing the run: waiting for the sender")
         spool, sender, _ = self._opened
-        sender.end(self._final_status(status))
-        sender.flush(self._patience)
+        final = self._final_status(status)
+        # Written down before it is sent: where it does not arrive, a later run of the same root sends it.
+        self._note(ended=final)
+        sender.end(final)
+        everything_sent = sender.flush(self._patience)
         report = self.delivery_report()
         if report and sender.unsent > self._reported:
             log.warning("%s", report)
             self._reported = sender.unsent
-        self._note(sent=sender.sent_bytes)
+        self._note()
         spool.close()
+        self._last_line = {}
+        self._release(everything_sent)
         log.debug("the run is finalized")
+
+    def _release(self, everything_sent: bool) -> None:
+        self._ended = True
+        if self._lock is not None and self._lock.held:
+            # The file that stays says that MLflow has not been told the end.
+            self._lock.release(leave_file=not everything_sent)
 
     def _final_status(self, status: str) -> str:
         # Lightning finalizes inside its except block, so the error that ends the run is the one being handled.
@@ -233,6 +353,8 @@ class RunLogger(Logger, RunRecord):
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
+        if name in (PARAMS_FILE, RUN_FILE):
+            path.chmod(OWNER_ALONE)
         return path
 
     @rank_zero_only
@@ -277,18 +399,21 @@ class RunLogger(Logger, RunRecord):
             self._reported = count + 1
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
-        reason = f" ({sender.last_error})" if sender.last_error else " yet"
-        return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {shown(spool.path)}"
+        reason = f" ({masked_text(str(sender.last_error))})" if sender.last_error else " yet"
+        return f"{records} could not be sent to {self._shown_uri}{reason}; all are in {shown(spool.path)}"
 
     def view_command(self) -> str:
         """Return the address of the run in MLflow, or the command that shows its store."""
         if self.tracking_uri.startswith("http"):
-            return f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/")
-        return f"mlflow ui --backend-store-uri {self.tracking_uri}"
+            return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
+        return f"mlflow ui --backend-store-uri {self._shown_uri}"
 
     # Opening.
 
     def _open(self) -> tuple[Spool, Sender, MlflowTarget]:
+        if self._ended:
+            self._ended = False
+            self._make_run_dir()
         if self._opened is None:
             # Imported on the main thread: a worker process forked while a thread holds an import lock would hang.
             import mlflow.tracking  # noqa: F401
@@ -298,8 +423,11 @@ class RunLogger(Logger, RunRecord):
             logging.getLogger("alembic").setLevel(logging.WARNING)
             run_dir = self._make_run_dir()
             spool = Spool(run_dir / FILE_NAME)
+            with contextlib.suppress(OSError):
+                mend(spool.path)
             note = self._read_note()
-            same_store = note.get("tracking_uri") == self.tracking_uri
+            same_store = note.get("tracking_uri") == self._shown_uri
+            identity = note.get("identity") if same_store else None
             target = MlflowTarget(
                 self.tracking_uri,
                 self.experiment_name,
@@ -308,36 +436,55 @@ class RunLogger(Logger, RunRecord):
                 self.artifact_location,
                 self._tags,
                 self._on_start,
+                identity or uuid.uuid4().hex,
+                search=identity is not None,
             )
             if not same_store or "started" not in note:
                 started = datetime.now().astimezone().isoformat(timespec="seconds")
-                self._note(
-                    tracking_uri=self.tracking_uri, experiment=self.experiment_name, run_id=None, started=started
-                )
-            # A resumed run sends only those lines of its earlier part that MLflow is known not to have.
-            offset = 0 if target.run_id is None else note.get("sent") or _size(spool.path)
-            self._note(sent=None)
-            self._opened = spool, Sender(target, spool.path, offset), target
+                note = {"tracking_uri": self._shown_uri, "experiment": self.experiment_name, "run_id": None}
+                note |= {"started": started, "sent": 0, "forget": None}
+                self._note(**note)
+            # A resumed run sends what MLflow is not known to have. Some of it may have arrived just before the other
+            # process died, and MLflow keeps a metric that comes twice with its time and value once.
+            offset = min(note.get("sent") or 0, _size(spool.path))
+            sender = Sender(target, spool.path, offset, self._note)
+            if note.get("forget") is not None:
+                sender.put(self._forget_job(note["forget"]))
+            self._opened = spool, sender, target
+            self._note(run_name=self._run_name, identity=target.identity, ended=None)
+            self._close_dead_runs(run_dir)
         return self._opened
+
+    def _close_dead_runs(self, run_dir: Path) -> None:
+        """Queue the end, in MLflow, of runs with the same root whose process died, and which nobody continues."""
+        assert self._opened is not None
+        for file in self.root.glob(f"*/{LOCK_FILE}"):
+            note = _read_json(file.parent / RUN_FILE)
+            if file.parent != run_dir and note.get("tracking_uri") == self._shown_uri:
+                self._opened[1].put(partial(_close_dead_run, file.parent))
 
     def _on_start(self, run_id: str, experiment_id: str) -> None:
         self._run_id = run_id
         self._note(run_id=run_id, experiment_id=experiment_id)
 
     def _read_note(self) -> dict[str, Any]:
-        try:
-            note = json.loads((self._make_run_dir() / RUN_FILE).read_text())
-        except (OSError, ValueError):
-            return {}
-        return note if isinstance(note, dict) else {}
+        return _read_json(self._make_run_dir() / RUN_FILE)
 
     def _note(self, **entries: Any) -> None:
+        """Change entries of ``run.json``, and bring what it says of the sender up to date."""
+        # The sender's thread may still be trying when the run has ended, and another process may continue it.
+        if self._lock is None or not self._lock.held:
+            return
         try:
-            # The sender's thread writes the run id here too.
+            # The sender's thread writes here too.
             with self._note_lock:
-                self._write(json.dumps({**self._read_note(), **entries}, indent=1), RUN_FILE)
+                # Asked for in here, so that a later note never says less than an earlier one.
+                sent = {} if self._opened is None else {"sent": self._opened[1].sent_bytes}
+                self._write(json.dumps({**self._read_note(), **sent, **entries}, indent=1), RUN_FILE)
         except OSError as error:
-            log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)
+            if not self._note_failed:
+                log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)
+            self._note_failed = True
 
 
 class _LazyClient:
@@ -354,6 +501,37 @@ class _LazyClient:
 
 def _is_rank_zero() -> bool:
     return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _close_dead_run(folder: Path, target: Target) -> None:
+    """End the MLflow run of a folder whose process is dead, unless somebody continues it."""
+    lock = FolderLock(folder)
+    try:
+        if lock.try_take() is not None:
+            return
+    except OSError:
+        # Somebody else's folder; its run stays as it is.
+        return
+    try:
+        note = _read_json(folder / RUN_FILE)
+        status, reason = note.get("ended"), None
+        if status is None:
+            status, reason = "FAILED", "its process died without a word"
+        run_id = note.get("run_id") or (target.find(note["identity"]) if note.get("identity") else None)
+        if run_id is not None:
+            target.close_dead(run_id, status, reason)
+    except BaseException:
+        lock.release(leave_file=True)
+        raise
+    lock.release()
 
 
 def _size(path: Path) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.tracking.sender import Refused
+from lit_grpo.utils.secrets import masked_text
 from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 PARAM_LENGTH = 250
 """Characters of the longest parameter value that every MLflow server takes."""
 CUT_MARK = " ... (cut; whole in params.json)"
+IDENTITY_TAG = "lit_grpo.identity"
+"""Tag that finds a run whose id was never written down, because the process died just after the run was made."""
 
 # Answers to a request that is wrong for good. Everything else (no answer, 5xx, a locked database) passes by itself.
 _FINAL_ERRORS = {
@@ -45,6 +48,8 @@ class MlflowTarget:
         experiment: name of the experiment, which is created if missing.
         run_name: name of a new run.
         run_id: run to continue; a new one is created if it is gone.
+        identity: name of the run that is unique in the world and known before the run is made; None: it has none.
+        search: look for a run of this identity before one is made: an earlier process may have made it.
         artifact_location: place where a new experiment keeps its artifacts; None leaves it to the server.
         tags: tags of a new run.
         on_start: called with (run id, experiment id) when the run exists.
@@ -59,8 +64,11 @@ class MlflowTarget:
         artifact_location: str | None,
         tags: Mapping[str, str],
         on_start: Callable[[str, str], None],
+        identity: str | None = None,
+        search: bool = False,
     ) -> None:
         self.tracking_uri = tracking_uri
+        self.identity, self._search = identity, search
         self.run_id = run_id
         self._experiment = experiment
         self._run_name = run_name
@@ -83,19 +91,83 @@ class MlflowTarget:
             self._client = MlflowClient(self.tracking_uri)
         return self._client
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Open the run: the one that is to be continued, else a new one; True if it is new."""
         if self._started and not self._ended:
-            return
-        log.debug("opening the MLflow run at %s", self.tracking_uri)
-        if self.run_id is None or not self._resume(self.run_id):
+            return False
+        log.debug("opening the MLflow run at %s", masked_text(self.tracking_uri))
+        if self.run_id is None and self._search and self.identity is not None:
+            self.run_id = self.find(self.identity)
+        is_new = self.run_id is None or not self._resume(self.run_id)
+        if is_new:
             experiment_id = self._experiment_id()
-            run = self.client.create_run(
-                experiment_id, tags={"mlflow.source.name": "lit-grpo", **self._tags}, run_name=self._run_name
-            )
+            tags = {"mlflow.source.name": "lit-grpo", **self._tags}
+            if self.identity is not None:
+                tags[IDENTITY_TAG] = self.identity
+            run = self.client.create_run(experiment_id, tags=tags, run_name=self._run_name)
             self.run_id = run.info.run_id
             self._on_start(run.info.run_id, experiment_id)
         self._started, self._ended = True, False
         log.debug("the MLflow run %s is open", self.run_id)
+        return is_new
+
+    def find(self, identity: str) -> str | None:
+        """Return the id of the experiment's run that was made for ``identity``; None if there is none."""
+        experiment = self.client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            return None
+        found = self.client.search_runs(
+            [experiment.experiment_id], f"tags.`{IDENTITY_TAG}` = '{identity}'", max_results=1
+        )
+        return found[0].info.run_id if found else None
+
+    def close_dead(self, run_id: str, status: str, reason: str | None) -> None:
+        """End the run of a process that died without ending it; a run that has an end keeps it."""
+        with _final_errors():
+            run = self.client.get_run(run_id)
+            if run.info.lifecycle_stage != "deleted" and run.info.status == "RUNNING":
+                if reason is not None:
+                    self.client.set_tag(run_id, "stop.reason", reason)
+                self.client.set_terminated(run_id, status)
+
+    def forget(self, step: int) -> None:
+        """Remove the metrics of all steps from ``step`` on, where the store can: an SQL database, without a server.
+
+        MLflow's servers cannot remove a metric. There the tag ``replaced_from_step`` says where a curve has two values.
+        """
+        store: Any = getattr(self.client._tracking_client, "store", None)
+        if not hasattr(store, "ManagedSessionMaker"):
+            log.warning(
+                "Tracking: this run goes on otherwise than it did before it broke off. MLflow's server cannot remove a "
+                "metric, so the curves at %s have two values from step %d on; %s has the later alone.",
+                self.tracking_uri,
+                step,
+                "metrics.jsonl",
+            )
+            self.tags({"replaced_from_step": str(step)})
+            return
+        from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
+
+        try:
+            maker = store.ManagedSessionMaker(read_only=False)
+        except TypeError:
+            # MLflow before 3.17 has no sessions that only read.
+            maker = store.ManagedSessionMaker()
+        with maker as session:
+
+            def later(table: Any) -> Any:
+                return session.query(table).filter(table.run_uuid == self._id, table.step >= step)
+
+            keys = [row.key for row in later(SqlLatestMetric).all()]
+            later(SqlMetric).delete(synchronize_session=False)
+            later(SqlLatestMetric).delete(synchronize_session=False)
+            for key in keys:
+                rest = session.query(SqlMetric).filter(SqlMetric.run_uuid == self._id, SqlMetric.key == key)
+                # In the order in which MLflow itself decides which value is the latest.
+                last = rest.order_by(SqlMetric.step.desc(), SqlMetric.timestamp.desc(), SqlMetric.value.desc()).first()
+                if last is not None:
+                    names = ("key", "value", "timestamp", "step", "is_nan", "run_uuid")
+                    session.add(SqlLatestMetric(**{name: getattr(last, name) for name in names}))
 
     def _resume(self, run_id: str) -> bool:
         try:
@@ -134,7 +206,8 @@ class MlflowTarget:
 
         metrics = []
         for record in records:
-            step, timestamp = int(record.get("step") or 0), int(record["wall_time"] * 1000)
+            # MLflow takes no times from before 1970, which a clock that is wrong may tell.
+            step, timestamp = int(record.get("step") or 0), max(0, int(record["wall_time"] * 1000))
             for key, value in record.items():
                 if key not in ("step", "wall_time") and isinstance(value, int | float):
                     metrics.append(Metric(_clean(key), float(value), timestamp, step))

@@ -16,6 +16,8 @@ from lit_grpo.tracking.spool import read_lines
 log = logging.getLogger(__name__)
 
 LINES_PER_CALL = 100
+RETRY_SECONDS = 1.0
+"""Seconds between two tries while a flush waits."""
 LONGEST_PAUSE = 30.0
 """Seconds between two tries at most while the server does not answer; the pauses double up to it."""
 
@@ -28,8 +30,12 @@ class Refused(Exception):  # noqa: N818
 class Target(Protocol):
     """Receiver of records; every method may raise :class:`Refused`, and any other exception means "try again later"."""
 
-    def start(self) -> None:
-        """Make sure that the run exists; called before each round of sending, and cheap once it does."""
+    def start(self) -> bool | None:
+        """Make sure that the run exists; called before each round of sending, and cheap once it does.
+
+        Returns:
+            True if the run was made just now and so has nothing of what was recorded.
+        """
         ...
 
     def metrics(self, records: list[dict[str, Any]]) -> None: ...
@@ -41,6 +47,18 @@ class Target(Protocol):
     def artifact(self, path: Path, folder: str | None) -> None: ...
 
     def end(self, status: str) -> None: ...
+
+    def forget(self, step: int) -> None:
+        """Remove the metrics of all steps from ``step`` on."""
+        ...
+
+    def find(self, identity: str) -> str | None:
+        """Return the id of the run that was made for ``identity``; None if there is none."""
+        ...
+
+    def close_dead(self, run_id: str, status: str, reason: str | None) -> None:
+        """End the run of a process that died without ending it."""
+        ...
 
 
 Job = Callable[[Target], None]
@@ -56,12 +74,20 @@ class Sender:
         target: the receiver.
         spool: the JSON-lines file that the metrics are appended to.
         offset: bytes of the file that the server already has, which a resumed run does not send again.
+        on_progress: called in the thread whenever the server has taken more of the file.
     """
 
-    def __init__(self, target: Target, spool: Path, offset: int = 0) -> None:
+    def __init__(
+        self, target: Target, spool: Path, offset: int = 0, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
         self._target = target
         self._spool = spool
         self._sent = self._written = offset
+        self._on_progress = on_progress
+        self._replacements = 0
+        """How often a part of the file was replaced: what was read before is then not what the offsets count."""
+        self._out_of_patience: int | None = None
+        """Progress at which a flush gave up waiting; until there is some, the next one does not wait again."""
         self._jobs: deque[Job] = deque()
         self._end: str | None = None
         self._refused = 0
@@ -79,6 +105,17 @@ class Sender:
             self._written = length
             self._wake()
 
+    def replace_from(self, offset: int, job: Job) -> None:
+        """Queue a job that takes back what was sent from ``offset`` on; the file may be changed there afterwards.
+
+        Nothing behind ``offset`` is sent until :meth:`wrote` says how long the new file is.
+        """
+        with self._changed:
+            self._sent = self._written = min(self._sent, offset)
+            self._replacements += 1
+            self._jobs.append(job)
+            self._wake()
+
     def put(self, job: Job) -> None:
         """Queue a job; jobs are sent before metrics, in order."""
         with self._changed:
@@ -92,24 +129,33 @@ class Sender:
             self._wake()
 
     def flush(self, timeout: float) -> bool:
-        """Try at once to send everything, and return whether nothing is left.
+        """Try to send everything, again and again, and return whether nothing is left.
 
         Args:
-            timeout: seconds without any progress after which waiting ends (the thread goes on trying).
+            timeout: seconds without any progress after which waiting ends (the thread goes on trying). Where an earlier
+                call has waited for so long in vain, and nothing has arrived since, there is one try.
         """
         with self._changed:
             if not self._has_work():
                 return True
             log.debug("flush: waiting for %d jobs and %d bytes", len(self._jobs), self._written - self._sent)
             self._requested += 1
-            ticket, progress, deadline = self._requested, self._progress, time.monotonic() + timeout
+            progress, deadline = self._progress, time.monotonic() + timeout
             self._wake()
-            while self._finished < ticket:
-                self._changed.wait(0.2)
+            while self._has_work():
                 if self._progress != progress:
                     progress, deadline = self._progress, time.monotonic() + timeout
-                if time.monotonic() > deadline:
+                tried = self._finished >= self._requested
+                # A server that refuses the connection says so in a millisecond, and may be back in a second.
+                if time.monotonic() > deadline or (tried and self._out_of_patience == progress):
+                    self._out_of_patience = progress
                     break
+                if tried:
+                    self._changed.wait(min(RETRY_SECONDS, timeout))
+                    self._requested += 1
+                    self._changed.notify_all()
+                else:
+                    self._changed.wait(0.2)
             log.debug("flush: %s", "something is left" if self._has_work() else "everything is sent")
             return not self._has_work()
 
@@ -172,30 +218,43 @@ class Sender:
         # `start` would open a run again that has ended.
         if not self._has_work():
             return
-        self._target.start()
+        if self._target.start():
+            with self._changed:
+                self._sent = 0
+            self._on_progress()
         self._progress += 1
-        while self._jobs:
-            # Taken off the queue only once it is sent: an exception leaves it there for the next round.
-            self._try(self._jobs[0])
-            with self._changed:
-                self._jobs.popleft()
-        while self._sent < self._written:
-            records, after = self._next_lines()
-            try:
-                self._target.metrics(records)
-            except (Refused, TypeError, ValueError, KeyError, AttributeError):
-                # One bad line must not take its neighbours with it.
-                for record in records:
-                    self._try(lambda target, record=record: target.metrics([record]))  # type: ignore[misc]
-            with self._changed:
-                self._sent = after
-                self._progress += 1
+        while self._jobs or self._sent < self._written:
+            # Before each batch of metrics: a job may be to take back what was sent.
+            while self._jobs:
+                # Taken off the queue only once it is sent: an exception leaves it there for the next round.
+                self._try(self._jobs[0])
+                with self._changed:
+                    self._jobs.popleft()
+            if self._sent < self._written:
+                self._send_lines()
         with self._changed:
             status = self._end if not self._jobs and self._sent >= self._written else None
         if status is not None:
             self._try(lambda target: target.end(status))
             with self._changed:
                 self._end = None
+
+    def _send_lines(self) -> None:
+        with self._changed:
+            replacements = self._replacements
+        records, after = self._next_lines()
+        try:
+            self._target.metrics(records)
+        except (Refused, TypeError, ValueError, KeyError, AttributeError):
+            # One bad line must not take its neighbours with it.
+            for record in records:
+                self._try(lambda target, record=record: target.metrics([record]))  # type: ignore[misc]
+        with self._changed:
+            self._progress += 1
+            if self._replacements != replacements:
+                return
+            self._sent = after
+        self._on_progress()
 
     def _next_lines(self) -> tuple[list[dict[str, Any]], int]:
         records: list[dict[str, Any]] = []

@@ -185,6 +185,9 @@ class RunSummary(Callback):
             # By its fixed name: the command stays right when the run goes on and saves again.
             last = saver.last_path.with_name(LAST)
             command = ["lit-grpo", "fit", "--config", shown(config), "--ckpt_path", shown(last)]
+            # Checkpoints that lie elsewhere do not tell which run they belong to.
+            if last.absolute().parent.parent != self._folder.absolute() and run_logger(trainer) is not None:
+                command += ["--trainer.logger.run_dir", shown(self._folder)]
             facts.append(("go on", shlex.join(command)))
         return facts
 

@@ -115,9 +115,9 @@ def test_a_run_that_is_gone_from_mlflow_becomes_a_new_one(root):
 
 
 def test_what_an_earlier_life_could_not_send_is_sent_after_a_resume(root):
-    first = RunLogger(root=str(root))
+    first = RunLogger(root=str(root), patience=1)
     first.log_metrics({"reward": 0.1}, step=0)
-    assert first.flush()
+    assert first.flush(PATIENCE)
     hidden = root / "hidden.db"
     (root / "mlflow.db").rename(hidden)
     first.log_metrics({"reward": 0.2}, step=1)
@@ -225,7 +225,7 @@ def test_a_server_that_never_answers_delays_only_the_end(tmp_path, monkeypatch, 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        logger = RunLogger(root=str(tmp_path), tracking_uri=uri)
+        logger = RunLogger(root=str(tmp_path), tracking_uri=uri, patience=3)
         for step in range(12):
             logger.log_metrics({"reward": step}, step=step)
         logger.finalize("success")
@@ -260,7 +260,7 @@ def test_a_server_killed_in_mid_run_costs_no_step_and_no_record(root, caplog, as
     try:
         uri = f"http://127.0.0.1:{port}"
         wait_until(lambda: answers(server, f"{uri}/health"), "MLflow's server answers")
-        logger = RunLogger(root=str(root), tracking_uri=uri)
+        logger = RunLogger(root=str(root), tracking_uri=uri, patience=3)
         killed = threading.Event()
 
         class KillsServer(Callback):

@@ -14,6 +14,8 @@ HAND_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --skip-tokenizer-init --generation-config vllm "
     f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}"
 )
+FACTS = ("logprobs_mode", "device", "chunked_prefill", "shape", "max_model_len", "dtype")
+"""What a worker must tell of itself."""
 
 
 def check_server(
@@ -51,7 +53,22 @@ def check_server(
         raise UserError(f"{message} ({error})", where=where, remedy=remedy) from error
     except ServerTrouble as error:
         raise UserError(f"the vLLM server cannot sample: {error}", where=where, remedy=remedy) from error
-    if not answer["choices"][0].get("weight_versions"):
+    try:
+        tells_version = bool(answer["choices"][0].get("weight_versions"))
+        missing = [name for name in FACTS if name not in facts] or [
+            n for n in ("get",) if not hasattr(facts["shape"], n)
+        ]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"the server's answers are not those of vLLM: {type(error).__name__}: {error}", where=where, remedy=remedy
+        ) from error
+    if missing:
+        raise UserError(
+            f"the vLLM server's workers do not tell their {', '.join(missing)}: they run another version of lit-grpo",
+            where=where,
+            remedy=remedy,
+        )
+    if not tells_version:
         raise UserError(
             "the vLLM server does not say which weights sampled a token", where=where, remedy="use vLLM 0.32 or newer"
         )

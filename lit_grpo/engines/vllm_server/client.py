@@ -156,6 +156,17 @@ class Answers:
         self._running.cancel()
 
 
+def field(answer: Any, name: str) -> Any:
+    """Return a field of an answer.
+
+    Raises:
+        ServerTrouble: the answer is no object, or lacks the field.
+    """
+    if not isinstance(answer, dict) or name not in answer:
+        raise ServerTrouble(f"the server's answer has no {name!r}: {str(answer)[:200]}")
+    return answer[name]
+
+
 def metric(text: str, name: str) -> float:
     """Return the sum of a Prometheus metric over its labels; NaN if ``text`` lacks it or is no list of metrics."""
     try:

@@ -13,13 +13,14 @@ from typing import Any, Self
 import torch
 
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
+from lit_grpo.engines.completion_checks import check_completion
 from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings, stop_settings
 from lit_grpo.engines.vllm.start import KEY
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
-from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, metric
+from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, field, metric
 from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_config, default_engine_args, server_of_rank
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder, write_weights
 from lit_grpo.errors import UserError
@@ -223,7 +224,7 @@ class VLLMServer:
                 try:
                     while missing:
                         (position, sample), answer = self._next(answers)
-                        completion = self._completion(requests[position], sample, answer, stops)
+                        completion = self._read(requests[position], sample, answer, stops, sampling)
                         # Before the yield: an answer that was handed out is never asked for again.
                         del missing[position, sample]
                         yield completion
@@ -264,6 +265,26 @@ class VLLMServer:
             return metric(self._http.get("/metrics"), TOKENS_METRIC)
         except (ServerTrouble, ServerRefusal):
             return float("nan")
+
+    def _read(
+        self, request: Request, sample: int, answer: Any, stops: StopStrings | None, sampling: Sampling
+    ) -> Completion:
+        """Read and check an answer.
+
+        Raises:
+            ServerTrouble: it cannot be read, or says what cannot be; the next one may be right.
+            EngineError: it was given for another prompt, or for other ids.
+        """
+        try:
+            completion = self._completion(request, sample, answer, stops)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            name = f"sample {sample} of request {request.index}"
+            raise ServerTrouble(f"the answer for {name} cannot be read: {type(error).__name__}: {error}") from error
+        try:
+            check_completion(completion, [request], sampling, vocab_size=self._vocab_size)
+        except EngineError as error:
+            raise ServerTrouble(str(error)) from error
+        return completion
 
     # Whatever the server's answer says more than once must agree: ids, log-probabilities, prompt, weights.
     def _completion(self, request: Request, sample: int, answer: Any, stops: StopStrings | None) -> Completion:
@@ -344,7 +365,7 @@ class VLLMServer:
     def _forget_prefixes(self) -> None:
         end = time.monotonic() + _ABORT_SECONDS
         # Samples that were cancelled hold their part of the cache until the server has dropped them.
-        while not self._http.post("/reset_prefix_cache")["success"]:
+        while not field(self._http.post("/reset_prefix_cache"), "success"):
             if time.monotonic() > end:
                 raise EngineError(
                     "vLLM did not empty its prefix cache, so keys and values of old weights could be reused; "
@@ -354,9 +375,9 @@ class VLLMServer:
 
     def _call_workers(self, method: str, *args: str) -> list[dict[str, Any]]:
         body = {"method": method, "args": list(args)}
-        results: list[dict[str, Any]] = self._http.post("/collective_rpc", body, self._settings.progress_seconds)[
-            "results"
-        ]
+        results = field(self._http.post("/collective_rpc", body, self._settings.progress_seconds), "results")
+        if not isinstance(results, list) or not results or not all(isinstance(answer, dict) for answer in results):
+            raise ServerTrouble(f"the server's workers gave no answer to {method} that can be read")
         return results
 
     def _stamp_of(self, version: int | str) -> str:
@@ -365,7 +386,7 @@ class VLLMServer:
     def _loaded_stamp(self) -> str | None:
         """Return the stamp of the weights in the server; None if it cannot be reached."""
         try:
-            return str(self._http.get("/weight_info")["weight_version"])
+            return str(field(self._http.get("/weight_info"), "weight_version"))
         except ServerTrouble:
             return None
 

@@ -71,6 +71,10 @@ class StandIn:
     async def behave(self, seed: int) -> None:
         return None
 
+    def answer(self, seed: int, right: Any) -> Any:
+        """The answer to a generation; replaced by tests of wrong ones."""
+        return right
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -167,4 +171,5 @@ class StandIn:
             "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
         }
         usage = {"prompt_tokens": len(body["token_ids"]) + self.added_tokens}
-        return web.Response(text=json.dumps({"choices": [choice], "usage": usage}), content_type="application/json")
+        answer = self.answer(seed, {"choices": [choice], "usage": usage})
+        return web.Response(text=json.dumps(answer), content_type="application/json")

@@ -134,6 +134,65 @@ def test_a_passing_failure_costs_nothing(engine: VLLMServer, server: StandIn) ->
     assert len(server.loads) == 1, "the weights were there all the time"
 
 
+def changed(right: Any, **entries: Any) -> Any:
+    (choice,) = right["choices"]
+    return right | {"choices": [choice | entries]}
+
+
+def with_logprob(right: Any, value: Any) -> Any:
+    (choice,) = right["choices"]
+    content = [entry | {"logprob": value} for entry in choice["logprobs"]["content"]]
+    return changed(right, logprobs={"content": content})
+
+
+def with_id(right: Any, token: Any) -> Any:
+    return changed(right, token_ids=[token], logprobs={"content": [{"token_id": token, "logprob": -0.5}]})
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no object": (lambda right: [], "cannot be read"),
+    "nothing": (lambda right: None, "cannot be read"),
+    "empty": (lambda right: {}, "cannot be read"),
+    "two choices": (lambda right: right | {"choices": right["choices"] * 2}, "cannot be read"),
+    "no ids": (lambda right: changed(right, token_ids=None), "cannot be read"),
+    "no entries": (lambda right: changed(right, logprobs={"content": 7}), "cannot be read"),
+    "NaN": (lambda right: with_logprob(right, float("nan")), "log-probability nan"),
+    "-inf": (lambda right: with_logprob(right, float("-inf")), "log-probability -inf"),
+    "null": (lambda right: with_logprob(right, None), "no numbers"),
+    "text": (lambda right: with_logprob(right, "-0.5"), "no numbers"),
+    "id of no token": (lambda right: with_id(right, 128), "id 128 at place 0, outside"),
+    "negative id": (lambda right: with_id(right, -1), "id -1 at place 0, outside"),
+    "id that is text": (lambda right: with_id(right, "5"), "outside the policy"),
+    "aborted": (lambda right: changed(right, finish_reason="abort"), "with 'abort'"),
+}
+
+
+@stop
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_asked_for_again(engine: VLLMServer, server: StandIn, name: str) -> None:
+    wrong, failing = WRONG[name][0], {11, 20}
+
+    def answer(seed: int, right: Any) -> Any:
+        if seed not in failing:
+            return right
+        failing.discard(seed)
+        return wrong(right)
+
+    server.answer = answer  # type: ignore[method-assign]
+    check_all(list(engine.generate(ASKED, SAMPLING)))
+    assert not failing
+
+
+@stop
+@pytest.mark.parametrize("name", WRONG)
+def test_a_server_that_goes_on_answering_wrongly_ends_the_run(engine: VLLMServer, server: StandIn, name: str) -> None:
+    wrong, message = WRONG[name]
+    server.answer = lambda seed, right: wrong(right) if seed == 21 else right  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=f"failed 4 times: .*{message}"):
+        list(engine.generate(ASKED, SAMPLING))
+    assert server.asked.count(21) == 4
+
+
 @both
 def test_attempts_are_bounded(engine: VLLMServer, server: StandIn) -> None:
     async def behave(seed: int) -> None:

@@ -1,0 +1,187 @@
+"""Signals and the loss of ranks in a run of several processes: all of them end together, and soon."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_grpo.distributed.rank_watch import Loss, RankWatch
+from lit_grpo.errors import StopRun, UserError
+from lit_grpo.run.folder import run_logger
+
+_NOTICE_SECONDS = 5.0
+"""How long a rank whose collective failed waits for word of who was lost."""
+_COLLECTIVE_SECONDS = 3.0
+"""How long the main thread gets to notice by itself that a rank was lost, as gloo lets it."""
+_END_SECONDS = 12.0
+"""How long a rank may then take to end: to close its MLflow run, to tell whoever is to be told."""
+
+
+class RankCallback(Callback):
+    """Callback that lets all ranks of a run end together, whichever of them is signalled, stops or dies.
+
+    A signal only sets a flag; the ranks agree on it at the end of each rollout and of each batch of an evaluation, and
+    then save and end alike. (Lightning 2.6 broadcasts inside its handler, while another rank may be in the midst of
+    another collective: both then wait for ever.) A rank that has died, or that gives no sign of life, ends the others,
+    with one message that names it. Nothing of this waits for another rank but one reduction of two numbers a rollout.
+
+    :class:`lit_grpo.LitGRPO` adds it where there are several processes.
+
+    Args:
+        silence: seconds without a sign of life after which a rank counts as lost; None: they are not watched.
+    """
+
+    def __init__(self, silence: float | None = 40.0) -> None:
+        if silence is not None and not silence >= 1:
+            raise UserError(
+                f"max_rank_silence is {silence} seconds, must be at least 1",
+                where="model.guards.max_rank_silence",
+                remedy="leave it out, or set null to switch the watch off",
+            )
+        self._silence = silence
+        self._terminated = self._requeued = False
+        self._requeue: Any = None
+        self._watch: RankWatch | None = None
+        self._lost: Loss | None = None
+        self._noticed = threading.Event()
+        self._ending = threading.Event()
+        self._trainer: Trainer | None = None
+
+    # Signals.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
+        self._terminated = self._requeued = False
+        self._ending.clear()
+        # Lightning looks these two up when it sets its handlers, which it does after this hook.
+        connector: Any = trainer._signal_connector
+        connector._sigterm_notifier_fn = self._note_sigterm
+        if self._requeue is None:
+            self._requeue = connector._slurm_sigusr_handler_fn
+        connector._slurm_sigusr_handler_fn = self._note_requeue
+        if self._silence is not None and self._watch is None:
+            self._start_watch(trainer, self._silence)
+
+    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else: the main thread may be in a collective, or hold any lock, at this moment.
+        self._terminated = True
+
+    def _note_requeue(self, number: int, frame: FrameType | None) -> None:
+        self._requeued = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._agree(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._agree(trainer)
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._agree(trainer)
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._agree(trainer)
+
+    def _agree(self, trainer: Trainer) -> None:
+        """Give all ranks the signals of any of them."""
+        if trainer.world_size == 1 or trainer.sanity_checking:
+            terminated, requeued = self._terminated, self._requeued
+        else:
+            own = torch.tensor([float(self._terminated), float(self._requeued)], device=trainer.strategy.root_device)
+            agreed: Any = trainer.strategy.reduce(own, reduce_op="max")
+            terminated, requeued = (bool(flag) for flag in agreed.tolist())
+        self._requeued = False
+        if requeued:
+            # What Lightning does in the handler itself: it saves the run, and asks Slurm to queue it again.
+            self._requeue(0, None)
+        if terminated:
+            # Checkpoints come after this callback, and Lightning ends the run after the batch.
+            trainer._signal_connector.received_sigterm = True
+
+    # Ranks that are lost.
+
+    def _start_watch(self, trainer: Trainer, silence: float) -> None:
+        host = "127.0.0.1" if trainer.num_nodes == 1 else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        watch = RankWatch(trainer.global_rank, silence, self._on_loss)
+        try:
+            watch.start(trainer.strategy.broadcast, host)
+        except OSError as error:
+            print(
+                f"lit-grpo: rank {trainer.global_rank} is not watched ({error}): should another rank die, this one may "
+                "wait for it until its collectives time out",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        self._watch = watch
+
+    def _on_loss(self, loss: Loss) -> None:
+        """End this process, since a rank is gone; called in the thread of the watch."""
+        self._lost = loss
+        # Rank 0 speaks for all; where it is lost itself, the first process of each machine does.
+        speaks = self._rank == 0 or (
+            loss.process.rank == 0 and (self._rank == 1 or os.environ.get("LOCAL_RANK") == "0")
+        )
+        if speaks and not loss.told:
+            print(f"lit-grpo: {loss}. The run cannot go on without it and ends.", file=sys.stderr, flush=True)
+        if loss.silent:
+            # It can do nothing itself, and would keep its memory.
+            loss.process.kill()
+        self._noticed.set()
+        # The main thread is in a collective that fails at once (gloo) or after many minutes (NCCL).
+        if self._ending.wait(_COLLECTIVE_SECONDS):
+            threading.Event().wait(_END_SECONDS)
+        else:
+            closing = threading.Thread(target=self._close_logger, daemon=True)
+            closing.start()
+            closing.join(_END_SECONDS)
+        # No exception can be raised in a main thread that waits in C.
+        os._exit(1)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    def _close_logger(self) -> None:
+        logger = None if self._trainer is None or self._rank else run_logger(self._trainer)
+        if logger is not None:
+            logger.set_tags({"stop.reason": str(self._lost)})
+            logger.finalize("failed")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._watch is None:
+            return
+        together = isinstance(exception, StopRun | SIGTERMException | KeyboardInterrupt)
+        # A collective that failed because of another rank: what that was is known in a moment.
+        if not together and _is_of_a_collective(exception) and self._noticed.wait(_NOTICE_SECONDS):
+            self._ending.set()
+            # The message is out. The traceback of the collective would bury it.
+            sys.excepthook = lambda *_: None
+            return
+        self._ending.set()
+        first_line = str(exception).strip().partition("\n")[0]
+        self._watch.stop(None if together else f"{type(exception).__name__}: {first_line}"[:500])
+        self._watch = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._watch is not None and self._lost is None:
+            self._ending.set()
+            self._watch.stop()
+            self._watch = None
+
+
+def _is_of_a_collective(exception: BaseException) -> bool:
+    """Tell whether an exception may come from a collective whose other side is gone."""
+    if isinstance(exception, UserError):
+        return False
+    text = f"{type(exception).__name__} {exception}".lower()
+    words = ("gloo", "nccl", "connection closed", "connection reset", "dist", "tcpstore", "broken pipe", "peer")
+    return isinstance(exception, RuntimeError | OSError) and any(word in text for word in words)

@@ -1,0 +1,97 @@
+"""The watch over ranks, three of them as threads of this process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from lit_grpo.distributed.rank_watch import INTERVAL, Loss, RankWatch
+from tests.waiting import wait_until
+
+
+class Ranks:
+    """Three watches that know each other."""
+
+    def __init__(self, silence: float = 60.0) -> None:
+        self.losses: dict[int, list[Loss]] = {rank: [] for rank in range(3)}
+        self.watches = [RankWatch(rank, silence, self.losses[rank].append) for rank in range(3)]
+        self.offer: Any = None
+        offered = threading.Event()
+
+        def broadcast(value: Any) -> Any:
+            if value is not None:
+                self.offer = value
+                offered.set()
+            assert offered.wait(30)
+            return self.offer
+
+        for watch in self.watches:
+            watch.start(broadcast, "127.0.0.1")
+
+    def stop(self) -> None:
+        for watch in self.watches:
+            watch.stop()
+
+
+@pytest.fixture
+def ranks():
+    made = Ranks()
+    wait_until(lambda: sum(p.process is not None for p in made.watches[0]._peers) == 2, "both ranks have connected")
+    yield made
+    made.stop()
+
+
+def test_a_run_that_ends_well_loses_nobody(ranks):
+    ranks.watches[2].stop()
+    ranks.watches[1].stop()
+    ranks.watches[0].stop()
+    assert ranks.losses == {0: [], 1: [], 2: []}
+
+
+def test_rank_0_may_end_first(ranks):
+    ranks.watches[0].stop()
+    wait_until(lambda: not ranks.watches[1]._thread.is_alive(), "rank 1 has heard the goodbye")
+    assert ranks.losses[1] == ranks.losses[2] == []
+
+
+def test_a_connection_that_breaks_is_a_death_and_all_hear_of_it(ranks):
+    ranks.watches[2]._peers[0].connection.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: ranks.losses[0] and ranks.losses[1], "the others know")
+    assert str(ranks.losses[0][0]).startswith("rank 2 (process ")
+    assert str(ranks.losses[0][0]).endswith("has died")
+    assert (ranks.losses[1][0].process.rank, ranks.losses[1][0].told) == (2, True)
+
+
+def test_what_a_rank_broke_off_with_is_told(ranks):
+    ranks.watches[1].stop("ValueError: no such column")
+    wait_until(lambda: ranks.losses[0] and ranks.losses[2], "the others know")
+    assert "broke off: ValueError: no such column" in str(ranks.losses[0][0])
+    assert not ranks.losses[0][0].silent
+
+
+def test_a_silent_rank_is_lost(monkeypatch):
+    made = Ranks(silence=2 * INTERVAL)
+    wait_until(lambda: sum(p.process is not None for p in made.watches[0]._peers) == 2, "both ranks have connected")
+    made.watches[1]._tell = lambda word: None
+    wait_until(lambda: made.losses[0], "rank 1 is missed")
+    assert (made.losses[0][0].process.rank, made.losses[0][0].silent) == (1, True)
+    made.stop()
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [b"{}\n", b"nonsense\n", b'{"token": "guessed", "rank": 1, "pid": 1, "host": "", "began": ""}\n', b"x" * 9000],
+)
+def test_a_stranger_is_not_listened_to(ranks, hello):
+    host, port, _, _ = ranks.offer
+    with socket.create_connection((host, port)) as stranger:
+        stranger.sendall(hello)
+        wait_until(lambda: len(ranks.watches[0]._peers) == 3, "the stranger was let in")
+        wait_until(lambda: ranks.watches[0]._peers[2].gone, "and shown out")
+    lie = {"what": "is lost", "silent": True, "process": json.loads(json.dumps(vars(ranks.watches[1]._own)))}
+    assert lie["what"] not in str(ranks.losses)
+    assert ranks.losses == {0: [], 1: [], 2: []}
