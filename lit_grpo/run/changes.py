@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.secrets import is_secret_name, masked_text
 
 FREE = (
     *("data.rollouts", "data.val", "data.test", "data.val_prompts", "data.test_prompts", "data.eval_sampling"),
@@ -28,8 +29,6 @@ FIXED = (
 # Present or absent as a whole; what is below them may change.
 WHOLE = ("model.critic",)
 SHOWN = 8
-_SECRET = re.compile(r"(key|token|secret|password|credential|authorization|headers?)($|[._])", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,13 @@ class Change:
 def flat(settings: Any, prefix: str) -> dict[str, Any]:
     """Return nested settings as one dictionary of plain values by dotted key; entries of lists are numbered.
 
-    What may be secret is not kept: credentials in an address are taken out, values of keys that sound like a password
-    are left out.
+    Secrets are not kept: values under the name of one are left out, those in addresses are masked.
     """
     if isinstance(settings, Mapping) and settings:
         return {k: v for name, value in settings.items() for k, v in flat(value, f"{prefix}.{name}").items()}
     if isinstance(settings, list | tuple) and any(isinstance(one, Mapping | list | tuple) for one in settings):
         return {k: v for i, value in enumerate(settings) for k, v in flat(value, f"{prefix}.{i}").items()}
-    if _SECRET.search(prefix) and isinstance(settings, str):
+    if isinstance(settings, str) and any(map(is_secret_name, prefix.split("."))):
         return {}
     return {prefix: _plain(settings)}
 
@@ -132,7 +130,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(one) for key, one in value.items()}
     if value is None or isinstance(value, bool | int | float):
         return value
-    return _CREDENTIALS.sub("", str(value))
+    return masked_text(str(value))
 
 
 def _short(value: Any) -> str:
