@@ -337,7 +337,9 @@ class HealthMonitor(pl.Callback):
             self._rollout_end.remove(self._end_of_rollout)
         # A run that was killed after its last checkpoint and is resumed has nothing left to train: on_train_end never
         # comes, and nothing will be gone back to.
-        if stage == "fit" and trainer.fit_loop.epoch_progress.current.processed and not trainer.should_stop:
+        # Lightning declares a smaller class than the one that counts epochs.
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        if stage == "fit" and epochs.processed and not trainer.should_stop:
             self.ring.open(trainer)
             self.ring.clear(trainer)
 
