@@ -9,7 +9,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_grpo.callbacks.checkpoint_files import expected_bytes, in_words
 from lit_grpo.callbacks.diagnosis.actions import Action, Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
@@ -191,6 +193,10 @@ class HealthMonitor(pl.Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ring.open(trainer)
+        if self._can_roll_back:
+            each, count = expected_bytes(trainer), self.ring.keep + 1
+            rank_zero_info(f"to roll back to, up to {count} checkpoints of about {in_words(each)} are kept besides: at "
+                           f"most {in_words(count * each)}")  # fmt: skip
         # Objectives alone: optimizers and schedules have kept their changed rates in the checkpoint.
         for changes in self._changed:
             # A module may have change_objective; Lightning declares only what every module has.
@@ -337,7 +343,9 @@ class HealthMonitor(pl.Callback):
             self._rollout_end.remove(self._end_of_rollout)
         # A run that was killed after its last checkpoint and is resumed has nothing left to train: on_train_end never
         # comes, and nothing will be gone back to.
-        if stage == "fit" and trainer.fit_loop.epoch_progress.current.processed and not trainer.should_stop:
+        # Lightning declares a smaller class than the one that counts epochs.
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        if stage == "fit" and epochs.processed and not trainer.should_stop:
             self.ring.open(trainer)
             self.ring.clear(trainer)
 

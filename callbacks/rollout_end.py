@@ -79,8 +79,11 @@ class RolloutEnd(Callback):
                 # Raised at its very end: everything is done but the functions, which an exception must not call.
                 self.under_way = False
                 raise
-            # Lightning also comes here without a rollout, where it has skipped a validation after a resume.
-            if self.under_way:
+            # Lightning also comes here without a rollout, where it goes on from one that was validated: it skips the
+            # validation, and counts the rollout a second time (2.6.6).
+            if not self.under_way:
+                loop._batches_that_stepped = self._saved.get("logged_steps", loop._batches_that_stepped)
+            else:
                 self.under_way = False
                 for _, function in list(self._functions):
                     function(trainer, trainer.lightning_module)
@@ -89,13 +92,11 @@ class RolloutEnd(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.under_way = True
-        # Lightning (2.6.6) counts one too many where it goes on from a rollout that was validated.
-        if "logged_steps" in self._saved:
-            trainer.fit_loop.epoch_loop._batches_that_stepped = self._saved.pop("logged_steps")
+        self._saved.pop("logged_steps", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not when it is loaded: Lightning forgets all metrics after it has loaded a checkpoint.
-        self.restore(trainer)
+        self._restore_evaluation(trainer)
         length = self._saved.pop("journal", None)
         # A run that begins anew in its own folder, because it was killed before anything was saved.
         if length is None and trainer.ckpt_path is None and run_logger(trainer) is not None:
@@ -104,6 +105,11 @@ class RolloutEnd(Callback):
             self._journal.cut(length)
 
     def restore(self, trainer: Trainer) -> None:
+        """Let a running fit go on from what was loaded, after a rollback: log under its step, know its evaluation."""
+        trainer.fit_loop.epoch_loop._batches_that_stepped = self._saved["logged_steps"]
+        self._restore_evaluation(trainer)
+
+    def _restore_evaluation(self, trainer: Trainer) -> None:
         """Put the loaded metrics of the last evaluation where callbacks read them."""
         if "evaluation" not in self._saved:
             return

@@ -235,15 +235,20 @@ class TrainingCLI(LightningCLI):
         parser = self._subcommand_parsers[self._command]
         self._settings = settings_of(parser.dump(config, skip_unset=False)) if self._command == "fit" else {}
         self._changed: list[str] = []
+        # For this one start: in the configuration that the run leaves behind, it would let later changes pass unseen.
+        self._accepted = keys_in(config.checkpoint.accept_changes)
+        config["checkpoint"]["accept_changes"] = None
         if self._command == "fit" and config.get("ckpt_path") is not None:
-            accepted = keys_in(config.checkpoint.accept_changes)
-            self._changed = check_resume(Path(config.ckpt_path), self._settings, accepted)
+            self._changed = check_resume(Path(config.ckpt_path), self._settings, self._accepted)
 
     def instantiate_classes(self) -> None:
         log.debug("building trainer, model and data")
         try:
             super().instantiate_classes()
             self.datamodule.other_prompts = takes_other_prompts(self._changed)
+            for callback in self.trainer.checkpoint_callbacks:
+                if isinstance(callback, RolloutCheckpoint) and self._accepted:
+                    callback.accepted = self._accepted
             log.debug("trainer, model and data are built")
         except ValueError as error:
             # jsonargparse wraps the error of a constructor in its own where the class is one of a list or of a union.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.errors import UserError
+from lit_grpo.run.checkpoints import check_whole
 from lit_grpo.utils.files import move_into_place
 
 if TYPE_CHECKING:
@@ -149,6 +150,10 @@ def _check_target(target: Path, force: bool) -> None:
 def _read(path: Path) -> dict[str, Any]:
     import torch
 
+    try:
+        check_whole(path)
+    except UserError as error:
+        raise UserError(error.what, where="--checkpoint", remedy=error.remedy) from error
     try:
         if path.is_dir():
             from lit_grpo.distributed.checkpoint import read_sharded

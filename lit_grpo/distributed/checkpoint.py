@@ -75,7 +75,10 @@ class AnyCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        check_whole(Path(path))
+        # All ranks read the same: one of them hashes it.
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not distributed or torch.distributed.get_rank() == 0:
+            check_whole(Path(path))
         if is_sharded(Path(path)):
             return read_sharded(Path(path), optimizers=True)
         content: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)

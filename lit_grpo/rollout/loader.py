@@ -177,7 +177,7 @@ class RolloutLoader:
                     for future in waiting:
                         future.cancel()
                     wait(waiting)
-                    waiting.clear()
+                    waiting = self._ahead = deque()
                     generation, index, end = self._restore_generation, self.produced, self.position
                     rates = None if self.curriculum is None else self.curriculum.copy()
                     for done in self._restored:
@@ -275,12 +275,14 @@ class RolloutLoader:
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state.get("curriculum", {}))
         self._restore_generation += 1
-        self._restored = []
+        self._restored, self._ahead = [], deque()
         ahead = state.get("ahead", [])
         if any(ahead) and self.num_prefetch and state["made_with"] == self._identity():
             # Every rank must take as many: they sample the following ones together.
             count = min(self.num_prefetch, *(len(of_rank) for of_rank in ahead))
             self._restored = [unpack(packed, self.prompts) for packed in ahead[self.rank][:count]]
+            # Here too, for a run that is saved before it asks for the next rollout, as after a rollback.
+            self._ahead.extend(map(_finished, self._restored))
         elif any(ahead):
             rank_zero_info(
                 "What the checkpoint holds of rollouts sampled ahead is sampled anew: settings have changed."

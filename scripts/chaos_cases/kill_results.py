@@ -137,7 +137,8 @@ def _mlflow(whole: Path, case: Path) -> dict[str, list[str]]:
 def _points(case: Path) -> dict[str, dict[int, list[tuple[float, int]]]]:
     """Return the values of all MLflow runs of a case, by series and step, in the order of time."""
     out: dict[str, dict[int, list[tuple[float, int]]]] = {}
-    with sqlite3.connect(f"file:{case / 'runs' / 'mlflow.db'}?mode=ro", uri=True) as store:
+    # Not read-only: a store whose process was killed must first take back what was half-written.
+    with sqlite3.connect(case / "runs" / "mlflow.db") as store:
         for key, step, value, is_nan in store.execute(
             "select key, step, value, is_nan from metrics order by timestamp"
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from lit_grpo.callbacks import RolloutCheckpoint
-from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, restore
+from lit_grpo.callbacks.rollback import CheckpointRing, restore
+from lit_grpo.callbacks.rollout_end import FIRST, RolloutEnd
 from lit_grpo.commands.export import export
 from lit_grpo.distributed.checkpoint import AnyCheckpointIO
 from lit_grpo.distributed.sharding import ShardingConfig
@@ -21,6 +23,8 @@ from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceConfig
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.policy.optimizer.build import initialize_optimizer_state
+from lit_grpo.run.checkpoints import newest_whole
+from lit_grpo.utils.integrity import DamagedError, check
 from tests import tiny
 from tests.distributed.sharded import Unequal, fit
 from tests.ranks import enter, on_two_ranks
@@ -118,17 +122,16 @@ class Back(tiny.Recorder):
         super().__init__()
         self.ring, self.done = CheckpointRing(1, 5), False
         self.ring.folder = Path(folder)
-        self.after_all = AfterAll(self.turn)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.after_all.attach(trainer)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        RolloutEnd.of(trainer).add(self.turn, FIRST)
 
     def turn(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.policy_version == 2 and not self.done:
             self.ring.save(trainer, 2)
         if pl_module.policy_version == 3 and not self.done:
             self.done = True
-            restore(trainer, pl_module, self.ring.path(2), self.after_all)
+            restore(trainer, pl_module, self.ring.path(2))
 
 
 def gathered(made: Any) -> dict[str, Any]:
@@ -263,3 +266,26 @@ def test_what_shards_cannot_do_is_refused_before_a_model_is_made() -> None:
             assert made.policy is None
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_folder_of_shards_is_sealed_and_damage_to_any_of_its_files_is_found(
+    ranks: Any, folder: Path, tmp_path: Path
+) -> None:
+    source = (folder / "whole" / "checkpoints" / "last.ckpt").resolve()
+    assert check(source)
+    files = sorted(path.name for path in source.iterdir())
+    assert "seal.json" in files
+    assert len(files) >= 5, "shards of two ranks, two files of what they are, and the seal"
+    for name in files:
+        copy_of = tmp_path / f"{name} changed"
+        shutil.copytree(source, copy_of)
+        content = bytearray((copy_of / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copy_of / name).write_bytes(content)
+        with pytest.raises(DamagedError):
+            check(copy_of)
+        if name != "seal.json":
+            (copy_of / name).unlink()
+            with pytest.raises(DamagedError, match="is missing"):
+                check(copy_of)
+    assert newest_whole(source) is not None

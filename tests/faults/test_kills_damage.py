@@ -232,6 +232,7 @@ def test_the_learning_rate_of_a_resume_is_what_it_says(run):
     assert rates == pytest.approx([1e-3] * 4 + [5e-3])
     content = torch.load(LAST, weights_only=True)
     assert content["lr_schedulers"][0]["base_lrs"] == [0.005, 0.005]
+    assert yaml.safe_load(Path("runs/r/config.yaml").read_text())["checkpoint"]["accept_changes"] is None
     # Its moments are those of the steps before.
     assert content["optimizer_states"][0]["state"][0]["step"] == 5
 
@@ -239,5 +240,7 @@ def test_the_learning_rate_of_a_resume_is_what_it_says(run):
 def test_secrets_are_not_kept_among_the_settings():
     from lit_grpo.run.changes import flat
 
-    given = {"url": "http://user:pw@host/v1", "api_key": "sk-1", "headers": {"X": "secret"}, "lr": 1, "path": None}
-    assert flat(given, "data") == {"data.url": "http://host/v1", "data.lr": 1, "data.path": None}
+    given = {"url": "http://user:pw@host/v1", "api_key": "sk-1", "secrets": {"X": "of mine"}, "lr": 1, "path": None}
+    kept = flat(given, "data")
+    assert kept.keys() == {"data.url", "data.lr", "data.path"}
+    assert "pw" not in kept["data.url"]

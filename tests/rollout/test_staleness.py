@@ -166,6 +166,26 @@ def test_a_resumed_run_trains_on_what_was_sampled_ahead(tmp_path, recipe):
     assert torch.equal(tiny.weights(module), tiny.weights(whole))
 
 
+def test_what_is_saved_right_after_a_return_is_what_was_returned_to(tmp_path):
+    """Not what had been sampled before it, by weights that are given up."""
+    states = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, out: Any, batch: Any, index: int) -> None:
+            loader = trainer.train_dataloader
+            states.append(loader.state_dict())
+            if index == 3:
+                loader.load_state_dict(states[1])
+                states.append(loader.state_dict())
+                raise StopRun("enough")
+
+    with pytest.raises(StopRun):
+        tiny.trainer(callbacks=[Look()]).fit(tiny.module(max_staleness=1), datamodule=tiny.data(rollouts=ROLLOUTS))
+    before, after = states[1]["ahead"], states[-1]["ahead"]
+    assert torch.equal(before[0][0]["token_ids"], after[0][0]["token_ids"])
+    assert states[3]["ahead"][0][0]["places"] != after[0][0]["places"]
+
+
 def test_what_was_sampled_ahead_under_other_settings_is_sampled_anew(tmp_path):
     saver = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), keep_last=None)
     tiny.trainer(callbacks=[saver], enable_checkpointing=True).fit(
