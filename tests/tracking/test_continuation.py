@@ -74,6 +74,15 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_run_that_goes_on(root):
     assert [line["step"] for line in lines(root)] == list(range(10))
 
 
+def test_what_is_left_of_the_last_steps_is_sent_by_a_run_that_has_none_to_make(root):
+    in_a_process_that_dies(log, root, range(3))
+    in_a_process_that_dies(log, root, range(3, 5), sends=False)
+    logger = log(root, [])
+    logger.set_tags({"some": "tag"})
+    logger.finalize("success")
+    assert [step for step, _ in stored(root, logger.run_id)[0]] == list(range(5))
+
+
 def test_a_step_made_again_to_the_same_values_keeps_its_line(root):
     in_a_process_that_dies(log, root, range(8))
     before = lines(root)
@@ -189,9 +198,12 @@ def test_patience_waits_for_a_server_that_refuses_the_connection(tmp_path):
     assert target.steps == [0]
 
 
-def test_patience_is_spent_once(tmp_path):
+@pytest.mark.parametrize("opens", [True, False])
+def test_patience_is_spent_once(tmp_path, opens):
     target, spool = FakeTarget(), Spool(tmp_path / "metrics.jsonl")
     target.down = True
+    if opens:
+        target.start = lambda: None
     sender = Sender(target, spool.path)
     sender.wrote(spool.append({"step": 0, "wall_time": 0.0, "reward": 1.0}))
     assert not sender.flush(0.1)
