@@ -19,7 +19,8 @@ from lit_grpo.callbacks.diagnosis.remedies import Remedy, scale_learning_rate
 from lit_grpo.callbacks.monitors import GradientNormMonitor, all_monitors
 from lit_grpo.callbacks.monitors.monitor import Monitor, read_metrics, trained_rollouts
 from lit_grpo.callbacks.notify import Notifier, Notify, diagnosis_message, end_message
-from lit_grpo.callbacks.rollback import AfterAll, CheckpointRing, can_return, give_up_later_checkpoints, restore
+from lit_grpo.callbacks.rollback import CheckpointRing, can_return, give_up_later_checkpoints, restore
+from lit_grpo.callbacks.rollout_end import FIRST, RolloutEnd
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import KEYBOARD, stop_reason
@@ -107,8 +108,7 @@ class HealthMonitor(pl.Callback):
         """Factors on the learning rate of all remedies so far, in order."""
         self._changed: list[dict[str, Any]] = []
         """Changes of the objective so far, in order, which a run that is resumed needs again."""
-        # Monitors raise alarms in the middle of a batch's callbacks; the others must have seen the batch first.
-        self._after_all = AfterAll(self._end_of_batch)
+        self._rollout_end: RolloutEnd | None = None
         self._folder = Path()
         self._decided: _Rollback | None = None
         self._journal: Journal | None = None
@@ -139,7 +139,10 @@ class HealthMonitor(pl.Callback):
         self._journal = Journal.of(trainer)
         for monitor in self.monitors:
             monitor.setup(trainer, pl_module, stage)
-        self._after_all.attach(trainer)
+        # Monitors raise alarms in the middle of a batch's callbacks; the others must have seen the batch first, and the
+        # run must not be saved before it has gone back.
+        self._rollout_end = RolloutEnd.of(trainer)
+        self._rollout_end.add(self._end_of_rollout, FIRST)
         self._try_remedies(trainer, pl_module)
         # On all ranks, each of which must ask for the folder.
         self._folder = run_folder(trainer)
@@ -254,6 +257,8 @@ class HealthMonitor(pl.Callback):
         if action == "rollback":
             self._decided, reason = self._plan(trainer, diagnosis)
             action = "rollback" if self._decided is not None else "stop"
+            if self._rollout_end is not None:
+                self._rollout_end.given_up = self._decided is not None
         elif action == "adjust" and (diagnosis.name in self.adjusted or len(self.adjusted) >= self.adjustments):
             action = "log"
         act(trainer, self._journal, new, diagnosis, action, type(self).__name__, reason)
@@ -328,7 +333,13 @@ class HealthMonitor(pl.Callback):
         self._tell_the_end(trainer, how, getattr(exception, "diagnosis", None) or self._name_of_what_holds())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._after_all.detach(trainer)
+        if self._rollout_end is not None:
+            self._rollout_end.remove(self._end_of_rollout)
+        # A run that was killed after its last checkpoint and is resumed has nothing left to train: on_train_end never
+        # comes, and nothing will be gone back to.
+        if stage == "fit" and trainer.fit_loop.epoch_progress.current.processed and not trainer.should_stop:
+            self.ring.open(trainer)
+            self.ring.clear(trainer)
 
     # Rollbacks and adjustments.
 
@@ -342,11 +353,14 @@ class HealthMonitor(pl.Callback):
             return None, f"all {self.rollbacks} rollbacks are spent"
         if not can_return(trainer):
             return None, "the train loader has no state_dict, so its position cannot be set back"
-        target = self.ring.before(diagnosis.onset)
+        target = self.ring.before(trainer, diagnosis.onset)
         if self.targets and diagnosis.step - self.targets[-1] <= ROLLBACK_TRIAL:
             # The trouble came back: go back further than last time, or to the same point if that was the first.
-            target = self.ring.before(self.targets[-1]) if target is None or target >= self.targets[-1] else target
-            target = self.targets[-1] if target is None and self.targets[-1] in self.ring.saved else target
+            last = self.targets[-1]
+            if target is None or target >= last:
+                target = self.ring.before(trainer, last)
+            if target is None:
+                target = self.ring.before(trainer, last + 1)
         if target is None:
             return None, f"there is no checkpoint from before rollout {diagnosis.onset}"
         return _Rollback(diagnosis, target, self._remedy(diagnosis.name)), ""
@@ -354,16 +368,16 @@ class HealthMonitor(pl.Callback):
     def _remedy(self, name: str) -> Remedy:
         return self.remedies.get(name) or Remedy()
 
-    def _end_of_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go back if that was decided, else save a checkpoint if one is due; after all other callbacks."""
+    def _end_of_rollout(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back if that was decided, else save a checkpoint if one is due; before the run itself is saved."""
         if self._decided is not None:
             decided, self._decided = self._decided, None
-            if not trainer.received_sigterm:
-                self._go_back(trainer, pl_module, decided)
+            self._go_back(trainer, pl_module, decided)
             return
         step = trained_rollouts(trainer)
+        over = trainer.should_stop or trainer.is_last_batch
         # Not while something is critical: that state is none to return to.
-        if self._can_roll_back and step % self.ring.every == 0 and not trainer.should_stop and not self._is_critical():
+        if self._can_roll_back and step % self.ring.every == 0 and not over and not self._is_critical():
             self.ring.save(trainer, step)
 
     def _is_critical(self) -> bool:
@@ -371,7 +385,7 @@ class HealthMonitor(pl.Callback):
 
     def _go_back(self, trainer: Trainer, pl_module: LightningModule, decided: _Rollback) -> None:
         left_at = trained_rollouts(trainer)
-        checkpoint = restore(trainer, pl_module, self.ring.path(decided.target), self._after_all)
+        checkpoint = restore(trainer, pl_module, self.ring.path(decided.target))
         # This callback survives the rollback and its monitors do not: their histories go back with the run.
         state = checkpoint["callbacks"][self.state_key]
         self._restore_monitors(state)
@@ -379,7 +393,7 @@ class HealthMonitor(pl.Callback):
         # did: what has been learned about the rate is kept.
         for scale in self._scales[len(state["scales"]) :]:
             scale_learning_rate(trainer, scale)
-        self.ring.drop_after(trainer, decided.target)
+        void = self.ring.forget_after(decided.target)
         self.targets.append(decided.target)
         event = {
             "event": "rollback",
@@ -389,8 +403,13 @@ class HealthMonitor(pl.Callback):
             "left": self.rollbacks - len(self.targets),
         }
         applied = self._apply(trainer, pl_module, decided.remedy, event)
-        # After the remedy, so that the checkpoint that is saved in their place holds it.
-        give_up_later_checkpoints(trainer)
+        if self._rollout_end is not None:
+            self._rollout_end.given_up = False
+        # After the remedy and the journal, so that the checkpoint that is saved in their place holds both. From the
+        # moment when it is in place the rollback has happened; a run that is killed before makes it again, for which it
+        # needs what it went back to, and finds none of what is removed here.
+        if give_up_later_checkpoints(trainer):
+            self.ring.remove(trainer, void)
         logger = run_logger(trainer)
         if logger is not None:
             logger.set_tags({"rollbacks": len(self.targets), "rollback_target": decided.target})

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_grpo.callbacks.checkpoint_files import checkpoint_name, remove_half_written, rollout_of, write_checkpoint
 from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
+from lit_grpo.callbacks.rollout_end import RolloutEnd
+from lit_grpo.run.checkpoints import ROLLBACK_FOLDER
 from lit_grpo.run.folder import run_folder
+from lit_grpo.utils.files import remove
+from lit_grpo.utils.integrity import DamagedError, check
 
 log = logging.getLogger(__name__)
-
-FOLDER = "rollback"
-"""Subfolder of the run's folder with the checkpoints to return to."""
 
 
 class CheckpointRing:
@@ -33,105 +34,105 @@ class CheckpointRing:
         self.every, self.keep = every, keep
         self.saved: list[int] = []
         """Rollouts trained on in each checkpoint, oldest first."""
-        self.folder = Path(FOLDER)
+        self.folder = Path(ROLLBACK_FOLDER)
 
     def open(self, trainer: Trainer) -> None:
-        """Find the folder, and forget checkpoints that are no longer there. All ranks must call it."""
-        self.folder = run_folder(trainer) / FOLDER
-        self.saved = trainer.strategy.broadcast([step for step in self.saved if self.path(step).exists()])
+        """Find the folder, and remove what a killed run left there. All ranks must call it.
+
+        What is listed and not there stays listed: it was removed for a newer one, which the resumed run is about to
+        save again.
+        """
+        self.folder = run_folder(trainer) / ROLLBACK_FOLDER
+        if trainer.is_global_zero:
+            remove_half_written(self.folder)
+            for path in self._on_disk():
+                if rollout_of(path.name) not in self.saved:
+                    remove(path)
 
     def path(self, step: int) -> Path:
         """Path of the checkpoint after ``step`` rollouts."""
-        return self.folder / f"rollout-{step:06d}.ckpt"
+        return self.folder / checkpoint_name(step)
 
     def save(self, trainer: Trainer, step: int) -> None:
         """Save the run as it is after ``step`` rollouts, and remove what the ring has no room for.
 
+        A disk that refuses is warned of: the run then has one place less to return to. All ranks must call it.
+        """
+        before = list(self.saved)
+        saved = [*(s for s in self.saved if s != step), step]
+        surplus = [] if len(saved) <= self.keep + 1 else saved[1 : -self.keep]
+        # Noted before saving, since the checkpoint holds this list too.
+        self.saved = [one for one in saved if one not in surplus]
+        try:
+            write_checkpoint(trainer, self.path(step))
+        except OSError as error:
+            self.saved = before
+            rank_zero_warn(f"Rollout {step} could not be saved to roll back to ({error.strerror or error}).")
+            return
+        self.remove(trainer, surplus)
+
+    def before(self, trainer: Trainer, step: int) -> int | None:
+        """Find the newest checkpoint of fewer than ``step`` rollouts that is whole; None if there is none.
+
         All ranks must call it.
         """
-        self.saved = [*(s for s in self.saved if s != step), step]
+        found = None
         if trainer.is_global_zero:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        trainer.save_checkpoint(self.path(step), weights_only=False)
-        self._drop(trainer, [] if len(self.saved) <= self.keep + 1 else self.saved[1 : -self.keep])
+            for saved in sorted((saved for saved in self.saved if saved < step), reverse=True):
+                if self._is_whole(saved):
+                    found = saved
+                    break
+        return trainer.strategy.broadcast(found)
 
-    def before(self, step: int) -> int | None:
-        """Find the newest checkpoint of fewer than ``step`` rollouts; None if there is none."""
-        return max((saved for saved in self.saved if saved < step), default=None)
+    def _is_whole(self, step: int) -> bool:
+        if not self.path(step).exists():
+            return False
+        try:
+            check(self.path(step))
+        except DamagedError as error:
+            log.warning("%s is left out as a place to return to: %s", self.path(step), error)
+            return False
+        return True
 
-    def drop_after(self, trainer: Trainer, step: int) -> None:
-        """Remove the checkpoints of more than ``step`` rollouts, which a rollback has made void."""
-        self._drop(trainer, [saved for saved in self.saved if saved > step])
+    def forget_after(self, step: int) -> list[int]:
+        """Take the checkpoints of more than ``step`` rollouts off the list, and return them; files stay."""
+        void = [saved for saved in self.saved if saved > step]
+        self.saved = [saved for saved in self.saved if saved <= step]
+        return void
 
     def clear(self, trainer: Trainer) -> None:
-        """Remove all checkpoints, at the end of the run."""
-        self._drop(trainer, list(self.saved))
-        if trainer.is_global_zero and self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        """Remove all checkpoints, at the end of the run, those of an earlier part of it included."""
+        self.saved = []
+        if trainer.is_global_zero and self.folder.is_dir():
+            remove_half_written(self.folder)
+            for path in self._on_disk():
+                remove(path)
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
 
-    def _drop(self, trainer: Trainer, steps: list[int]) -> None:
-        self.saved = [step for step in self.saved if step not in steps]
+    def remove(self, trainer: Trainer, steps: list[int]) -> None:
+        """Remove the files of some checkpoints."""
         if trainer.is_global_zero:
             for step in steps:
-                path = self.path(step)
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                remove(self.path(step))
 
-
-class AfterAll(Callback):
-    """Callback that runs a function after every other callback of a batch, checkpoints included."""
-
-    def __init__(self, function: Callable[[Trainer, LightningModule], None]) -> None:
-        self.function = function
-        self._true_step: int | None = None
-
-    def attach(self, trainer: Trainer) -> None:
-        """Become the trainer's last callback."""
-        # Lightning moves checkpoints behind the callbacks it is given, so only one that is added later is really last.
-        # It must be: then all others see the same rollout, and none sees half of a rollback.
-        # Every Trainer has callbacks, but Lightning does not declare them.
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if self not in callbacks:
-            callbacks.append(self)
-
-    def detach(self, trainer: Trainer) -> None:
-        # Every Trainer has callbacks, but Lightning does not declare them.
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
-            callbacks.remove(self)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.function(trainer, pl_module)
-
-    def at_next_batch(self, logged_steps: int) -> None:
-        """Set the step under which metrics are logged, as soon as the next batch begins.
-
-        Args:
-            logged_steps: step to log under from then on.
-        """
-        # Not at once: Lightning has yet to log the batch that is ending.
-        self._true_step = logged_steps
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._true_step is not None:
-            trainer.fit_loop.epoch_loop._batches_that_stepped = self._true_step
-            self._true_step = None
+    def _on_disk(self) -> list[Path]:
+        return sorted(self.folder.glob("rollout-*.ckpt")) if self.folder.is_dir() else []
 
 
 def can_return(trainer: Trainer) -> bool:
     """Tell whether the train loader can be set back, for which it needs ``state_dict`` and ``load_state_dict``."""
     loader = trainer.fit_loop._combined_loader
-    return loader is not None and bool(loader._state_dicts())
+    return loader is not None and any(hasattr(one, "load_state_dict") for one in loader.flattened)
 
 
-def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all: AfterAll) -> dict[str, Any]:
+def restore(trainer: Trainer, pl_module: LightningModule, path: Path) -> dict[str, Any]:
     """Make the running fit what it was when the checkpoint was saved, as a run resumed from it would be.
 
     Restored are weights, optimizers, schedules, the module's and the data module's own state, loop progress, position
     of the train loader (what it sampled ahead is dropped), the random state, and the state of all callbacks but
-    checkpoints and those with the attribute ``survives_rollback``. It is to be called at the end of a batch, on all
-    ranks.
+    checkpoints and those with the attribute ``survives_rollback``. It is to be called between two rollouts
+    (:class:`lit_grpo.callbacks.rollout_end.RolloutEnd`), on all ranks.
 
     Returns:
         The checkpoint.
@@ -152,7 +153,8 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path, after_all:
     for optimizer in trainer.optimizers:
         optimizer.zero_grad()
     _restore_callbacks(trainer, pl_module, checkpoint)
-    _restore_loops(trainer, checkpoint["loops"]["fit_loop"], after_all)
+    RolloutEnd.of(trainer).restore(trainer)
+    _restore_loops(trainer, checkpoint["loops"]["fit_loop"])
     # A module sets it when a fit starts, which is not to come.
     if hasattr(module, "restore_random_state"):
         module.restore_random_state()
@@ -171,21 +173,14 @@ def _restore_callbacks(trainer: Trainer, pl_module: LightningModule, checkpoint:
             callback.load_state_dict(states[callback.state_key])
 
 
-def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll) -> None:
+def _restore_loops(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Set the progress of Lightning's loops and loader to that of a checkpoint."""
-    # As it is at the end of a batch: Lightning itself counts the batch under way as completed when the hook returns.
     epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     loader = trainer.fit_loop._combined_loader
     assert fetcher is not None
     assert loader is not None
     batches = epoch_loop.batch_progress
     batches.load_state_dict(saved["epoch_loop.batch_progress"])
-    # True of a checkpoint that was saved in a hook of its last batch, which Lightning had not counted as completed yet.
-    current: Any = batches.current
-    inside = current.completed < current.processed
-    counts: Any
-    for counts in (batches.current, batches.total):
-        counts.completed = counts.processed - 1
     batches.is_last_batch = False
     epoch_loop.scheduler_progress.load_state_dict(saved["epoch_loop.scheduler_progress"])
     epoch_loop.manual_optimization.optim_step_progress.load_state_dict(
@@ -195,7 +190,6 @@ def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll)
         saved["epoch_loop.automatic_optimization.optim_progress"]
     )
     epoch_loop.val_loop.batch_progress.load_state_dict(saved["epoch_loop.val_loop.batch_progress"])
-    after_all.at_next_batch(saved["epoch_loop.state_dict"]["_batches_that_stepped"] + inside)
     loader._load_state_dicts(saved["state_dict"]["combined_loader"])
     # As for a run that is resumed: a new iterator starts from the restored position.
     iter(fetcher)
@@ -204,8 +198,12 @@ def _restore_loops(trainer: Trainer, saved: dict[str, Any], after_all: AfterAll)
         fetcher.done = fetcher.fetched >= fetcher.length
 
 
-def give_up_later_checkpoints(trainer: Trainer) -> None:
-    """Let the run's own checkpoints follow a rollback: remove later ones, and save the run as it is now."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, RolloutCheckpoint):
-            callback.go_back(trainer, trained_rollouts(trainer))
+def give_up_later_checkpoints(trainer: Trainer) -> bool:
+    """Let the run's own checkpoints follow a rollback: save the run as it is now, and remove later ones.
+
+    Returns:
+        Whether it is saved; True where the run saves nothing.
+    """
+    own = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RolloutCheckpoint)]
+    saved = [callback.go_back(trainer, trained_rollouts(trainer)) for callback in own]
+    return all(saved)

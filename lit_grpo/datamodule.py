@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +34,7 @@ from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.bounds import Bound, check_arguments
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -61,6 +64,9 @@ class RolloutDataModule(pl.LightningDataModule):
         eval_group_size: completions of each evaluation prompt, in sets that name no number of samples.
         demonstrations: the solutions that supervised fine-tuning (``objective: {recipe: sft}``) teaches.
         on_reward_error: a reward that raises or gives NaN stops the run (``raise``) or scores 0 and is counted.
+        rejudge_every: one training group of so many is judged a second time, and a reward that changes its verdict is
+            noticed (``sanity/reward_contradiction_frac``); 0: none. Rewards that are not
+            :attr:`lit_grpo.rewards.Reward.deterministic` are left out.
         max_sampling_rounds: objectives with dynamic sampling (``dapo``, ``olmo3``) go on sampling prompts until all
             groups of a rollout are mixed (``uniform_by``), at most this many times (one process: at most this many
             times the prompts of a rollout; what is no longer needed is cancelled).
@@ -73,9 +79,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self,
         prompts: PromptSource | None = None,
         rewards: list[Reward] | None = None,
-        group_size: int = 8,
-        prompts_per_rollout: int = 16,
-        rollouts: int = 100,
+        group_size: Annotated[int, Bound(least=1, most=1_000_000)] = 8,
+        prompts_per_rollout: Annotated[int, Bound(least=1, most=1_000_000)] = 16,
+        rollouts: Annotated[int, Bound(least=1, most=1_000_000_000)] = 100,
         engine: EngineConfig = EngineConfig(),  # noqa: B008 - shown by --print_config
         sampling: Sampling = Sampling(),  # noqa: B008
         format: PromptFormat = PromptFormat(),  # noqa: B008
@@ -86,13 +92,15 @@ class RolloutDataModule(pl.LightningDataModule):
         val_prompts: PromptSource | None = None,
         test_prompts: PromptSource | None = None,
         eval_sampling: Sampling | None = None,
-        eval_group_size: int = 1,
+        eval_group_size: Annotated[int, Bound(least=1)] = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008
         on_reward_error: OnError = "raise",
-        max_sampling_rounds: int = 10,
+        rejudge_every: Annotated[int, Bound(least=0)] = 32,
+        max_sampling_rounds: Annotated[int, Bound(least=1)] = 10,
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
+        check_arguments(RolloutDataModule.__init__, locals(), "data")
         self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
         self.sampling, self.clean, self.curriculum = sampling, clean, curriculum
@@ -102,20 +110,17 @@ class RolloutDataModule(pl.LightningDataModule):
         self.demonstrations = demonstrations
         self._solutions: dict[str, tuple[int, ...]] = {}
         """Token ids of the solution that is taught, by prompt id; empty unless the objective learns demonstrations."""
-        self.on_reward_error = on_reward_error
+        self.on_reward_error, self.rejudge_every = on_reward_error, rejudge_every
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
         self._producer: RolloutGenerator | None = None
+        self.other_prompts = False
+        """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
         """The evaluation sets under ``val`` and ``test``, once they are set up."""
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        for name in ("group_size", "prompts_per_rollout", "rollouts", "eval_group_size", "max_sampling_rounds"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, must be at least 1", where=f"data.{name}")
-        if self.sampling.max_new_tokens < 1:
-            raise UserError("max_new_tokens must be at least 1", where="data.sampling.max_new_tokens")
         if self.sampling.temperature <= 0:
             raise UserError(
                 f"training at temperature {self.sampling.temperature} explores nothing: "
@@ -303,6 +308,11 @@ class RolloutDataModule(pl.LightningDataModule):
             held_out=self._held_out() if training and self.clean.held_out else (),
         )
         self._check_lengths(found.prompts, found.locations, where)
+        if training and len(found.prompts) < self.prompts_per_rollout:
+            rank_zero_warn(
+                f"{where}: there are {len(found.prompts)} prompts and data.prompts_per_rollout is "
+                f"{self.prompts_per_rollout}, so that prompts come up several times in one rollout."
+            )
         if training and self._supervised:
             tokenizer = self.learner.tokenizer
             ends = end_token_ids(self.learner.policy_config, tokenizer)
@@ -344,13 +354,31 @@ class RolloutDataModule(pl.LightningDataModule):
         """Return what the order of the prompts depends on, so that a resumed run can be held to it."""
         if "train" not in self._sets:
             return {}
-        return {"format": self.format.identity(self.learner.tokenizer), "prompts": self.train_set.identity()}
+        return {
+            "format": self.format.identity(self.learner.tokenizer),
+            # Ids of another vocabulary, of the same size, mean other text to the same weights.
+            "vocabulary": self._vocabulary,
+            "prompts": self.train_set.identity(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict and "train" in self._sets and self._fitting:
+        if state_dict and "train" in self._sets and self._fitting and not self.other_prompts:
             check_resumed(state_dict, self.state_dict())
 
+    @cached_property
+    def _vocabulary(self) -> str:
+        words = json.dumps(sorted(self.learner.tokenizer.get_vocab().items()))
+        return hashlib.sha256(words.encode()).hexdigest()
+
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
+        vocabulary = len(self.learner.tokenizer)
+        for sampling in self._samplings:
+            if beyond := [token for token in sampling.stop_token_ids if token >= vocabulary]:
+                raise UserError(
+                    f"stop_token_ids holds {beyond[0]}, and the tokenizer has {vocabulary} tokens",
+                    where="data.sampling.stop_token_ids",
+                    remedy=f"give ids below {vocabulary}, or texts with stop",
+                )
         limit = getattr(load_model_config(self.learner.policy_config), "max_position_embeddings", None)
         if limit is None or not prompts:
             return
@@ -396,6 +424,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 self.rewards,
                 rng.run_seed(),
                 self.on_reward_error,
+                rejudge_every=self.rejudge_every,
                 sleep_level=self.engine_config.sleep,
                 vocab_size=getattr(load_model_config(learner.policy_config), "vocab_size", None),
                 needs_logprobs=self._fitting and self._requirements.engine_logprobs,

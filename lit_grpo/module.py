@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -34,7 +34,7 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import make_experience
-from lit_grpo.learner.checkpoint_state import load_state, save_state
+from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
@@ -65,8 +65,10 @@ from lit_grpo.policy.model.load import check_policy, check_replay, load_model, l
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
 from lit_grpo.utils.dataclasses import as_dataclass
 from lit_grpo.utils.logging import log_level
+from lit_grpo.utils.secrets import masked
 
 __all__ = ["LitGRPO"]
 
@@ -96,7 +98,7 @@ class LitGRPO(pl.LightningModule):
             in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
             over all completions stay unbiased; None: all of them go through.
         step_kl_samples: completions that go through the model once more after the last update, to measure how far the
-            policy has moved (``policy/step_kl``); None: one of 32, at least 8; 0: not measured.
+            policy has moved (``policy/step_kl``); None: one of 32, at least 2; 0: not measured.
         routing_replay: which experts of a mixture-of-experts model every token goes through in an update. ``none``:
             those that its routers choose now; ``old``: those that the policy chose before the first update of the
             rollout; ``sampler``: in every pass of the policy those that the engine chose while sampling.
@@ -117,16 +119,16 @@ class LitGRPO(pl.LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
         reference: ReferenceConfig = ReferenceConfig(),  # noqa: B008
         critic: CriticConfig | None = None,
-        micro_batch_tokens: int | None = 4096,
-        micro_batch_size: int | None = None,
-        zero_advantage_samples: int | None = 8,
-        step_kl_samples: int | None = None,
+        micro_batch_tokens: Annotated[int | None, Bound(least=1)] = 4096,
+        micro_batch_size: Annotated[int | None, Bound(least=1)] = None,
+        zero_advantage_samples: Annotated[int | None, Bound(least=0)] = 8,
+        step_kl_samples: Annotated[int | None, Bound(least=0)] = None,
         routing_replay: Literal["none", "old", "sampler"] = "none",
-        updates_per_rollout: int = 1,
-        minibatch_prompts: int | None = None,
-        max_grad_norm: float | None = 1.0,
-        max_staleness: int = 0,
-        max_skipped_steps: int = 10,
+        updates_per_rollout: Annotated[int, Bound(least=1)] = 1,
+        minibatch_prompts: Annotated[int | None, Bound(least=1)] = None,
+        max_grad_norm: Annotated[float | None, Bound(above=0)] = 1.0,
+        max_staleness: Annotated[int, Bound(least=0)] = 0,
+        max_skipped_steps: Annotated[int, Bound(least=1)] = 10,
         guards: GuardConfig = GuardConfig(),  # noqa: B008
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
     ) -> None:
@@ -137,24 +139,35 @@ class LitGRPO(pl.LightningModule):
         self.objective_config = as_dataclass(ObjectiveConfig, objective)
         self.optimizer_config = as_dataclass(OptimizerConfig, optimizer)
         self.reference_config = as_dataclass(ReferenceConfig, reference)
-        for name, value in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("micro_batch_size", micro_batch_size),
-            ("updates_per_rollout", updates_per_rollout),
-            ("reference.refresh_every", self.reference_config.refresh_every),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, must be at least 1", where=f"model.{name}")
-        if zero_advantage_samples is not None and zero_advantage_samples < 0:
-            raise UserError(f"zero_advantage_samples is {zero_advantage_samples}", where="model.zero_advantage_samples",
-                            remedy="set it to 0 or more, or null for all")  # fmt: skip
-        if step_kl_samples is not None and step_kl_samples < 0:
-            raise UserError(f"step_kl_samples is {step_kl_samples}", where="model.step_kl_samples",
-                            remedy="set it to 1 or more, null for one of 32 completions, or 0 for none")  # fmt: skip
+        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
+        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
+        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
+        check_arguments(
+            LitGRPO.__init__,
+            {
+                "policy": self.policy_config,
+                "optimizer": self.optimizer_config,
+                "reference": self.reference_config,
+                "critic": self.critic_config,
+                "micro_batch_tokens": micro_batch_tokens,
+                "micro_batch_size": micro_batch_size,
+                "zero_advantage_samples": zero_advantage_samples,
+                "step_kl_samples": step_kl_samples,
+                "updates_per_rollout": updates_per_rollout,
+                "minibatch_prompts": minibatch_prompts,
+                "max_grad_norm": max_grad_norm,
+                "max_staleness": max_staleness,
+                "max_skipped_steps": max_skipped_steps,
+                "guards": self.guards,
+                "sharding": self.sharding_config,
+            },
+            "model",
+        )
+        # Its numbers are overrides, of which each part of the objective knows the bounds.
+        check_fields(self.objective_config, "model.objective", finite=False)
         check_policy(self.policy_config)
         check_optimizer(self.optimizer_config)
         self.objective: Objective = resolve_objective(self.objective_config, max_staleness)
-        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
         if self.critic_config is None and self.objective.advantage.critic:
             self.critic_config = CriticConfig()
             rank_zero_info(
@@ -169,28 +182,29 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
-        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
-        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
+        # Without secrets, since a checkpoint may be handed on.
         self.save_hyperparameters(
-            {
-                "policy": asdict(self.policy_config),
-                "objective": asdict(self.objective_config),
-                "optimizer": asdict(self.optimizer_config),
-                "reference": asdict(self.reference_config),
-                "critic": None if self.critic_config is None else asdict(self.critic_config),
-                "micro_batch_tokens": micro_batch_tokens,
-                "micro_batch_size": micro_batch_size,
-                "zero_advantage_samples": zero_advantage_samples,
-                "step_kl_samples": step_kl_samples,
-                "routing_replay": routing_replay,
-                "updates_per_rollout": updates_per_rollout,
-                "minibatch_prompts": minibatch_prompts,
-                "max_grad_norm": max_grad_norm,
-                "max_staleness": max_staleness,
-                "max_skipped_steps": max_skipped_steps,
-                "guards": asdict(self.guards),
-                "sharding": asdict(self.sharding_config),
-            },
+            masked(
+                {
+                    "policy": asdict(self.policy_config),
+                    "objective": asdict(self.objective_config),
+                    "optimizer": asdict(self.optimizer_config),
+                    "reference": asdict(self.reference_config),
+                    "critic": None if self.critic_config is None else asdict(self.critic_config),
+                    "micro_batch_tokens": micro_batch_tokens,
+                    "micro_batch_size": micro_batch_size,
+                    "zero_advantage_samples": zero_advantage_samples,
+                    "step_kl_samples": step_kl_samples,
+                    "routing_replay": routing_replay,
+                    "updates_per_rollout": updates_per_rollout,
+                    "minibatch_prompts": minibatch_prompts,
+                    "max_grad_norm": max_grad_norm,
+                    "max_staleness": max_staleness,
+                    "max_skipped_steps": max_skipped_steps,
+                    "guards": asdict(self.guards),
+                    "sharding": asdict(self.sharding_config),
+                }
+            ),
             logger=False,
         )
         self._resolved_policy_config = self.policy_config
@@ -807,6 +821,7 @@ class LitGRPO(pl.LightningModule):
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
             objective=self.objective_state.to_dict(),
             best_held_out=self._best_held_out,
+            logged_keys=self._logged_keys,
             world_size=self.trainer.world_size,
             sharded=self.sharded,
         )
@@ -814,12 +829,22 @@ class LitGRPO(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Not self.trainer: the property raises where there is none.
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        check_fits(checkpoint, self.state_dict(), self.optimizer_config.type, fitting=fitting)
         state = load_state(checkpoint, fitting=fitting)
         self.policy_version = state.counters.get("policy_version", 0)
         for name in asdict(self.counters):
             setattr(self.counters, name, state.counters.get(name, 0))
         self.objective_state = ObjectiveState.from_dict(state.objective)
+        before = checkpoint.get("hyper_parameters", {}).get("objective")
+        if fitting and before is not None and before != self.hparams["objective"]:
+            # Another objective than it was saved with: what both know of the run is kept.
+            adopted = self.objective.adopt_state(self.objective_state)
+            self.objective_state = with_untouched_entropy(self.objective, adopted, self.policy_version)
+        if fitting and self._context is not None:
+            # Rewards, too, may be others than those it was saved with.
+            self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
         self._best_held_out = state.best_held_out
+        self._logged_keys = set(state.logged_keys)
         self._restored_random_state = state.random
 
     def restore_random_state(self) -> None:

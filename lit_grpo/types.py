@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.bounds import Bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,14 +62,14 @@ class Request:
 class Sampling:
     """How completions are drawn. Training needs the full support: ``top_p = 1`` and ``top_k = 0``."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Bound(least=0)] = 1.0
     """Divides the logits before a token is drawn; 0 means greedy."""
-    max_new_tokens: int = 1024
+    max_new_tokens: Annotated[int, Bound(least=1, most=10_000_000)] = 1024
     """Most tokens of a completion, its end included; what would be longer is cut, as a rule before its answer."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
+    top_k: Annotated[int, Bound(least=0)] = 0
     """Number of likeliest tokens to draw from; 0 means all tokens."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Bound(least=0)] = ()
     """Ids that end a completion. The id itself is part of the completion."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion: with the token that completes the first of them, which is part of it. Special
@@ -151,7 +152,7 @@ class Rollout:
     reward: Tensor
     """Weighted sum of the rewards, [N] float32."""
     group_size: int
-    temperature: float = 1.0
+    temperature: Annotated[float, Bound(least=0)] = 1.0
     """Temperature of the sampler. The learner computes its log-probabilities at the same one."""
     correct: Tensor | None = None
     """What the primary reward says of each completion (:meth:`lit_grpo.rewards.Reward.correct`), [N] bool; None where

@@ -30,6 +30,8 @@ def module(**changes: Any) -> LitGRPO:
         "policy": PolicyConfig(tiny=TINY),
         "objective": ObjectiveConfig(),
         "optimizer": OptimizerConfig(lr=1e-2),
+        # All completions of a rollout this small: what a few say of it depends on how it is split.
+        "step_kl_samples": 16,
         "micro_batch_size": 8,
     }
     return LitGRPO(**(settings | changes))

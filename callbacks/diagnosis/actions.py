@@ -14,6 +14,7 @@ from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import request_stop
+from lit_grpo.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -97,6 +98,27 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"event": event, **entries}, allow_nan=False, ensure_ascii=False) + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s).", self.path, error)
+
+    def length(self) -> int:
+        """Return the length of the file in bytes; 0 where there is none, or on ranks other than 0."""
+        try:
+            return 0 if self.path is None else self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def cut(self, length: int) -> None:
+        """Take away what was written after the first ``length`` bytes, but for how a run ended.
+
+        A run that goes on from a checkpoint finds anew what it had found after that, and would write it twice.
+        """
+        if self.path is None or self.length() <= length:
+            return
+        try:
+            content = self.path.read_bytes()
+            ends = [line for line in content[length:].splitlines(keepends=True) if b'"event": "exception"' in line]
+            write_atomically(self.path, content[:length] + b"".join(line for line in ends if line.endswith(b"\n")))
         except OSError as error:
             log.warning("%s cannot be written (%s).", self.path, error)
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lit_grpo.errors import UserError
 
-SAFEGUARDS = ("exploration", "both_signs", "pay_for_reward")
+SAFEGUARDS = ("exploration", "both_signs", "pay_for_reward", "no_entropy_bonus")
 """Values of :attr:`Remedy.adds`."""
 LOWER = 0.5
 """Scale of the learning rate where the objective cannot be changed."""
@@ -41,7 +41,8 @@ class Remedy:
         objective: overrides of the objective (``{clip_high: 0.28}``, ``{entropy_filter: all, entropy_gamma: 0.1}``).
             With ``recipe`` it is another objective, without the overrides of the old one.
         adds: safeguard that the objective gets if it lacks it, while everything else of it is kept: ``exploration``,
-            ``both_signs`` or ``pay_for_reward``, see :data:`lit_grpo.objectives.safeguards.Safeguard`.
+            ``both_signs``, ``pay_for_reward`` or ``no_entropy_bonus``, see
+            :data:`lit_grpo.objectives.safeguards.Safeguard`.
     """
 
     lr_scale: float = 0.5

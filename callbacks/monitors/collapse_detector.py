@@ -305,7 +305,8 @@ class CollapseDetector(Monitor):
         )
         entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
-        evidence: list[Numbers] = [(key, 3, now, (1 - self.lost) * best, best)]
+        at_stake = best - statistics.floor_of(self.history.values[key])
+        evidence: list[Numbers] = [(key, 3, now, best - self.lost * max(abs(best), at_stake), best)]
         if entropy is not None:
             evidence.append(("policy/entropy", self.window, entropy[1], entropy[0], entropy[0]))
         if inverted is not None and inverted > self.unrelated:

@@ -29,7 +29,10 @@ REMEDIES_LOW = (
 REMEDIES_PAID = ("lower entropy_coef, or set it to 0: the bonus outweighs the reward",)
 REMEDIES_PUNISHED = ("raise entropy_coef to 0 or above, or drop entropy_reward: certainty is paid for",)
 ENTROPY_EXPLOSION = DiagnosisKind(
-    "entropy_explosion", "entropy explosion", "negatives that are pushed down without bound"
+    "entropy_explosion",
+    "entropy explosion",
+    "negatives that are pushed down without bound, or a bonus on entropy that outweighs the reward",
+    Remedy(0.5, adds="no_entropy_bonus"),
 )
 ENTROPY_COLLAPSE = DiagnosisKind(
     "entropy_collapse",

@@ -109,7 +109,10 @@ class History:
     def lost(self, key: str, size: int) -> float:
         """Return the share of the best mean of ``size`` values that the newest lacks; 0 where that is unknown."""
         best, now = self.best(key, size), self.mean(key, size)
-        return 0.0 if best is None or now is None or best <= 0 else max(0.0, 1 - now / best)
+        if best is None or now is None:
+            return 0.0
+        found = statistics.Change(best, now, 0.0, 0, statistics.floor_of(self.values[key]))
+        return found.share if now < best else 0.0
 
     def fall(self, key: str, recent: int = 3, before: int = 8) -> tuple[float, float]:
         """Measure how far the mean of the last ``recent`` values lies below the best of ``before`` in a row ahead.
@@ -118,7 +121,7 @@ class History:
             The fall as a share of that best, and in standard errors of the difference. (0, 0) with too few values.
         """
         found = statistics.fall(self.values[key], recent, before)
-        return (found.share, found.errors) if found.before > 0 and found.errors > 0 else (0.0, 0.0)
+        return (found.share, found.errors) if found.errors > 0 else (0.0, 0.0)
 
     def errors_between(self, key: str, then: float, now: float, size: int = 3) -> float:
         """Return how many standard errors lie between two medians of ``size`` values each."""

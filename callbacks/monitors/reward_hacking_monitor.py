@@ -155,7 +155,7 @@ class RewardHackingMonitor(Monitor):
         for down, low in terms.items():
             before = min(self.smooth, max(3, len(low) - 3))
             fell = statistics.fall(low, 3, before)
-            if fell.before <= 0 or fell.share <= self.fall or fell.errors <= EACH:
+            if fell.share <= self.fall or fell.errors <= EACH:
                 continue
             for up, high in terms.items():
                 # From the place where the other one turned.
@@ -174,7 +174,7 @@ class RewardHackingMonitor(Monitor):
                         "critical",
                         f"{up} rises while {down} falls, by {rose.errors:.1f} and {fell.errors:.1f} standard errors",
                         (up, self.window, rose.now, rose.before + self.rise * max(map(abs, high)), rose.before),
-                        (down, self.window, fell.now, (1 - self.fall) * fell.before, fell.before),
+                        (down, self.window, fell.now, fell.before - self.fall * fell.scale, fell.before),
                         onset=self.history.steps[down][-len(low) :][fell.place],
                     )
                     return
@@ -195,7 +195,7 @@ class RewardHackingMonitor(Monitor):
                     "held_out_falls",
                     "critical" if fell.share > self.held_out_lost else "warning",
                     f"the held-out reward has fallen, by {fell.errors:.1f} standard errors, the training one not",
-                    (HELD, len(held), fell.now, (1 - self.held_out_lost) * fell.before, fell.before),
+                    (HELD, len(held), fell.now, fell.before - self.held_out_lost * fell.scale, fell.before),
                     onset=self.history.steps[HELD][fell.place],
                 )
             return
@@ -237,12 +237,13 @@ class RewardHackingMonitor(Monitor):
             return
         fell = statistics.fall(values, self.smooth, self.smooth)
         sure = fell.errors > self.history.bound(self.format_key, len(values), RUN_LENGTH)
-        if fell.before > 0 and fell.now < self.format_share * fell.before and sure:
+        least = fell.before - (1 - self.format_share) * fell.scale
+        if fell.now < least and sure:
             yield self.finding(
                 "format_lost",
                 "warning",
                 f"{self.format_key} fell to {fell.now:.2g} from {fell.before:.2g}: an early sign of collapse",
-                (self.format_key, self.smooth, fell.now, self.format_share * fell.before, fell.before),
+                (self.format_key, self.smooth, fell.now, least, fell.before),
                 onset=self.history.began(self.format_key, lambda value: value < fell.before, step),
             )
 

@@ -11,8 +11,8 @@ from lit_grpo.callbacks.diagnosis.findings import Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
-from lit_grpo.callbacks.monitors.sampled import GROUPS, REWARDS, reward_key
-from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH
+from lit_grpo.callbacks.monitors.sampled import GROUPS, REWARDS, reward_key, unsolved_key
+from lit_grpo.callbacks.monitors.statistics import NEWEST, RUN_LENGTH, RUN_LENGTH_CRITICAL
 
 NO_PROGRESS = DiagnosisKind(
     "no_progress",
@@ -34,7 +34,9 @@ class RewardMonitor(Monitor):
 
     Where dynamic sampling leaves groups out, the reward of everything that was sampled is judged for its course.
 
-    Findings: ``reward_flat`` (over the last 300 rollouts, or all if there are ``flat_rollouts`` or more, the reward has
+    Findings: ``reward_gone`` (for ``gone`` rollouts or more no group had a correct completion, although some did
+    before, and chance would bring that once in 100,000 rollouts or less: critical; it needs neither a long history nor
+    a scale), ``reward_flat`` (over the last 300 rollouts, or all if there are ``flat_rollouts`` or more, the reward has
     not risen, and a rise of ``flat`` standard deviations of the completions' rewards would have been seen: with few
     completions a rollout that takes longer; a warning where it has never risen in the run and
     prompts are left unsolved, else only ``info``), ``reward_falling`` (the mean of the last ``recent`` rollouts lies
@@ -51,12 +53,19 @@ class RewardMonitor(Monitor):
         fall: share of the best that must be lost.
         chaos: multiple of the scatter that a batch explains.
         chaos_rollouts: rollouts over which it is measured.
+        gone: rollouts without any correct completion.
         chaos_groups: fewest groups a rollout from which their scatter is known.
         actions: see :class:`Monitor`.
     """
 
     keys: ClassVar[tuple[str, ...]] = (*REWARDS, "reward/std", "groups/count", *GROUPS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "reward_gone",
+            REWARD_FALLS,
+            rank=588,
+            remedies=("return to the last checkpoint before the onset", "lower the learning rate"),
+        ),
         FindingKind(
             "reward_falling",
             REWARD_FALLS,
@@ -93,16 +102,19 @@ class RewardMonitor(Monitor):
         chaos: float = 1.5,
         chaos_rollouts: int = 30,
         chaos_groups: int = 8,
+        gone: int = 4,
         actions: dict[str, str] | None = None,
     ) -> None:
         super().__init__(actions)
-        positive("RewardMonitor", flat_rollouts=flat_rollouts, flat=flat, recent=recent, chaos=chaos)
+        positive("RewardMonitor", flat_rollouts=flat_rollouts, flat=flat, recent=recent, chaos=chaos, gone=gone)
         self.flat_rollouts, self.flat, self.solved = flat_rollouts, flat, solved
         self.recent, self.fall = recent, fall
         self.chaos, self.chaos_rollouts, self.chaos_groups = chaos, chaos_rollouts, chaos_groups
+        self.gone = gone
         self._has_risen = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._gone()
         key = reward_key(self.history)
         values = self.history.values[key]
         if not values or self.history.steps[key][-1] != step:
@@ -114,6 +126,27 @@ class RewardMonitor(Monitor):
         yield from self._chaotic()
         yield from self._flat(key, values)
 
+    def _gone(self) -> Iterable[Finding]:
+        history = self.history
+        key, groups = unsolved_key(history), history.last("groups/count")
+        wrong = history.values[key]
+        lost = next((n for n, share in enumerate(reversed(wrong)) if share < 1), len(wrong))
+        before = wrong[max(0, len(wrong) - lost - NEWEST) : len(wrong) - lost]
+        if not groups or lost < self.gone or not before:
+            return
+        # Groups that were all wrong before, at most as many as two standard errors allow: with few, anything may be.
+        seen = groups * len(before)
+        share = fmean(before)
+        most = share + 2 * math.sqrt(share * (1 - share) / seen) + 1 / seen
+        if most < 1 and most ** (groups * lost) < 1 / RUN_LENGTH_CRITICAL:
+            yield self.finding(
+                "reward_gone",
+                "critical",
+                f"no completion was correct in {lost} rollouts, where {1 - share:.0%} of the groups had one before",
+                (key, lost, 1.0, most, share),
+                onset=history.steps[key][-lost],
+            )
+
     def _falling(self, key: str, values: list[float]) -> Iterable[Finding]:
         fell = statistics.fall(values, self.recent, self.recent)
         if fell.errors > self.history.bound(key, len(values), RUN_LENGTH) and fell.share > self.fall:
@@ -121,7 +154,7 @@ class RewardMonitor(Monitor):
                 "reward_falling",
                 "warning",
                 f"the reward fell from {fell.before:.3g} to {fell.now:.3g}, by {fell.errors:.1f} standard errors",
-                (key, self.recent, fell.now, (1 - self.fall) * fell.before, fell.before),
+                (key, self.recent, fell.now, fell.before - self.fall * fell.scale, fell.before),
                 onset=self.history.steps[key][fell.place],
             )
 

@@ -44,11 +44,18 @@ class Change(NamedTuple):
     """Standard errors between them; above 0 in the direction that was asked for."""
     place: int
     """Place in the series of the last value before the change, from 0."""
+    floor: float = 0.0
+    """Level that counts as nothing: 0, or the lowest value of a series that goes below it."""
+
+    @property
+    def scale(self) -> float:
+        """What was there to lose: the distance from the floor, and no less than the size of what was before."""
+        return max(abs(self.before), self.before - self.floor)
 
     @property
     def share(self) -> float:
-        """The change as a share of what was before; infinite where that was 0."""
-        return abs(self.now - self.before) / abs(self.before) if self.before else math.inf
+        """The change as a share of :attr:`scale`; infinite where that is 0."""
+        return abs(self.now - self.before) / self.scale if self.scale else math.inf
 
 
 NO_CHANGE = Change(0.0, 0.0, 0.0, 0)
@@ -85,6 +92,14 @@ def binomial_tail(hits: float, trials: float, share: float) -> float:
         for i in range(k, n + 1)
     )
     return min(1.0, math.fsum(math.exp(term) for term in terms))
+
+
+def floor_of(values: Sequence[float]) -> float:
+    """Return the level that counts as nothing: 0, or the lowest value of a series that goes below it.
+
+    A reward of -1 and +1 has its nothing at -1, and a fall from 0.1 to 0.0 is then 9 % of what there was, and not all.
+    """
+    return min(0.0, min(values, default=0.0))
 
 
 def noise(values: Sequence[float]) -> float:
@@ -127,7 +142,7 @@ def fall(values: Sequence[float], recent: int, before: int) -> Change:
     then = sums[best] / before
     error = noise(values) * math.sqrt(1 / recent + 1 / before)
     errors = (then - now) / error if error > 0 else math.copysign(math.inf, then - now) if then != now else 0.0
-    return Change(then, now, errors, best + before - 1)
+    return Change(then, now, errors, best + before - 1, floor_of(values))
 
 
 def rise(values: Sequence[float], recent: int, before: int) -> Change:
@@ -164,7 +179,7 @@ def fall_of_measured(values: Sequence[float], errors: Sequence[float]) -> Change
         then, now = left / left_weight, (total - left) / right_weight
         apart = (then - now) / math.sqrt(1 / left_weight + 1 / right_weight)
         if apart > best.errors:
-            best = Change(then, now, apart, index)
+            best = Change(then, now, apart, index, floor_of(values))
     return best
 
 

@@ -68,7 +68,9 @@ class StepSizeMonitor(Monitor):
         self.history.watch(KEY, early=EARLY)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
-        now = self.history.now(KEY, step)
+        # The last that was measured: where no group has an advantage no step is taken, and one that was too large and
+        # left no reward behind is still what is wrong.
+        now = self.history.last(KEY)
         if now is None:
             return
         bound = max(self.large, self.share * (self.history.mean("policy/entropy", self.window) or 0.0))

@@ -11,6 +11,16 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lit_grpo.errors import UserError, nearest
+from lit_grpo.utils.text import shorten
+
+MOST_BYTES = 1_000_000
+"""Largest configuration file that is read."""
+MOST_NODES = 100_000
+"""Most keys and values of a file, with aliases written out."""
+MOST_LEVELS = 50
+"""Most levels of keys and lists inside each other."""
+MOST_DIGITS = 400
+"""Most digits of a number: the largest that any setting could hold has 309."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,8 @@ class Place:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}\n{self.line:>4} | {self.text.rstrip()}"
+        # A line that fills the screen would hide what is wrong with it.
+        return f"{self.file}:{self.line}\n{self.line:>4} | {shorten(self.text.rstrip(), 200)}"
 
 
 @dataclass
@@ -73,9 +84,16 @@ def _read(file: str) -> Layer:
     if not path.is_file():
         raise UserError(f"there is no configuration file {file}", where="--config", remedy=_similar_file(path))
     try:
-        text = path.read_text(encoding="utf-8")
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= MOST_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the configuration file {file} cannot be read: {error}", where="--config") from error
+    if size > MOST_BYTES:
+        raise UserError(
+            f"the file has {size:,} bytes, which is no configuration",
+            where=file,
+            remedy=f"give a YAML file of at most {MOST_BYTES:,} bytes; data goes under data.prompts",
+        )
     lines = text.splitlines()
     try:
         # Composed and not loaded, because nodes know their line and values do not.
@@ -89,15 +107,63 @@ def _read(file: str) -> Layer:
         raise UserError(f"this is not valid YAML: {what}", where=str(place), remedy=hint) from error
     except yaml.YAMLError as error:
         raise UserError(f"this is not valid YAML: {error}", where=file) from error
+    except RecursionError as error:
+        raise _too_deep(file) from error
     layer = Layer(file, lines, root if isinstance(root, MappingNode) else None)
     if root is not None and layer.root is None:
         raise UserError(
             "a configuration file holds keys and values at its top, like `model:`", where=str(layer.place(root))
         )
     if layer.root is not None:
+        _check_size(layer, layer.root, ())
         # YAML itself would silently take the last of two equal keys.
         _refuse_double_keys(layer, layer.root)
     return layer
+
+
+def _too_deep(place: str) -> UserError:
+    return UserError(
+        f"keys or lists lie in each other more than {MOST_LEVELS} deep",
+        where=place,
+        remedy="a configuration has some ten levels: look for brackets or indentation too many",
+    )
+
+
+def _check_size(layer: Layer, node: Node, above: tuple[Node, ...], counted: list[int] | None = None) -> None:
+    """Refuse what a few lines can blow up to more than any memory holds, and numbers that are not what they look like.
+
+    Anchors (``&a``) and aliases (``*a``) share one node, which the program would see once for every alias.
+    """
+    counted = [0] if counted is None else counted
+    counted[0] += 1
+    if counted[0] > MOST_NODES:
+        raise UserError(
+            f"with its aliases written out the file has more than {MOST_NODES:,} values",
+            where=layer.file,
+            remedy="leave out the anchors (&) and aliases (*)",
+        )
+    if any(node is one for one in above):
+        raise UserError("an alias (*) lies inside its own anchor (&)", where=str(layer.place(node)))
+    if len(above) > MOST_LEVELS:
+        raise _too_deep(str(layer.place(node)))
+    if isinstance(node, ScalarNode):
+        _check_number(layer, node)
+    for item in node.value if isinstance(node, MappingNode | SequenceNode) else ():
+        for inner in item if isinstance(item, tuple) else (item,):
+            _check_size(layer, inner, (*above, node), counted)
+
+
+def _check_number(layer: Layer, node: ScalarNode) -> None:
+    if node.style or not node.tag.endswith((":int", ":float")):
+        return
+    if ":" in node.value:
+        raise UserError(
+            f"YAML reads {node.value} as a number to the base of 60",
+            where=str(layer.place(node)),
+            remedy="write the number that is meant, or quotes around text",
+        )
+    if len(node.value) > MOST_DIGITS:
+        raise UserError(f"this number has {len(node.value):,} digits", where=str(layer.place(node))[:200])
 
 
 def _similar_file(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +21,24 @@ from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.recipe_reset import reset_options
+from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
+from lit_grpo.cli.text_values import TextParser, make_checked
 from lit_grpo.datamodule import RolloutDataModule
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
+from lit_grpo.run.changes import keys_in
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
+from lit_grpo.utils.imports import from_import, line_of
+from lit_grpo.utils.secrets import holds_mask, with_environment
+from lit_grpo.utils.text import shorten
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +63,14 @@ _UNSUPPORTED = {
     "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
     "reload_dataloaders_every_n_epochs": (0, "leave it out: rollouts are made anew at every step"),
 }
+
+
+_ABOVE_ZERO = ("val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "num_nodes")
+"""Numbers of the Trainer that it divides by, or counts to, without a look."""
+
+
+class _Parser(TextParser, LightningArgumentParser):
+    """LightningCLI's parser, under which text stays text."""
 
 
 class TrainingCLI(LightningCLI):
@@ -98,6 +113,7 @@ class TrainingCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={"default_env": True, "env_prefix": "LIT_GRPO"},
                 auto_configure_optimizers=False,
+                parser_class=_Parser,
                 args=[command, *argv, *reset_options(command, argv, layers)],
             )
         # The parts of a run name a wrong argument, and only here it is known in which file and line that stands.
@@ -105,6 +121,11 @@ class TrainingCLI(LightningCLI):
             raise self._explainer().locate(error) from error
 
     # Parsing.
+
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()
+        # Last, for all classes that LightningCLI has nothing of its own for.
+        self.parser.add_instantiator(make_checked, object)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         # A shortened key would be taken for the one it begins, and a misspelt one start a run.
@@ -130,6 +151,33 @@ class TrainingCLI(LightningCLI):
             if (cause := user_error_below(error)) is not None:
                 raise cause from error
             raise self._explainer().explain(str(error)) from error
+        except UserError:
+            raise
+        # What the command line and the environment give is YAML too, which only the parser reads; and it imports the
+        # modules of classes, where a person's own code runs. `--help` ends with SystemExit from no such module.
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not from_import(error):
+                raise
+            what = "a module cannot be imported" if from_import(error) else "a value cannot be read"
+            raise UserError(
+                f"{what}: {type(error).__name__}: {shorten(str(error), 300)}",
+                where=line_of(error) if from_import(error) else self._explainer().sources(),
+                remedy="LIT_GRPO_DEBUG=1 shows the whole traceback",
+            ) from error
+
+        self._restore_secrets()
+
+    def _restore_secrets(self) -> None:
+        """Take what a run has masked in its configuration from the environment, and refuse what is not there."""
+        config = with_environment(self.config[self._command], os.environ)
+        self.config[self._command] = config
+        if (key := holds_mask(config)) is not None:
+            raise UserError(
+                f"`{key}` was masked when the run wrote its configuration, and has to be given again",
+                where=self._explainer().place(key),
+                remedy="set the environment variable of that name, where it is one; or give a file of your own behind "
+                f"this one, --config secrets.yaml; or --{key.replace('init_args.', '')} on the command line",
+            )
 
     def _explainer(self) -> Explainer:
         parser = self._subcommand_parsers[self._command]
@@ -146,6 +194,8 @@ class TrainingCLI(LightningCLI):
                 where="ckpt_path",
                 remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt",
             )
+        if path is not None and self._command != "fit":
+            check_evaluation(Path(path))
 
     # Building.
 
@@ -156,17 +206,39 @@ class TrainingCLI(LightningCLI):
             raise UserError(f"this is no seed: {error}", where="seed_everything") from error
 
     def before_instantiate_classes(self) -> None:
+        self._check_resume()
         trainer = self.config[self._command].trainer
+        for name in _ABOVE_ZERO:
+            if (number := trainer.get(name)) is not None and number <= 0:
+                raise UserError(f"{name} is {number}, must be above 0", where=f"trainer.{name}", remedy="leave it out")
+        checkpoint = self.config[self._command].get("checkpoint")
+        for key, folder in (
+            ("checkpoint.dirpath", checkpoint.get("dirpath") if checkpoint else None),
+            ("trainer.default_root_dir", trainer.get("default_root_dir")),
+        ):
+            if folder is not None and Path(str(folder)).is_file():
+                raise UserError(f"{folder} is a file, not a folder", where=key, remedy="give the path of a folder")
         for name, (value, remedy) in _UNSUPPORTED.items():
             if trainer.get(name, value) != value:
                 raise UserError(
                     f"trainer.{name} does not work with manual optimization", where=f"trainer.{name}", remedy=remedy
                 )
 
+    def _check_resume(self) -> None:
+        # Before the model is built, which takes longer than to say no.
+        config = self.config[self._command]
+        parser = self._subcommand_parsers[self._command]
+        self._settings = settings_of(parser.dump(config, skip_unset=False)) if self._command == "fit" else {}
+        self._changed: list[str] = []
+        if self._command == "fit" and config.get("ckpt_path") is not None:
+            accepted = keys_in(config.checkpoint.accept_changes)
+            self._changed = check_resume(Path(config.ckpt_path), self._settings, accepted)
+
     def instantiate_classes(self) -> None:
         log.debug("building trainer, model and data")
         try:
             super().instantiate_classes()
+            self.datamodule.other_prompts = takes_other_prompts(self._changed)
             log.debug("trainer, model and data are built")
         except ValueError as error:
             # jsonargparse wraps the error of a constructor in its own where the class is one of a list or of a union.
@@ -177,7 +249,10 @@ class TrainingCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
-        added = [*callbacks, *self._result_writers(), FirstCtrlC(), TrackedRun()]
+        # It comes first: where a run has to end soon, it is saved before anything else is written.
+        added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
+        if self._command == "fit":
+            added.append(RunSettings(self._settings))
         # A bar that redraws itself would fill a log file with its every state.
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             added.append(LineProgress())
@@ -195,7 +270,8 @@ class TrainingCLI(LightningCLI):
             return super()._instantiate_trainer(config, added)
         except UserError:
             raise
-        except (MisconfigurationException, ValueError) as error:
+        # Lightning checks many of its arguments by using them.
+        except (MisconfigurationException, ValueError, TypeError, ArithmeticError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
             raise UserError(f"the Trainer refuses this: {text}", where="trainer") from error
 

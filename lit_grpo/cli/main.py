@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 from lit_grpo.errors import EngineError, StopRun, UserError, nearest
 
@@ -79,7 +80,7 @@ examples:
 
 A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.
 
-Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C ends it at once.
+Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C or SIGTERM ends it within 10 seconds.
 exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
 LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
 LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for.
@@ -96,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"lit-grpo {_version()}")
         return DONE
+    # Only where nobody has put one of their own: a program that calls main() keeps its hook.
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show_traceback
     try:
         _configure_logging()
         command = _find(arguments[0])
@@ -109,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lit-grpo: stopped: {error.reason}", file=sys.stderr)
         return STOPPED
     except EngineError as error:
-        print(f"lit-grpo: the rollout engine failed: {error}", file=sys.stderr)
+        print(f"lit-grpo: the rollout engine failed: {_masked(str(error))}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("lit-grpo: interrupted", file=sys.stderr)
@@ -117,6 +121,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Returned and not raised, so that a program that calls main() goes on.
     except SystemExit as error:
         return _exit_code(error)
+    except Exception as error:
+        # By its name: importing the class would import the rewards.
+        if type(error).__name__ != "RewardError":
+            raise
+        _show_text(str(error))
+        return FAILED
+    finally:
+        # A program that calls main() goes on. The process of the console script ends here, and may hang in doing so.
+        if argv is not None and (watchdog := sys.modules.get("lit_grpo.cli.watchdog")) is not None:
+            watchdog.disarm()
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an error in the program as Python does, without the secrets that a message may quote."""
+    import traceback
+
+    print(_masked("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
+
+
+def _masked(text: str) -> str:
+    from lit_grpo.utils.secrets import masked_screen
+
+    return masked_screen(text)
 
 
 def _configure_logging() -> None:
@@ -180,6 +207,11 @@ def _exit_code(error: SystemExit) -> int:
     return FAILED
 
 
+def _show_text(text: str) -> None:
+    sys.stdout.flush()
+    print(f"lit-grpo: {text}", file=sys.stderr, flush=True)
+
+
 def _show(error: UserError, command: str) -> None:
     """Print an error as one screen on standard error."""
     # From the first process only, since every rank finds the same fault.
@@ -188,12 +220,13 @@ def _show(error: UserError, command: str) -> None:
     if os.environ.get("LIT_GRPO_DEBUG", "") not in ("", "0"):
         import traceback
 
-        traceback.print_exception(error)
+        print(_masked("".join(traceback.format_exception(error))), file=sys.stderr)
     from lit_grpo.cli.errors.terminal import render
+    from lit_grpo.utils.secrets import masked_screen
 
     # What the command has printed comes first where both streams go to one file.
     sys.stdout.flush()
-    print(render(error, command), file=sys.stderr, flush=True)
+    print(masked_screen(render(error, command)), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

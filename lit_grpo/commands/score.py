@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,6 +70,7 @@ def run(command: str, argv: list[str]) -> int:
     # Rewards of the user may lie next to the configuration.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+    _check_output(options.output, options.input, options.config)
     rewards, on_error = read_rewards(options.config)
     from lit_grpo.rewards.combine import RewardError
 
@@ -78,6 +81,8 @@ def run(command: str, argv: list[str]) -> int:
             reward.start()
         # All lines are read and checked first: bad input ends the command before anything is graded or written.
         items = read_items(options.input, rewards)
+        if options.output and _same_file(options.output, options.input):
+            raise UserError("the output would overwrite the input", where="--output", remedy="name another file")
         with _opened(options.output) as file:
             totals = score(items, rewards, options.on_error or on_error, file)
     except RewardError as error:
@@ -108,10 +113,10 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
     import argparse
 
     import yaml
-    from jsonargparse import ArgumentParser
 
     from lit_grpo.cli.config_files import find, read_layers
     from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
+    from lit_grpo.cli.text_values import TextParser, make_checked
     from lit_grpo.rewards.base import Reward
     from lit_grpo.rewards.combine import OnError, check_rewards
 
@@ -136,13 +141,13 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         )
     names = [prefix + key for key in sorted(known)]
     explainer = Explainer("score", [], layers, names)
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser = TextParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument(f"--{prefix}rewards", type=list[Reward])
     parser.add_argument(f"--{prefix}on_reward_error", type=OnError, default="raise")
     given = {key: value for key, value in inner.items() if key in known}
     try:
         parsed = parser.parse_object({"data": given} if prefix else given)
-        built = parser.instantiate(parsed)
+        built = parser.instantiate(parsed, instantiators=[(make_checked, object, True)])
         rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
         check_rewards(rewards)
     except (argparse.ArgumentError, ValueError) as error:
@@ -273,6 +278,32 @@ def score(
     return Totals(len(items), num_correct, graded, num_timed_out, num_failed, means, time.perf_counter() - started)
 
 
+def _check_output(output: str | None, source: str, config: str | None) -> None:
+    """Refuse to write the verdicts over what is read.
+
+    Raises:
+        UserError: the file of the verdicts is the input or the configuration.
+    """
+    if output is None or not Path(output).exists():
+        return
+    # By the file and not by its name: a link leads to it too.
+    target = Path(output).stat()
+    if stat.S_ISCHR(target.st_mode):
+        return
+    for key, name in (("--input", source), ("--config", config)):
+        try:
+            other = os.fstat(sys.stdin.fileno()) if name == "-" else Path(name).stat() if name else None
+        except (OSError, ValueError):
+            # No such file, or no real standard input: what reads it says so.
+            continue
+        if other is not None and os.path.samestat(target, other):
+            raise UserError(
+                f"{output} is the file of {key}, which it would overwrite",
+                where="--output",
+                remedy="give the verdicts a file of their own",
+            )
+
+
 @contextmanager
 def _opened(path: str | None) -> Iterator[TextIO]:
     if path is None:
@@ -285,6 +316,10 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         raise UserError(f"{path} cannot be written: {error.strerror}", where="--output") from error
     with file:
         yield file
+
+
+def _same_file(output: str, source: str) -> bool:
+    return Path(output).exists() and Path(source).exists() and Path(output).samefile(source)
 
 
 def _summary(totals: Totals) -> str:

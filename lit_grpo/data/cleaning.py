@@ -6,9 +6,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from lit_grpo.data.sources.base import PromptSource, Row
-from lit_grpo.errors import UserError
+from lit_grpo.utils.bounds import Bound, check_fields
 
 DUPLICATE, CONFLICT, CONTAMINATED, TOO_LONG = "duplicate", "conflicting answers", "contaminated", "too long"
 """Reasons for leaving a row out, as the prompt report and ``dropped_file`` name them."""
@@ -35,17 +36,12 @@ class CleanConfig:
     deduplicate: bool = False
     decontaminate: list[PromptSource] = field(default_factory=list)
     held_out: bool = False
-    ngram: int = 13
-    overlap: float = 0.6
+    ngram: Annotated[int, Bound(least=2)] = 13
+    overlap: Annotated[float, Bound(above=0, most=1)] = 0.6
     dropped_file: str | None = None
 
     def __post_init__(self) -> None:
-        if self.ngram < 2:
-            raise UserError(f"ngram is {self.ngram}", where="data.clean.ngram", remedy="give 2 words or more")
-        if not 0 < self.overlap <= 1:
-            raise UserError(
-                f"overlap is {self.overlap}", where="data.clean.overlap", remedy="give a share above 0, at most 1"
-            )
+        check_fields(self, "data.clean")
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,12 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 where=f"data.format.{key}",
                 remedy="set it as it was, or start a new run: lit-grpo export, then model.policy.path",
             )
+    if saved.get("vocabulary", now["vocabulary"]) != now["vocabulary"]:
+        raise UserError(
+            "the checkpoint was trained with another vocabulary: the same token ids would be other text",
+            where="model.policy",
+            remedy="give the model folder, or the alphabet of the tiny model, that the run began with",
+        )
     if saved["prompts"] != now["prompts"]:
         counts = saved["prompts"]["count"], now["prompts"]["count"]
         what = f"{counts[0]:,} prompts, not {counts[1]:,}" if counts[0] != counts[1] else "others of the same number"
@@ -188,6 +194,7 @@ def _check_answers(rows: Sequence[Row], rewards: Sequence[Reward], name: str, so
         for of_source, candidates in rewards_of.items()
     }
     for row in rows:
+        of_row = rewards_of[row.source or source]
         needs = needing_reward[row.source or source]
         if needs is not None and (row.answer is None or not str(row.answer).strip()):
             raise UserError(
@@ -195,6 +202,14 @@ def _check_answers(rows: Sequence[Row], rewards: Sequence[Reward], name: str, so
                 where=row.where or name,
                 remedy="fill in the answer, name the right answer_column, or remove the row",
             )
+        for reward in of_row:
+            # Found now, and not in the rollout that comes to the row.
+            if (problem := reward.row_problem(row.answer, row.extra)) is not None:
+                raise UserError(
+                    f"the reward {reward.name!r} cannot score row {row.id!r}: {problem}",
+                    where=row.where or name,
+                    remedy="mend or remove the row, or choose the reward and its columns for this data",
+                )
 
 
 def _cleaned(

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from lit_grpo.data.sources.base import Row
 from lit_grpo.data.sources.messages import system_of, with_question
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.types import Prompt
+from lit_grpo.utils.bounds import Bound, check_fields
 
 _SLOT = "{question}"
 _OWN_NAMES = ("auto", "chat", "none")
@@ -100,18 +101,17 @@ class PromptFormat:
     system_prompt: str | None = None
     question_format: str = _SLOT
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Annotated[int | None, Bound(least=1)] = None
     on_long: Literal["error", "drop"] = "error"
 
     def __post_init__(self) -> None:
+        check_fields(self, "")
         if _SLOT not in self.question_format:
             raise UserError(
                 f"question_format {self.question_format!r} has no {_SLOT}, so every prompt would be the same",
                 where="question_format",
                 remedy=f"write {_SLOT} where the question goes",
             )
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise UserError(f"max_prompt_tokens is {self.max_prompt_tokens}", where="max_prompt_tokens")
         if taken := sorted(set(self.chat_template_kwargs) & set(_TAKEN_ARGUMENTS)):
             raise UserError(
                 f"chat_template_kwargs sets {taken[0]}, which is no variable of a chat template",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from lit_grpo.run.checkpoints import check_whole
+
 META = "meta.pt"
 """File with everything that is no tensor of the model or of an optimizer, as Lightning writes it."""
 
@@ -55,14 +57,25 @@ def read_sharded(path: Path, *, optimizers: bool) -> dict[str, Any]:
 
 
 class AnyCheckpointIO(TorchCheckpointIO):
-    """Lightning's file reader and writer, which also reads folders of shards, so that a run can go on without sharding.
+    """Lightning's file reader and writer, which checks what it reads and also reads folders of shards.
+
+    It writes straight into the file. Lightning's own makes the whole file in memory first and once more in the folder
+    of temporary files, which is often small.
 
     ``Trainer(plugins=[AnyCheckpointIO()])``; on the command line it is always there.
     """
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, path)
+
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        check_whole(Path(path))
         if is_sharded(Path(path)):
             return read_sharded(Path(path), optimizers=True)
         content: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)

@@ -7,7 +7,9 @@ misspelt key.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from lit_grpo.utils.bounds import Bound
 
 
 @dataclass
@@ -32,14 +34,14 @@ class ServerConfig:
     """
 
     url: str | None = None
-    port: int = 0
+    port: Annotated[int, Bound(least=0, most=65535)] = 0
     env: dict[str, str] = field(default_factory=dict)
-    start_seconds: float = 600.0
+    start_seconds: Annotated[float, Bound(above=0)] = 600.0
     weights_folder: str | None = None
-    retries: int = 3
-    progress_seconds: float = 300.0
+    retries: Annotated[int, Bound(least=0)] = 3
+    progress_seconds: Annotated[float, Bound(above=0)] = 300.0
     on_failure: Literal["stop", "recover"] = "stop"
-    wait_seconds: float = 600.0
+    wait_seconds: Annotated[float, Bound(least=0)] = 600.0
 
 
 @dataclass
@@ -50,7 +52,7 @@ class TransformersEngineConfig:
         batch_size: completions sampled at once; bounds the memory of the key-value cache.
     """
 
-    batch_size: int = 512
+    batch_size: Annotated[int, Bound(least=1)] = 512
 
 
 @dataclass
@@ -67,9 +69,9 @@ class VLLMEngineConfig:
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float = 0.4
+    max_model_len: Annotated[int | None, Bound(least=1)] = None
+    max_num_seqs: Annotated[int, Bound(least=1)] = 256
+    gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -88,9 +90,9 @@ class VLLMServerEngineConfig:
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float = 0.4
+    max_model_len: Annotated[int | None, Bound(least=1)] = None
+    max_num_seqs: Annotated[int, Bound(least=1)] = 256
+    gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     args: dict[str, Any] = field(default_factory=dict)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -126,11 +128,11 @@ class EngineConfig:
     name: Literal["transformers", "vllm", "vllm_server"] = "transformers"
     custom_engine: str | None = None
     init_args: dict[str, Any] = field(default_factory=dict)
-    batch_size: int = 512
+    batch_size: Annotated[int, Bound(least=1)] = 512
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    gpu_memory_utilization: float = 0.4
+    max_model_len: Annotated[int | None, Bound(least=1)] = None
+    max_num_seqs: Annotated[int, Bound(least=1)] = 256
+    gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
     args: dict[str, Any] = field(default_factory=dict)
     server: ServerConfig = field(default_factory=ServerConfig)

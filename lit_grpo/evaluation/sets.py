@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.data.sources.benchmarks import BENCHMARKS, BenchmarkPrompts
@@ -14,6 +15,7 @@ from lit_grpo.data.template import PromptFormat
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.estimators import default_ks
 from lit_grpo.types import Sampling
+from lit_grpo.utils.bounds import Bound, check_fields
 
 LOGPROB, TOTAL = "logprob", "reward"
 """Selectors of best-of-k besides the names of rewards: mean log-probability of the tokens, and the weighted sum."""
@@ -40,12 +42,12 @@ class EvaluationSet:
 
     prompts: PromptSource | None = None
     path: str | None = None
-    limit: int | None = None
-    limit_seed: int | None = None
-    samples: int | None = None
+    limit: Annotated[int | None, Bound(least=1)] = None
+    limit_seed: Annotated[int | None, Bound(least=0)] = None
+    samples: Annotated[int | None, Bound(least=1)] = None
     greedy: bool = False
     sampling: Sampling | None = None
-    k: list[int] | None = None
+    k: Annotated[list[int] | None, Bound(least=1)] = None
     best_of: list[str] | None = None
     format: PromptFormat | None = None
 
@@ -157,9 +159,7 @@ def _resolve(
         raise UserError(f"{name!r} cannot be the name of a set: its metrics are logged under it", where=where,
                         remedy="use letters, digits, _, - and .")  # fmt: skip
     count = samples if settings.samples is None else settings.samples
-    for key, value in (("samples", count), ("limit", settings.limit)):
-        if value is not None and value < 1:
-            raise UserError(f"{key} is {value}, must be at least 1", where=f"{where}.{key}")
+    check_fields(settings, where)
     resolved = settings.sampling or sampling or (training if count > 1 else replace(training, temperature=0.0))
     if count > 1 and resolved.temperature <= 0:
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 
 from lit_grpo.distributed.optimizer_state import to_plain, to_quantized
+from lit_grpo.errors import UserError
 from lit_grpo.utils import random as rng
 
 KEY = "lit_grpo"
@@ -24,6 +25,8 @@ class LearnerState:
     objective: dict[str, Any]
     best_held_out: dict[str, dict[int, float]]
     """Reward of each held-out prompt in the best evaluation so far, by set."""
+    logged_keys: frozenset[str]
+    """Keys that any rollout has logged."""
     random: dict[str, Any] | None
     """Random state of this rank. None where the saved run had fewer ranks: the rank keeps what it was seeded with."""
 
@@ -34,6 +37,7 @@ def save_state(
     counters: Mapping[str, int],
     objective: Any,
     best_held_out: Mapping[str, Mapping[int, float]],
+    logged_keys: Iterable[str],
     world_size: int,
     sharded: bool,
 ) -> None:
@@ -44,6 +48,7 @@ def save_state(
         counters: how far the run is, by name.
         objective: histories of the objective, in plain types.
         best_held_out: reward of each held-out prompt in the best evaluation so far, by set.
+        logged_keys: keys that any rollout has logged.
         world_size: number of ranks.
         sharded: whether optimizer states are written as shards, in a format of their own.
     """
@@ -52,7 +57,14 @@ def save_state(
     if world_size > 1:
         random_states = [None] * world_size
         torch.distributed.all_gather_object(random_states, rng.get_state())
-    checkpoint[KEY] = {**counters, "objective": objective, "best_held_out": _plain(best_held_out), "rng": random_states}
+    checkpoint[KEY] = {
+        **counters,
+        "objective": objective,
+        "best_held_out": _plain(best_held_out),
+        # In order: that of a set changes from process to process.
+        "logged_keys": sorted(logged_keys),
+        "rng": random_states,
+    }
     if not sharded and "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [to_plain(state) for state in checkpoint["optimizer_states"]]
 
@@ -67,14 +79,73 @@ def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
     if "optimizer_states" in checkpoint and fitting:
         checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]
     state = checkpoint[KEY]
-    counters = {name: value for name, value in state.items() if name not in ("objective", "best_held_out", "rng")}
+    others = ("objective", "best_held_out", "logged_keys", "rng")
+    counters = {name: value for name, value in state.items() if name not in others}
     # A checkpoint from before each rank had its own random state holds a single one.
     random_states = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
     # Not Trainer.global_rank: a checkpoint is also loaded without a Trainer.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
     random = random_states[rank] if rank < len(random_states) else None
-    return LearnerState(counters, state["objective"], _plain(state.get("best_held_out", {})), random)
+    best, logged_keys = _plain(state.get("best_held_out", {})), frozenset(state.get("logged_keys", ()))
+    return LearnerState(counters, state["objective"], best, logged_keys, random)
+
+
+def check_fits(checkpoint: Mapping[str, Any], own: Mapping[str, Any], optimizer: str, *, fitting: bool) -> None:
+    """Refuse a checkpoint of something else before anything of it is loaded.
+
+    Args:
+        checkpoint: checkpoint as it was read.
+        own: the module's weights by name; a rank of a sharded run reads those of the checkpoint elsewhere.
+        optimizer: import path of the policy's optimizer.
+        fitting: whether a fit begins, which goes on with optimizers and loops.
+
+    Raises:
+        UserError: it lacks a part, or its weights are others in name or shape, or its optimizer is another.
+    """
+    remedy = (
+        "go on with the settings that the run began with, or begin a new one: lit-grpo export, then model.policy.path"
+    )
+    needed = [KEY, "loops", "callbacks", "lr_schedulers"] if fitting else [KEY]
+    # Where models are in shards, weights and optimizers have been read into their places already.
+    if fitting and "state_dict" in checkpoint:
+        needed.append("optimizer_states")
+    if missing := [name for name in needed if name not in checkpoint]:
+        raise UserError(
+            f"the checkpoint is not one of a lit-grpo run: it has no {missing[0]!r}",
+            where="ckpt_path",
+            remedy="give one that lit-grpo fit wrote; weights alone are loaded by model.policy.path",
+        )
+    saved = checkpoint.get("state_dict")
+    if saved:
+        different = [
+            *sorted(own.keys() ^ saved.keys()),
+            *(k for k in own if k in saved and own[k].shape != saved[k].shape),
+        ]
+        if different:
+            raise UserError(f"the checkpoint holds other weights than the model: {_in_words(different, own, saved)}",
+                            where="ckpt_path", remedy=remedy)  # fmt: skip
+    before = checkpoint.get("hyper_parameters", {}).get("optimizer", {}).get("type", optimizer)
+    if fitting and before != optimizer:
+        raise UserError(
+            f"the checkpoint holds the states of another optimizer: {before}, not {optimizer}",
+            where="model.optimizer.type",
+            remedy=remedy,
+        )
+
+
+def _in_words(different: Sequence[str], own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    first = different[0]
+    if "lora_" in "".join(different):
+        kind = (
+            "adapters, and the model has none" if any("lora_" in k for k in saved) else "no adapters, and the model has"
+        )
+        return f"it has {kind} (model.policy.lora)"
+    if first.startswith("critic.") or "value_head" in first:
+        return f"it has {'a' if first in saved else 'no'} critic (model.critic)"
+    if first in own and first in saved:
+        return f"{first} is {tuple(saved[first].shape)}, not {tuple(own[first].shape)}; {len(different)} differ"
+    return f"{first} is only in the {'checkpoint' if first in saved else 'model'}; {len(different)} differ"
 
 
 def _plain(rewards: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:

@@ -6,7 +6,7 @@ Always on: they cost nearly nothing, and a disagreement spoils everything that f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,6 +18,7 @@ from lit_grpo.learner.metric_sums import Reduce
 from lit_grpo.objectives.tensors import masked
 from lit_grpo.policy.forward.attention import to_device
 from lit_grpo.types import Experience, Rollout
+from lit_grpo.utils.bounds import Bound
 
 # Rounding alone gives about 1e-6 in float32 and 1e-2 in bfloat16.
 RATIO_GAP = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -55,10 +56,10 @@ class GuardConfig:
             others end. Signs come from a thread of their own, however long a step takes.
     """
 
-    max_engine_gap: float | None = 0.1
-    max_ratio_gap: float | Literal["auto"] | None = "auto"
-    max_truncated: float | None = 0.9
-    max_rank_silence: float | None = 40.0
+    max_engine_gap: Annotated[float | None, Bound(above=0)] = 0.1
+    max_ratio_gap: Annotated[float | Literal["auto"] | None, Bound(above=0)] = "auto"
+    max_truncated: Annotated[float | None, Bound(least=0, most=1)] = 0.9
+    max_rank_silence: Annotated[float | None, Bound(least=1)] = 40.0
 
 
 class FirstUpdate:

@@ -17,7 +17,7 @@ LONG_ENOUGH = 8
 """Tokens that a completion needs to have its repetition counted: in a shorter one chance alone repeats."""
 PREFIX = 16
 """Tokens at the beginning of completions among which a shared prefix is looked for."""
-SAMPLED = 4096
+SAMPLED = 1024
 """Elements of each weight matrix that are sampled to measure its update."""
 
 
@@ -68,6 +68,9 @@ def add_audit_metrics(
         ordered = _advantages_follow([quality[i] for i in rows], [mean[i] for i in rows])
         mixed += ordered is not None
         inverted += ordered is False
+    # A completion that was judged twice is a pair of equal completions.
+    changed, judged = batch.sums.get("sanity/rejudged_diff_frac", (0, 0))
+    equal, contradict = equal + int(judged), contradict + int(changed)
     groups = len(batch.prompts)
     metrics.add("groups/distinct_frac", distinct, groups * size)
     # Counts of the whole rollout: a sum over ranks is divided by their number, each having a weight of 1.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks
 from lit_grpo.types import Experience
+from lit_grpo.utils.bounds import Bound
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class GroupStd(Estimator):
 
     kind: ClassVar[str] = "group_std"
     grouped: ClassVar[bool] = True
-    std_ddof: int = 1
+    std_ddof: Annotated[int, Bound(least=0)] = 1
     """Divisor of the variance is the number of rewards minus std_ddof."""
-    std_eps: float = 1e-6
+    std_eps: Annotated[float, Bound(least=0)] = 1e-6
     """Added to the standard deviation."""
     single_sample_advantage: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one: 0, or its reward."""
@@ -205,7 +206,7 @@ class Sign(Estimator):
     """A = positive if correct else negative: the likelihood losses and the positive-only or negative-only methods."""
 
     kind: ClassVar[str] = "sign"
-    positive_weight: float = 1.0
+    positive_weight: Annotated[float, Bound(least=0)] = 1.0
     """Advantage of correct completions."""
     negative_weight: float = -1.0
     """Advantage of the others."""

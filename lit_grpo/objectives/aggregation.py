@@ -8,7 +8,7 @@ unless ``count_empty``; one that a filter took out counts only if the filter kee
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from lit_grpo.errors import UserError
 from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.tensors import Groups, Reduce, over_ranks
+from lit_grpo.utils.bounds import Bound
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class SumConst(Aggregation):
     """
 
     kind: ClassVar[str] = "sum_const"
-    max_tokens: int = 0
+    max_tokens: Annotated[int, Bound(least=0)] = 0
     """Constant divisor; the run's generation limit if left out."""
     count_empty: bool = True
 
@@ -184,7 +185,7 @@ class PerPromptSetConst(PerPromptSet):
 
     kind: ClassVar[str] = "per_prompt_set_const"
     count_empty: bool = True
-    max_tokens: int = 0
+    max_tokens: Annotated[int, Bound(least=0)] = 0
 
     def length(self, counts: Counts) -> Tensor:
         constant = _constant(self.max_tokens, self.kind)

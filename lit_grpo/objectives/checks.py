@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from lit_grpo.errors import UserError
-from lit_grpo.objectives.part import refuse
+from lit_grpo.objectives.part import WHERE, refuse
 from lit_grpo.objectives.ratios import WITHOUT_OLD
+from lit_grpo.utils.bounds import check_fields
 
 if TYPE_CHECKING:
     from lit_grpo.objectives.objective import Objective
@@ -33,6 +35,8 @@ def check_parts(o: Objective) -> None:
     if r.value_coef and not o.advantage.critic:
         refuse("value_coef", f"the advantage {o.advantage.kind!r} uses no critic, so there is no critic to train")
     for part in o.parts():
+        if dataclasses.is_dataclass(part):
+            check_fields(part, WHERE)
         part.check()
     if o.demonstrations:
         _check_demonstrations(o)

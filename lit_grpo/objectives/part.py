@@ -55,9 +55,3 @@ def on_off(value: object) -> str:
 def refuse(key: str, reason: str, remedy: str | None = None) -> NoReturn:
     """Raise a :class:`UserError` that names the setting ``key``."""
     raise UserError(reason, where=f"{WHERE}.{key}", remedy=remedy)
-
-
-def check_fraction(key: str, value: float, noun: str) -> None:
-    """Refuse a fraction outside [0, 1]; ``noun`` says what it is a fraction of."""
-    if not 0 <= value <= 1:
-        refuse(key, f"{noun} lies in [0, 1], not {value}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from lit_grpo.objectives.part import Part, on_off
 from lit_grpo.objectives.tensors import LOG_LIMIT, masked
+from lit_grpo.utils.bounds import Bound
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -18,7 +19,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 class Regularizers(Part):
     """Terms beside the policy term, each with its own coefficient; never multiplied by sampler weights."""
 
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, Bound(least=0)] = 0.0
     """Coefficient beta of KL(pi || pi_ref); 0 is off and needs no reference."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Where the KL term goes: the loss (aggregated as the policy term), or -beta (lp_old - lp_ref) in the reward."""
@@ -27,11 +28,11 @@ class Regularizers(Part):
     KL(ref || pi)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, aggregated as the policy term; 0 is off."""
-    nll_coef: float = 0.0
+    nll_coef: Annotated[float, Bound(least=0)] = 0.0
     """Coefficient mu of the mean negative log-likelihood of the tokens of correct completions. VAPO, 2504.05118."""
-    value_coef: float = 0.0
+    value_coef: Annotated[float, Bound(least=0)] = 0.0
     """Coefficient of the critic's loss; 0 for methods without a critic."""
-    value_clip: float = 0.0
+    value_clip: Annotated[float, Bound(least=0)] = 0.0
     """Range that the critic's new value may leave its old one by; 0 is off."""
 
     def labels(self) -> dict[str, str]:

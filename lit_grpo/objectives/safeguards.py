@@ -8,9 +8,10 @@ from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.ratios import WITHOUT_OLD
 from lit_grpo.objectives.trust_regions import Clip, Dcpo, TrustRegion
 
-Safeguard = Literal["exploration", "both_signs", "pay_for_reward"]
+Safeguard = Literal["exploration", "both_signs", "pay_for_reward", "no_entropy_bonus"]
 """``exploration``: nothing pays for certainty, and rare tokens may grow. ``both_signs``: correct and incorrect
-completions, compared with their group, within a clip. ``pay_for_reward``: advantages follow the rewards alone."""
+completions, compared with their group, within a clip. ``pay_for_reward``: advantages follow the rewards alone.
+``no_entropy_bonus``: nothing pays for uncertainty, and what is pushed down has something that is pushed up."""
 
 HIGHER_CLIP = 0.28
 """DAPO's upper clip range, which lets tokens of low probability grow (2503.14476, section 3.1)."""
@@ -38,6 +39,9 @@ def changes_that_add(safeguard: Safeguard, objective: Objective) -> dict[str, An
         return _both_signs(objective)
     if safeguard == "pay_for_reward":
         return _pay_for_reward(objective)
+    if safeguard == "no_entropy_bonus":
+        signs = {} if _learns_from(objective, correct=True) else _both_signs(objective)
+        return signs | ({"entropy_coef": 0.0} if objective.regularizers.entropy_coef > 0 else {})
     changes = _pay_for_reward(objective)
     if not _learns_from(objective, correct=False):
         changes |= _both_signs(objective)

@@ -9,13 +9,14 @@ did not report (not finite) has c = 1 and is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.tensors import LOG_LIMIT, exp_clamped, masked
+from lit_grpo.utils.bounds import Bound
 
 
 class SamplerWeights(NamedTuple):
@@ -90,9 +91,9 @@ class TisToken(SamplerCorrection):
 
     kind: ClassVar[str] = "tis_token"
     token_level: ClassVar[bool] = True
-    sampler_cap: float = 2.0
+    sampler_cap: Annotated[float, Bound(above=0)] = 2.0
     """Upper bound of a sampler weight."""
-    sampler_floor: float = 0.0
+    sampler_floor: Annotated[float, Bound(least=0)] = 0.0
     """Lower bound of a sampler weight."""
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
@@ -104,8 +105,8 @@ class TisSequence(SamplerCorrection):
     """min(C, cap), one weight for all tokens of the completion."""
 
     kind: ClassVar[str] = "tis_sequence"
-    sampler_cap: float = 2.0
-    sampler_floor: float = 0.0
+    sampler_cap: Annotated[float, Bound(above=0)] = 2.0
+    sampler_floor: Annotated[float, Bound(least=0)] = 0.0
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
         return sequence.clamp(self.sampler_floor, self.sampler_cap).expand_as(c)
@@ -121,8 +122,8 @@ class MisToken(SamplerCorrection):
 
     kind: ClassVar[str] = "mis_token"
     token_level: ClassVar[bool] = True
-    sampler_cap: float = 2.0
-    sampler_floor: float = 0.5
+    sampler_cap: Annotated[float, Bound(above=0)] = 2.0
+    sampler_floor: Annotated[float, Bound(least=0)] = 0.5
     sampler_denominator: Literal["all", "kept"] = "all"
     """Whether masked tokens stay in the denominators."""
 
@@ -135,8 +136,8 @@ class MisSequence(SamplerCorrection):
     """C inside [floor, cap], else 0, for the whole completion."""
 
     kind: ClassVar[str] = "mis_sequence"
-    sampler_cap: float = 2.0
-    sampler_floor: float = 0.5
+    sampler_cap: Annotated[float, Bound(above=0)] = 2.0
+    sampler_floor: Annotated[float, Bound(least=0)] = 0.5
     sampler_denominator: Literal["all", "kept"] = "all"
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
@@ -148,9 +149,9 @@ class GeoMask(SamplerCorrection):
     """1 for completions with geo_low <= C^(1/n) <= geo_high, else 0."""
 
     kind: ClassVar[str] = "geo_mask"
-    geo_low: float = 0.999
+    geo_low: Annotated[float, Bound(least=0)] = 0.999
     """Smallest geometric mean of a completion that is kept."""
-    geo_high: float = 1.001
+    geo_high: Annotated[float, Bound(above=0)] = 1.001
     """Largest geometric mean of a completion that is kept."""
     sampler_denominator: Literal["all", "kept"] = "all"
 
@@ -169,8 +170,8 @@ class GeoMaskTisToken(GeoMask):
 
     kind: ClassVar[str] = "geo_mask_tis_token"
     token_level: ClassVar[bool] = True
-    sampler_cap: float = 2.0
-    sampler_floor: float = 0.0
+    sampler_cap: Annotated[float, Bound(above=0)] = 2.0
+    sampler_floor: Annotated[float, Bound(least=0)] = 0.0
 
     def weights(self, c: Tensor, sequence: Tensor, geometric: Tensor) -> Tensor:
         return super().weights(c, sequence, geometric) * c.clamp(self.sampler_floor, self.sampler_cap)

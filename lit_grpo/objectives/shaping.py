@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
-from lit_grpo.objectives.part import Part, check_fraction, on_off
+from lit_grpo.objectives.part import Part, on_off
 from lit_grpo.objectives.tensors import masked, token_mean
 from lit_grpo.types import Experience
+from lit_grpo.utils.bounds import Bound
 
 SHORT_LIMIT = 256
 """Generation limit below which DAPO's penalty on overlong completions is likely to hit right answers; ours."""
@@ -23,10 +24,10 @@ SHORT_LIMIT = 256
 class Shaping(Part):
     """Changes to the reward, in this order: label noise, truncated completions, map, entropy reward, overlong."""
 
-    label_noise: float = 0.0
+    label_noise: Annotated[float, Bound(least=0, most=1)] = 0.0
     """Share of completions whose label is flipped: correct ones count as incorrect and the other way round, and the
     value v of the reward that says so becomes low + high - v (1 - v for a reward from 0 to 1)."""
-    label_noise_seed: int = 0
+    label_noise_seed: Annotated[int, Bound(least=0)] = 0
     """Seed of the flipped labels."""
     truncated_reward: Literal["keep", "zero"] = "keep"
     """Reward of completions cut by the length limit: ``zero`` sets it to 0 (Dr. GRPO)."""
@@ -34,13 +35,13 @@ class Shaping(Part):
     """Map of the reward: ``signed`` is 2 r - 1, so that 0/1 becomes -1/+1 (DAPO)."""
     entropy_reward: bool = False
     """Reward -<H>_i of the old policy instead of the given rewards. RENT, 2505.22660."""
-    invalid_entropy: float | None = None
+    invalid_entropy: Annotated[float | None, Bound(least=0)] = None
     """<H>_i of completions without a parsable answer (RENT's format variant: 7)."""
     overlong_penalty: bool = False
     """Soft penalty on the length of completions. DAPO, 2503.14476 Eq. 13."""
-    overlong_max: int = 0
+    overlong_max: Annotated[int, Bound(least=0)] = 0
     """L_max, the length at which the overlong penalty reaches -1; 0 takes the length limit of the run."""
-    overlong_cache: int = 0
+    overlong_cache: Annotated[int, Bound(least=0)] = 0
     """L_cache, the length over which the overlong penalty grows; 0 takes a fifth of L_max (released: 4096 of 20480)."""
 
     def labels(self) -> dict[str, str]:
@@ -50,9 +51,6 @@ class Shaping(Part):
             "truncated_reward": self.truncated_reward,
             "label_noise": on_off(self.label_noise),
         }
-
-    def check(self) -> None:
-        check_fraction("label_noise", self.label_noise, "a share of flipped labels")
 
     def idle(self, *, critic: bool) -> dict[str, str]:
         reasons: dict[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.objectives.advantages import AdvantageInputs, Estimator
 from lit_grpo.objectives.state import ObjectiveState, PromptHistory
 from lit_grpo.objectives.tensors import Reduce, masked, over_ranks
+from lit_grpo.utils.bounds import Bound
 
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
@@ -85,7 +86,7 @@ class BatchWhiten(Estimator):
 
     kind: ClassVar[str] = "batch_whiten"
     per_token: ClassVar[bool] = True
-    whiten_ddof: int = 0
+    whiten_ddof: Annotated[int, Bound(least=0)] = 0
     """Divisor of the whitening's variance is tokens - whiten_ddof."""
 
     def rewards(self, inputs: AdvantageInputs) -> Tensor:
@@ -121,16 +122,16 @@ class Gae(Estimator):
     needs: ClassVar[frozenset[str]] = frozenset({"values"})
     critic: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
-    gae_gamma: float = 1.0
+    gae_gamma: Annotated[float, Bound(least=0, most=1)] = 1.0
     """Discount gamma of GAE."""
-    gae_lambda: float = 1.0
+    gae_lambda: Annotated[float, Bound(least=0, most=1)] = 1.0
     """Lambda of GAE."""
     whiten: bool = False
     """Whiten GAE advantages over the tokens of the batch."""
-    whiten_ddof: int = 0
-    value_low: float = float("-inf")
+    whiten_ddof: Annotated[int, Bound(least=0)] = 0
+    value_low: Annotated[float, Bound(infinite=True)] = float("-inf")
     """Clamp the critic's values from below before GAE."""
-    value_high: float = float("inf")
+    value_high: Annotated[float, Bound(infinite=True)] = float("inf")
     """Clamp the critic's values from above before GAE."""
     bootstrap_truncated: bool = False
     """Whether what a truncated completion might still have earned counts: after its last token the critic's value of
@@ -206,7 +207,7 @@ class GaeLength(Gae):
     """
 
     kind: ClassVar[str] = "gae_length"
-    length_alpha: float = 0.05
+    length_alpha: Annotated[float, Bound(above=0)] = 0.05
     """alpha of lambda_i = 1 - 1/(alpha n_i)."""
 
     def cautions(self, max_new_tokens: int) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lit_grpo.objectives.part import Part, check_fraction, on_off, refuse
+from lit_grpo.objectives.part import Part, on_off, refuse
 from lit_grpo.objectives.tensors import Groups, Reduce, masked, over_ranks, token_mean
+from lit_grpo.utils.bounds import Bound
 
 LN2 = 0.6931471805599453
 
@@ -19,14 +20,14 @@ LN2 = 0.6931471805599453
 class TokenWeights(Part):
     """Factors on the policy term of single tokens, each of them off by default."""
 
-    top_entropy: float = 0.0
+    top_entropy: Annotated[float, Bound(least=0, most=1)] = 0.0
     """Share k of tokens that keep their term: entropy at or above the step's (1 - k) quantile; 0 is off. 2506.01939."""
     top_entropy_denominator: Literal["all", "kept"] = "all"
     """Whether the tokens that ``top_entropy`` drops stay in the denominators."""
-    lopti_eta: float = 0.0
+    lopti_eta: Annotated[float, Bound(least=0, most=1)] = 0.0
     """Probability that splits two optimizer passes: tokens with pi_old below it, then the others; 0 is off. Lopti,
     2505.12929."""
-    reweight_alpha: float = 0.0
+    reweight_alpha: Annotated[float, Bound(least=0, most=1)] = 0.0
     """alpha of A_t = A (alpha pi_old + 1 - alpha); 0 is off. Advantage reweighting, 2505.12929."""
     conflict_overlap: Literal["none", "or", "product"] = "none"
     """GTPO's conflict weights; ``product`` multiplies where forward and backward masks overlap (released code)."""
@@ -38,10 +39,6 @@ class TokenWeights(Part):
             "reweighting": on_off(self.reweight_alpha),
             "conflicts": self.conflict_overlap,
         }
-
-    def check(self) -> None:
-        check_fraction("top_entropy", self.top_entropy, "a share of tokens")
-        check_fraction("lopti_eta", self.lopti_eta, "a probability")
 
     def idle(self, *, critic: bool) -> dict[str, str]:
         return {} if self.top_entropy else {"top_entropy_denominator": "top_entropy is 0"}
@@ -61,17 +58,17 @@ class EntropySignal(Part):
     into the state, unless it is given here.
     """
 
-    entropy_gamma: float = 0.0
+    entropy_gamma: Annotated[float, Bound(least=0)] = 0.0
     """gamma of GTPO's A - gamma <H>; 0 is off."""
     entropy_filter: Literal["none", "negatives", "all"] = "none"
     """GTPO's filter: completions whose mean entropy <H> is above ``entropy_threshold`` get no gradient; of all
     completions, or of those with A < 0 alone (2508.03772 section 6.2, OnlyNeg)."""
-    entropy_threshold: float = LN2
+    entropy_threshold: Annotated[float, Bound(least=0)] = LN2
     """Threshold of GTPO's entropy filter on <H> of a completion, in nats. The paper tries 0.7, 1.05 and 2."""
-    entropy_gate: float = LN2
+    entropy_gate: Annotated[float, Bound(least=0, infinite=True)] = LN2
     """The entropy filter acts only if the untouched model's mean entropy H_init is below this, in nats (Eq. 10);
     .inf: always, and H_init is not measured."""
-    initial_entropy: float | None = None
+    initial_entropy: Annotated[float | None, Bound(least=0)] = None
     """H_init, the mean entropy of the untouched model, in nats; left out, it is measured over the first 100 prompts."""
 
     def labels(self) -> dict[str, str]:

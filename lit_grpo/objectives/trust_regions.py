@@ -7,7 +7,7 @@ constants, written with ``where``, so that the gradient at a tie is the unclippe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.objectives.part import Part
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.objectives.tensors import LOG_LIMIT, exp_clamped, masked
+from lit_grpo.utils.bounds import Bound
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ class Clip(TrustRegion):
     """
 
     kind: ClassVar[str] = "clip"
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Bound(least=0)] = 0.2
     """Lower clip range: ratios below 1 - clip_low are stopped where A < 0."""
-    clip_high: float = 0.2
+    clip_high: Annotated[float, Bound(least=0)] = 0.2
     """Upper clip range: ratios above 1 + clip_high are stopped where A > 0."""
-    dual_clip: float = 0.0
+    dual_clip: Annotated[float, Bound(least=0)] = 0.0
     """Absolute ratio above which tokens with A < 0 are stopped; 0 is off."""
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
@@ -137,9 +138,9 @@ class Cispo(TrustRegion):
     """
 
     kind: ClassVar[str] = "cispo"
-    cispo_cap: float = 5.0
+    cispo_cap: Annotated[float, Bound(above=0)] = 5.0
     """Absolute cap of the detached ratio, not 1 + epsilon."""
-    cispo_floor: float = 0.0
+    cispo_floor: Annotated[float, Bound(least=0)] = 0.0
     """Absolute floor of the detached ratio."""
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
@@ -156,9 +157,9 @@ class Sapo(TrustRegion):
     """F = (4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (A = 0 uses the negative one). SAPO, 2511.20347."""
 
     kind: ClassVar[str] = "sapo"
-    sapo_tau_pos: float = 1.0
+    sapo_tau_pos: Annotated[float, Bound(above=0)] = 1.0
     """Temperature of SAPO's gate where A > 0."""
-    sapo_tau_neg: float = 1.05
+    sapo_tau_neg: Annotated[float, Bound(above=0)] = 1.05
     """Temperature of SAPO's gate where A is 0 or below."""
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
@@ -177,7 +178,7 @@ class Gmpo(TrustRegion):
 
     kind: ClassVar[str] = "gmpo"
     per_sequence: ClassVar[bool] = True
-    log_clip: float = 0.4
+    log_clip: Annotated[float, Bound(least=0)] = 0.4
     """Clip range of the log-ratio."""
 
     def _clipped(self, log_ratio: Tensor, inputs: SurrogateInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,7 +207,7 @@ class Rspo(Gmpo):
 
     kind: ClassVar[str] = "rspo"
     needs_router_scores: ClassVar[bool] = True
-    router_floor: float = 0.8
+    router_floor: Annotated[float, Bound(least=0, most=1)] = 0.8
     """Smallest router factor."""
     router_stage: Literal["before_clip", "after_clip"] = "before_clip"
     """Whether the router factor enters before the clip."""
@@ -250,9 +251,9 @@ class Dcpo(TrustRegion):
     """Clip with bounds that widen for rare tokens, and no gradient where A < 0 and rho > dual. DCPO, 2509.02333."""
 
     kind: ClassVar[str] = "dcpo"
-    clip_low: float = 0.16
-    clip_high: float = 0.2
-    dual_clip: float = 10.0
+    clip_low: Annotated[float, Bound(least=0)] = 0.16
+    clip_high: Annotated[float, Bound(least=0)] = 0.2
+    dual_clip: Annotated[float, Bound(least=0)] = 10.0
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateOutput:
         low, high = dcpo_bounds(inputs.old_logprobs.exp(), self.clip_low, self.clip_high, self.dual_clip)
@@ -268,9 +269,9 @@ class KlPenalty(TrustRegion):
 
     kind: ClassVar[str] = "kl_penalty"
     penalizes: ClassVar[bool] = True
-    trpo_beta: float = 1.0
+    trpo_beta: Annotated[float, Bound(least=0)] = 1.0
     """Coefficient of KL(old || new)."""
-    trpo_target_kl: float = 0.0
+    trpo_target_kl: Annotated[float, Bound(least=0)] = 0.0
     """Target of the adaptive coefficient; 0 keeps it fixed."""
 
     @property

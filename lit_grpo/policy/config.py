@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from lit_grpo.utils.bounds import Bound
 
 
 @dataclass
@@ -22,13 +24,13 @@ class TinyModel:
     """
 
     alphabet: str = "0123456789+="
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
-    max_position: int = 64
-    seed: int = 0
-    experts: int = 0
-    experts_per_token: int = 2
+    layers: Annotated[int, Bound(least=1)] = 2
+    width: Annotated[int, Bound(least=2)] = 128
+    heads: Annotated[int, Bound(least=1)] = 4
+    max_position: Annotated[int, Bound(least=2)] = 64
+    seed: Annotated[int, Bound(least=0)] = 0
+    experts: Annotated[int, Bound(least=0)] = 0
+    experts_per_token: Annotated[int, Bound(least=1)] = 2
 
 
 @dataclass
@@ -45,11 +47,11 @@ class LoraConfig:
         seed: seed of the adapters' initial values.
     """
 
-    rank: int = 32
-    alpha: float = 64.0
-    dropout: float = 0.0
+    rank: Annotated[int, Bound(least=1)] = 32
+    alpha: Annotated[float, Bound(above=0)] = 64.0
+    dropout: Annotated[float, Bound(least=0, most=1)] = 0.0
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    seed: int = 0
+    seed: Annotated[int, Bound(least=0)] = 0
 
 
 @dataclass
@@ -100,7 +102,7 @@ class PolicyConfig:
     gradient_checkpointing: bool = False
     share_prompts: bool = True
     pack: bool = True
-    logits_chunk: int | None = None
+    logits_chunk: Annotated[int | None, Bound(least=1)] = None
     compile: bool | None = None
     lora: LoraConfig | None = None
     quantization: QuantizationConfig | None = None
@@ -135,15 +137,15 @@ class OptimizerConfig:
 
     type: str = "torch.optim.AdamW"
     args: dict[str, Any] = field(default_factory=dict)
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: Annotated[float, Bound(above=0, most=1000)] = 1e-6
+    betas: Annotated[tuple[float, float], Bound(least=0, below=1)] = (0.9, 0.95)
+    eps: Annotated[float, Bound(least=0)] = 1e-8
+    weight_decay: Annotated[float, Bound(least=0)] = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int | None = None
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-    final_lr_ratio: float = 0.0
+    total_steps: Annotated[int | None, Bound(least=1)] = None
+    warmup_steps: Annotated[int, Bound(least=0)] = 0
+    warmup_ratio: Annotated[float, Bound(least=0, below=1)] = 0.0
+    final_lr_ratio: Annotated[float, Bound(least=0, most=1)] = 0.0
     scheduler: str | None = None
     scheduler_args: dict[str, Any] = field(default_factory=dict)
 
@@ -157,7 +159,7 @@ class ReferenceConfig:
             of every checkpoint. None: it stays what ``policy`` describes, and is never saved.
     """
 
-    refresh_every: int | None = None
+    refresh_every: Annotated[int | None, Bound(least=1)] = None
 
 
 @dataclass
@@ -192,9 +194,9 @@ class CriticConfig:
     tiny: TinyModel | None = None
     detach: bool = False
     optimizer: OptimizerConfig | None = None
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Annotated[float | None, Bound(above=0)] = 1.0
     bounded: bool = False
     value_low: float = 0.0
     value_high: float = 1.0
-    warmup_rollouts: int | None = None
-    measure_every: int = 10
+    warmup_rollouts: Annotated[int | None, Bound(least=0)] = None
+    measure_every: Annotated[int, Bound(least=0)] = 10

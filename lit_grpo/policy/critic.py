@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
+from lit_grpo.policy.forward.attention import probe_ids
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
-from lit_grpo.policy.forward.policy import hidden_states, switch_off_dropout
+from lit_grpo.policy.forward.policy import backbone, hidden_states, switch_off_dropout
 from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
+from lit_grpo.utils.bounds import check_fields
 
 KEY = "model.critic"
 
@@ -82,15 +84,17 @@ class Critic(nn.Module):
         Raises:
             UserError: the model does not keep to a given attention mask (linear attention, sliding windows).
         """
-        count = int(self.base.config.get_text_config().vocab_size)
-        prompt, completions = (1 % count, 2 % count), [(3 % count, 0), (5 % count, 3 % count)]
+        config = self.base.config.get_text_config()
         # A few tokens are not worth the wait for a compiler.
         with eagerly() if is_compiled(self.base) else nullcontext():
-            self._verify(layout, prompt, completions)
+            for reach in (False, True):
+                prompt, completions = probe_ids(config, reach)
+                if prompt:
+                    self._verify(layout, prompt, completions)
 
     def _verify(self, layout: Layout, prompt: tuple[int, ...], completions: Sequence[tuple[int, ...]]) -> None:
         device = next(self.base.parameters()).device
-        rows = layout.build([prompt] * 2, completions, width=2, device=device)
+        rows = layout.build([prompt] * 2, completions, width=max(map(len, completions)), device=device)
         states = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
         for row, completion in enumerate(completions):
             ids = torch.tensor([[*prompt, *completion]], device=device)
@@ -115,7 +119,7 @@ def make_head(model: Any, config: CriticConfig) -> ValueHead:
 
 def make_critic(model: PolicyConfig, config: CriticConfig) -> Critic:
     """Make a critic whose backbone is the base model that ``model`` describes, see :func:`model_settings`."""
-    return Critic(load_model(model).base_model, config)
+    return Critic(backbone(load_model(model)), config)
 
 
 def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
@@ -135,6 +139,7 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
     """
     if config is None:
         return
+    check_fields(config, KEY)
     shared = config.backbone == "shared"
     model_key = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
     if shared and model_key:
@@ -154,11 +159,6 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
         )
     if not config.bounded and (config.value_low, config.value_high) != (0.0, 1.0):
         _refuse("bounded", "value_low and value_high bound nothing while bounded is false", "set bounded: true")
-    for key in ("warmup_rollouts", "measure_every"):
-        if (count := getattr(config, key)) is not None and count < 0:
-            _refuse(key, f"{key} is {count}, must be at least 0")
-    if config.max_grad_norm is not None and config.max_grad_norm <= 0:
-        _refuse("max_grad_norm", f"max_grad_norm is {config.max_grad_norm:g}, must be above 0", "null: no clipping")
     if model_key:
         try:
             check_policy(model_settings(policy, config))

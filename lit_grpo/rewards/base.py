@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.threads import call_within
 
 Scores = Mapping[str, Sequence[Score]]
 """Under each reward's name one score for each completion."""
@@ -32,16 +34,45 @@ class Reward:
     """A completion with at least this value is correct (full marks by default); None if the reward does not say
     whether an answer is right (format, length, penalties)."""
 
+    deterministic: bool = True
+    """True if the same completion always gets the same value. A few completions are then judged a second time
+    (``data.rejudge_every``), to notice a verifier that changes its mind; False for what is drawn on purpose, or costs
+    money."""
+
     range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest value that ``score`` can give, before the weight."""
+
+    score_limit: float | None = 60.0
+    """Seconds for each completion of a call of ``score``, after which the call is given up as one that hangs. None: no
+    limit, for a reward that bounds its own work."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A subclass that scores in a way of its own does not inherit the word of another that it bounds its work.
+        if "score" in vars(cls) and "score_limit" not in vars(cls):
+            cls.score_limit = Reward.score_limit
 
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
         self.weight = weight
         self.name = name or _snake_case(type(self).__name__)
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
-        """Return one score for each input, in order. May be called from several threads at once."""
+        """Return one score for each input, in order. May be called from several threads at once.
+
+        Where one completion fails alone, its exception may stand in the place of its score.
+
+        Everything else calls it through :func:`score_within`, which keeps ``score_limit``.
+        """
         raise NotImplementedError(f"{type(self).__name__} must implement score()")
+
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        """Say why no completion of a row could be scored, None if they can; asked of every row before a model loads.
+
+        Args:
+            answer: gold answer of the row.
+            extra: further columns of the row.
+        """
+        return None
 
     def for_source(self, source: str) -> Reward:
         """Return the reward for completions of a source's prompts: this one, unless it has another for each source.
@@ -68,6 +99,28 @@ class Reward:
 
     def close(self) -> None:
         """End worker processes and close connections. Safe to call twice."""
+
+
+class HungRewardError(RuntimeError):
+    """Error for a reward whose ``score`` has not returned in its time; it goes on in its thread."""
+
+
+def score_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
+    """Call a reward's ``score``, and give the call up when ``score_limit`` is over.
+
+    Raises:
+        HungRewardError: it has not returned by then.
+        RuntimeError: the reward raised a TimeoutError itself. Whatever else it raises comes as it is.
+    """
+    if reward.score_limit is None:
+        return reward.score(batch)
+    seconds = reward.score_limit * max(1, len(batch))
+    try:
+        return call_within(seconds, reward.score, batch, name=f"reward-{reward.name}")
+    except TimeoutError as error:
+        raise HungRewardError(
+            f"has not returned in {seconds:g} s (its score_limit is {reward.score_limit:g} s for a completion)"
+        ) from error
 
 
 def primary_reward(rewards: Sequence[Reward]) -> Reward | None:

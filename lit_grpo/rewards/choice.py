@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
@@ -57,13 +57,18 @@ class ChoiceReward(Reward):
         # "(B) Paris or (C)" names two options, and so none.
         self._another = re.compile(rf"\(([{letters}])\)|\b(?:or|and)\s+\(?[{letters}]\)?(?![a-zA-Z])")
 
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        if self.letter(gold_answer(answer or "")) is None:
+            return f"the gold answer {str(answer)[:80]!r} is none of {self._letters}"
+        return None
+
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]
 
     def _score(self, item: RewardInput) -> Score:
         gold = self.letter(gold_answer(item.prompt.answer or ""))
         if gold is None:
-            raise ValueError(f"the gold answer {str(item.prompt.answer)[:80]!r} is none of {self._letters}")
+            raise ValueError(self.row_problem(item.prompt.answer, item.prompt.extra))
         letter = self._letter(item)
         return Score(float(letter == gold), no_answer=letter is None)
 

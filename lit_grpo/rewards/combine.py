@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.base import HungRewardError, Reward, score_within
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.text import shorten
 
 OnError = Literal["raise", "zero"]
 
 _SAMPLE_LENGTH = 400
+_ON_ERROR = "data.on_reward_error: zero (lit-grpo score: --on-error zero)"
+# Far above any reward, and far below what 32 bits hold: the spread of a group is the root of a sum of squares.
+_LARGEST = 1e15
 
 
 class RewardError(RuntimeError):
@@ -34,7 +37,7 @@ class RewardError(RuntimeError):
             lines.append(f"  prompt: {prompt_id}")
         if sample is not None:
             lines.append(f"  sample: {sample!r}")
-        lines.append("  remedy: mend the reward, or count such completions and score them 0 with on_error: zero")
+        lines.append(f"  remedy: mend the reward, or count such completions and score them 0 with {_ON_ERROR}")
         super().__init__("\n".join(lines))
 
     # An exception is pickled by its args, which here are the finished text and not the four arguments.
@@ -79,7 +82,8 @@ def score_all(
             that raises is scored once more, one by one, so that only the completions at fault are lost.
 
     Returns:
-        Under each reward's name, ``len(batch)`` scores in the order of ``batch``, all finite.
+        Under each reward's name, ``len(batch)`` scores in the order of ``batch``, all finite and of a size that 32 bits
+        can compute with.
 
     Raises:
         RewardError: see ``on_error``. A wrong number of scores always raises: which is whose cannot be known.
@@ -89,12 +93,54 @@ def score_all(
     return {reward.name: _score(reward, batch, on_error) for reward in rewards}
 
 
+def judge_again(
+    rewards: Sequence[Reward],
+    batch: Sequence[RewardInput],
+    scores: Mapping[str, Sequence[Score]],
+    on_error: OnError = "raise",
+) -> tuple[int, int]:
+    """Judge completions a second time, and count those whose verdict is another than before.
+
+    Only rewards that are :attr:`lit_grpo.rewards.Reward.deterministic` are asked. A verdict is another if a value has
+    moved by more than a tenth of the reward's range (of the values seen, where it states none). A completion that a
+    reward failed on or did not get to in time is left out: that is counted elsewhere.
+
+    Args:
+        rewards: rewards of the run.
+        batch: completions, as they were given to :func:`score_all`.
+        scores: what that returned.
+        on_error: as of :func:`score_all`.
+
+    Returns:
+        Completions with another verdict, and completions that were judged a second time.
+    """
+    asked = [reward for reward in rewards if reward.deterministic]
+    changed, judged = [False] * len(batch), [bool(asked)] * len(batch)
+    for reward in asked:
+        first, second = scores[reward.name], _score(reward, batch, on_error)
+        values = [score.value for score in (*first, *second)]
+        width = reward.range[1] - reward.range[0]
+        width = width if math.isfinite(width) else max(values, default=0.0) - min(values, default=0.0)
+        for i, (one, other) in enumerate(zip(first, second, strict=True)):
+            judged[i] &= not (one.failed or one.timed_out or other.failed or other.timed_out)
+            changed[i] |= abs(one.value - other.value) > 0.1 * width
+    return sum(c and j for c, j in zip(changed, judged, strict=True)), sum(judged)
+
+
 def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> list[Score]:
     if not batch:
         return []
     try:
-        scores = list(reward.score(batch))
-    except Exception as error:
+        scores = list(score_within(reward, batch))
+    except HungRewardError as error:
+        # Not once more one by one: the call that hangs goes on, and each of those might hang as well.
+        if on_error == "raise":
+            raise RewardError(reward.name, str(error)) from error
+        return [Score(0.0, timed_out=True, failed=True)] * len(batch)
+    except KeyboardInterrupt:
+        raise
+    # SystemExit too, which would end the run as if it had been asked to.
+    except BaseException as error:
         # The batch does not say which completion is at fault; one by one, it can be named or scored 0 alone.
         return _score_singly(reward, batch, on_error, error)
     if len(scores) != len(batch):
@@ -102,12 +148,14 @@ def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> l
     return [_checked(reward, item, score, on_error) for item, score in zip(batch, scores, strict=True)]
 
 
-def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnError, error: Exception) -> list[Score]:
+def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnError, error: BaseException) -> list[Score]:
     checked: list[Score] = []
     for item in batch:
         try:
-            scores = list(reward.score([item]))
-        except Exception as single:
+            scores = list(score_within(reward, [item]))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as single:
             if on_error == "raise":
                 raise _error_of(reward, item, f"raised {_describe(single)}") from single
             checked.append(Score(0.0, failed=True))
@@ -122,25 +170,52 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
 
 
 def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
+    # A reward may put the error of one completion in the place of its score: the others need not be scored anew.
+    if isinstance(score, Exception):
+        if on_error == "raise":
+            raise _error_of(reward, item, f"raised {_describe(score)}") from score
+        return Score(0.0, failed=True)
     try:
-        checked = Score(float(score[0]), *score[1:]) if isinstance(score, tuple) else Score(float(score))
+        checked = _as_score(score)
     except Exception:
         # A reward of the user may return anything: None, text, a tensor of several values.
         problem = f"gave {_both_ends(repr(score), 80)}, which is not a number"
     else:
-        if math.isfinite(checked.value):
+        size = abs(checked.value) * max(1.0, abs(reward.weight))
+        bad = next((key for key, value in (checked.details or {}).items() if not math.isfinite(value)), None)
+        if size <= _LARGEST and bad is None:
             return checked
-        problem = f"gave {checked.value}"
+        if bad is not None and checked.details is not None:
+            problem = f"gave {checked.details[bad]} for its figure {bad!r}"
+        elif math.isfinite(checked.value):
+            problem = f"gave {checked.value:g}, which is beyond {_LARGEST:g} (weight {reward.weight:g})"
+        else:
+            problem = f"gave {checked.value}"
     if on_error == "raise":
         raise _error_of(reward, item, problem)
     return Score(0.0, failed=True)
+
+
+def _as_score(score: Score | float) -> Score:
+    if not isinstance(score, tuple):
+        return Score(float(score))
+    given = Score(*score)
+    details = None if given.details is None else {str(key): float(value) for key, value in given.details.items()}
+    return Score(
+        float(given.value),
+        bool(given.timed_out),
+        bool(given.failed),
+        bool(given.no_answer),
+        details,
+        float(given.seconds),
+    )
 
 
 def _error_of(reward: Reward, item: RewardInput, problem: str) -> RewardError:
     return RewardError(reward.name, problem, item.prompt.id, _both_ends(item.text, _SAMPLE_LENGTH))
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     return _both_ends(f"{type(error).__name__}: {error}", _SAMPLE_LENGTH)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.arithmetic import evaluate
@@ -60,14 +60,25 @@ class CountdownReward(Reward):
         self._answer_tag = answer_tag
         self._numbers, self._use_all, self._partial = numbers, use_all, partial
 
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        numbers = extra.get(self._numbers)
+        # By type, not isinstance: True is an int in Python, and no number of a problem.
+        if not isinstance(numbers, (list, tuple)) or not numbers or not all(type(n) is int for n in numbers):
+            has = "is no list of whole numbers" if self._numbers in extra else "is not there"
+            return f"the column {self._numbers!r} with the numbers of the problem {has}"
+        try:
+            Fraction(answer or "")
+        except (ValueError, ZeroDivisionError):
+            return f"the gold answer {str(answer)[:80]!r} is no number"
+        return None
+
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]
 
     def _score(self, item: RewardInput) -> Score:
-        numbers = item.prompt.extra.get(self._numbers)
-        # By type, not isinstance: True is an int in Python, and no number of a problem.
-        if not isinstance(numbers, (list, tuple)) or not all(type(n) is int for n in numbers):
-            raise ValueError(f"column {self._numbers!r} of prompt {item.prompt.id!r} is no list of whole numbers")
+        numbers = item.prompt.extra.get(self._numbers, ())
+        if problem := self.row_problem(item.prompt.answer, item.prompt.extra):
+            raise ValueError(f"prompt {item.prompt.id!r}: {problem}")
         expression = countdown_expression(item.text, item.completion.truncated, self._extract, self._answer_tag)
         if expression is None:
             return Score(0.0, no_answer=True)

@@ -1,18 +1,22 @@
-"""The function reward: a function of the user, found by import path."""
+"""The function reward: a function of the user, called in worker processes that can be killed."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
+import itertools
 import math
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.function_call import Call, NoNumber, Reply, call_function, call_isolated
 from lit_grpo.rewards.isolation.pool import WorkerPool
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.imports import import_by_path
+from lit_grpo.utils.threads import call_within
 
 _SINGLE: dict[str, Callable[[RewardInput], Any]] = {
     "text": lambda item: item.text,
@@ -46,11 +50,22 @@ class FunctionReward(Reward):
         def graded(texts: list[str], answers: list[str]) -> list[float]: ...
         async def ask(text: str, question: str) -> float: ...
 
+    It runs in worker processes, which are killed at the limit and replaced: whatever it does, the run goes on, or ends
+    with a message. So what it changes in its module stays in its worker, and what its module loads, each worker has.
+    ``in_process: true`` calls it in the training process instead. Python has no way to end a call there: one that hangs
+    is given up at the limit and goes on in a thread, one that crashes takes the run with it, and one that holds the
+    interpreter's lock holds up everything.
+
+    In Python a function may be given itself. One that workers cannot import (a lambda, a function in a function or in a
+    notebook) is called in this process, in threads.
+
     Args:
-        function: import path of the function; looked for beside the configuration too.
-        limit: seconds for one completion. A function that is not async then runs in worker processes that are killed
-            at the limit; past it the value is 0 with ``timed_out``. None: no limit.
-        concurrency: calls of an async function at once, in each scoring thread.
+        function: import path of the function, looked for beside the configuration too; in Python also the function.
+        limit: seconds for one completion, or for one call with a batch; past it the value is 0 with ``timed_out``.
+            None: no limit.
+        in_process: call it in the training process.
+        workers: processes at most; None: one a usable core, at most 8; for a batch function, 1.
+        concurrency: calls of an async function at once, in each worker or scoring thread.
         arguments: further arguments of the function, by name.
         correct_threshold: value from which on the answer is right; null: the function does not say what is right.
         needs_answer: True if every prompt must have a gold answer.
@@ -59,13 +74,20 @@ class FunctionReward(Reward):
         name: key under which the reward is logged; the function's name if left out.
 
     Raises:
-        UserError: there is no such function, or a parameter of it has another name; or ``limit`` with a batch function.
+        UserError: there is no such function, or a parameter of it has another name; or an argument makes no sense.
+        FunctionError: from ``score``, or in the place of one: the function raised, ended its process, or goes on
+            hanging in this one.
     """
+
+    # Every call has a limit of its own.
+    score_limit = None
 
     def __init__(
         self,
-        function: str,
-        limit: float | None = None,
+        function: str | Callable[..., Any],
+        limit: float | None = 60.0,
+        in_process: bool = False,
+        workers: int | None = None,
         concurrency: int = 16,
         arguments: dict[str, Any] | None = None,
         correct_threshold: float | None = 1.0,
@@ -74,86 +96,129 @@ class FunctionReward(Reward):
         weight: float = 1.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(weight, name or function.rpartition(".")[2])
+        path = function.replace(":", ".") if isinstance(function, str) else _path_of(function)
+        super().__init__(weight, name or path.rpartition(".")[2])
         if limit is not None and not (limit > 0 and math.isfinite(limit)):
             raise UserError(f"limit is {limit}", where="FunctionReward.limit", remedy="give seconds, or null for none")
-        if concurrency < 1:
-            raise UserError(
-                f"concurrency is {concurrency}", where="FunctionReward.concurrency", remedy="give 1 or more"
-            )
-        self._path, self._limit, self._concurrency = function, limit, concurrency
+        for key, value in (("concurrency", concurrency), ("workers", 1 if workers is None else workers)):
+            if value < 1:
+                raise UserError(f"{key} is {value}", where=f"FunctionReward.{key}", remedy="give 1 or more")
+        self._path, self._limit, self._concurrency = path, limit, concurrency
         self._arguments = dict(arguments or {})
-        self._function = find_function(function)
-        self._parameters, self._batch = _parameters(self._function, function, self._arguments)
+        self._function = find_function(path) if isinstance(function, str) else function
+        self._parameters, self._batch = _parameters(self._function, path, self._arguments)
         self._async = inspect.iscoroutinefunction(self._function)
         self.correct_threshold, self.needs_answer = correct_threshold, needs_answer
         if range is not None:
             self.range = (range[0], range[1])
         self.needs_tokens = "tokens" in self._parameters
+        self._in_process = in_process or not (isinstance(function, str) or _is_importable(function))
+        self._hung = itertools.count(1)
+        self._gave_up = ""
         self._pool: WorkerPool | None = None
-        if limit is not None and not self._async:
-            self._check_isolated()
-            self._pool = WorkerPool(call_isolated, limit=limit)
-        elif limit is not None and self._batch:
-            raise UserError(
-                f"{function} takes a whole batch, and a limit is for one completion",
-                where="FunctionReward.limit",
-                remedy="leave it out, or write the function for one completion",
+        if not self._in_process:
+            self._pool = WorkerPool(
+                call_isolated,
+                limit=math.inf if limit is None else limit,
+                # A batch function often keeps a model, and each worker would load its own.
+                workers=1 if workers is None and self._batch else workers,
+                # What the function needs, nobody but its author knows; torch alone maps many GiB of address space.
+                memory=None,
+                preload=path.rpartition(".")[0],
+                output=True,
+                max_bytes=16_000_000,
             )
 
-    def _check_isolated(self) -> None:
-        if self._batch or "item" in self._parameters:
-            raise UserError(
-                f"{self._path} cannot run in worker processes, which limit needs",
-                where="FunctionReward.limit",
-                remedy="write it for one completion, with text, answer, extra and so on in place of item",
-            )
-
-    def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
-        if self._pool is not None:
-            return self._isolated(batch)
+    def score(self, batch: Sequence[RewardInput]) -> list[Any]:
         if self._batch:
             lists = {name: [_SINGLE[_BATCH[name]](item) for item in batch] for name in self._parameters}
-            result = self._function(**lists, **self._arguments)
-            return list(asyncio.run(result) if self._async else result)
-        if self._async:
-            # A loop of its own for each call, since score runs in several threads and a loop belongs to one.
-            return asyncio.run(self._together(batch))
-        return [self._function(**self._values(item), **self._arguments) for item in batch]
+            reply = self._reply([self._call(lists, len(batch))])[0]
+            return self._timed_out(len(batch), reply) if reply.timed_out else _scores(reply)
+        values = [{name: _SINGLE[name](item) for name in self._parameters} for item in batch]
+        if not self._async:
+            replies = self._reply([self._call(one, None) for one in values])
+            return [self._one(reply) for reply in replies]
+        reply = self._reply([self._call(values, None)])[0]
+        if not reply.timed_out:
+            return _scores(reply)
+        # One of them does not give way to the others, so that the limit of each, which the event loop keeps, does not
+        # hold. Called one by one, it alone is lost.
+        replies = self._reply([self._call([one], None) for one in values])
+        return [self._one(reply) for reply in replies]
 
-    def _values(self, item: RewardInput) -> dict[str, Any]:
-        return {name: _SINGLE[name](item) for name in self._parameters}
+    def _one(self, reply: Reply) -> Any:
+        if reply.error:
+            # In the place of its score, so that the others need not be scored anew.
+            return FunctionError(reply.error)
+        return self._timed_out(1, reply)[0] if reply.timed_out else _with_time(reply.scores[0], reply.seconds)
 
-    async def _together(self, batch: Sequence[RewardInput]) -> list[Score | float]:
-        semaphore = asyncio.Semaphore(self._concurrency)
+    @staticmethod
+    def _timed_out(count: int, reply: Reply) -> list[Any]:
+        return [Score(0.0, timed_out=True, seconds=reply.seconds / count)] * count
 
-        async def one(item: RewardInput) -> Score | float:
-            async with semaphore:
-                try:
-                    return await asyncio.wait_for(self._function(**self._values(item), **self._arguments), self._limit)
-                except TimeoutError:
-                    # Without a limit it is the function's own, and an error like any other.
-                    if self._limit is None:
-                        raise
-                    return Score(0.0, timed_out=True, seconds=self._limit)
+    def _call(self, values: Any, count: int | None) -> Call:
+        own = self._limit if self._async and not self._batch else None
+        return Call(self._path, values, self._arguments, count, own, self._concurrency)
 
-        return list(await asyncio.gather(*(one(item) for item in batch)))
+    def _limit_of(self, call: Call) -> float | None:
+        """Return the seconds for a call: of several async ones that take turns, as many times the limit."""
+        if self._limit is None or not (self._async and not self._batch):
+            return self._limit
+        # A little more than their own limits, which say better which of them is late.
+        return self._limit * math.ceil(len(call.values) / self._concurrency) + min(1.0, self._limit)
 
-    def _isolated(self, batch: Sequence[RewardInput]) -> list[Score | float]:
-        assert self._pool is not None
-        scores: list[Score | float] = []
-        outcomes = self._pool.map([(self._path, {**self._values(item), **self._arguments}) for item in batch])
-        for outcome in outcomes:
-            if outcome.status == "timeout":
-                scores.append(Score(0.0, timed_out=True, seconds=outcome.seconds))
-            elif outcome.status == "ok":
-                values = outcome.value if isinstance(outcome.value, list) else [outcome.value]
-                scores.append(Score(*values)._replace(seconds=outcome.seconds))
-            else:
-                raise RuntimeError(f"{self._path}: {outcome.error}")
-        return scores
+    def _reply(self, calls: list[Call]) -> list[Reply]:
+        """Make the calls, and return what came of each.
+
+        Raises:
+            FunctionError: they cannot be made.
+        """
+        if self._pool is not None:
+            limit = self._limit_of(calls[0]) if calls else None
+            try:
+                outcomes = self._pool.map(calls, limit)
+            except (AttributeError, TypeError, ValueError) as error:
+                # Raised by pickle, which names what it cannot send.
+                raise FunctionError(f"what {self._path} is called with cannot be sent to a worker: {error}") from error
+            return [self._read(outcome.status, outcome.value, outcome.seconds, outcome.error) for outcome in outcomes]
+        return [self._here(call) for call in calls]
+
+    def _here(self, call: Call) -> Reply:
+        if self._gave_up:
+            raise FunctionError(self._gave_up)
+        limit = self._limit_of(call)
+        try:
+            sent = call_within(limit, call_function, self._function, call, name=f"reward-{self.name}")
+        except TimeoutError:
+            if next(self._hung) >= _MAX_HUNG_CALLS:
+                self._gave_up = (
+                    f"{_MAX_HUNG_CALLS} calls of {self._path} have not returned, and go on in this process; without "
+                    "in_process they would have been ended"
+                )
+            return Reply([], timed_out=True, seconds=limit or 0.0)
+        return self._read("ok", sent, 0.0, "")
+
+    def _read(self, status: str, sent: Any, seconds: float, error: str) -> Reply:
+        if status == "timeout":
+            return Reply([], timed_out=True, seconds=seconds)
+        if status == "crash":
+            error = "ended its process (os._exit, a crash, or the machine was out of memory)"
+        elif status == "ok":
+            error = str(sent.get("raised", ""))
+        if error:
+            return Reply([], timed_out=False, seconds=seconds, error=f"{self._path}: {error}")
+        return Reply([_unpacked(one) for one in sent["scores"]], timed_out=False, seconds=seconds)
 
     def start(self) -> None:
+        if self._in_process:
+            limit = "without a limit" if self._limit is None else f"each call given up after {self._limit:g} s"
+            warnings.warn(
+                f"the reward {self.name!r} runs in this process, {limit}: if {self._path} hangs or crashes, it takes "
+                "the run with it",
+                stacklevel=2,
+            )
+        elif self._limit is None:
+            warnings.warn(f"the reward {self.name!r} has no limit: if {self._path} hangs, the run waits", stacklevel=2)
         if self._pool is not None:
             self._pool.start()
 
@@ -162,15 +227,65 @@ class FunctionReward(Reward):
             self._pool.close()
 
 
+class FunctionError(RuntimeError):
+    """Failure of a function reward's function."""
+
+
+# Each is a thread that may burn a core.
+_MAX_HUNG_CALLS = 16
+
+
+def _scores(reply: Reply) -> list[Any]:
+    if reply.error:
+        raise FunctionError(reply.error)
+    return reply.scores
+
+
+def _path_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '__main__')}.{name.rpartition('.')[2].strip('<>')}"
+
+
+def _is_importable(function: Callable[..., Any]) -> bool:
+    """Say whether a worker would find this very function under its module and name."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return False
+    return getattr(sys.modules.get(module), name, None) is function
+
+
+def _unpacked(sent: Any) -> Any:
+    if isinstance(sent, list):
+        return Score(*sent)
+    return NoNumber(sent["text"]) if isinstance(sent, dict) else sent
+
+
+def _with_time(score: Any, seconds: float) -> Any:
+    if isinstance(score, Score):
+        return score._replace(seconds=seconds)
+    return Score(score, seconds=seconds) if isinstance(score, float) else score
+
+
 def find_function(path: str) -> Callable[..., Any]:
     """Import the function at ``package.module.name`` or ``package.module:name``.
 
     Raises:
-        UserError: it is not there, or is no function.
+        UserError: it is not there, is no function, or its module fails when it is imported.
     """
     path = path.replace(":", ".")
     where = "FunctionReward.function"
-    function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
+    try:
+        function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
+    except (UserError, KeyboardInterrupt):
+        raise
+    # SystemExit too, which would end the command as if all were well.
+    except BaseException as error:
+        module = path.rpartition(".")[0]
+        raise UserError(
+            f"{module} fails when it is imported: {type(error).__name__}: {error}",
+            where=where,
+            remedy=f"python -c 'import {module}' shows where",
+        ) from error
     # A class is callable too, but what it makes is no score.
     if not callable(function) or inspect.isclass(function):
         module, _, name = path.rpartition(".")
@@ -213,13 +328,3 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
             remedy=f"its parameters may be {', '.join(_SINGLE)}",
         )
     return names, bool(plural)
-
-
-def call_isolated(call: tuple[str, dict[str, Any]]) -> Any:
-    """Call the function at a path for one completion, in a worker process; return plain data."""
-    path, arguments = call
-    value = find_function(path)(**arguments)
-    # A Score is sent as a list, since only what JSON can hold leaves a worker.
-    if isinstance(value, tuple):
-        return [float(value[0]), *value[1:]]
-    return float(value)

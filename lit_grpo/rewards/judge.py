@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.base import Reward, score_within
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+log = logging.getLogger(__name__)
 
 TEMPLATE = """\
 You grade the answer of a student.
@@ -42,11 +46,18 @@ _ENDING = """\
 
 End your reply with one line of this form, with {grades} in place of GRADE:
 {mark}: <GRADE>"""
+_MAX_ANSWER_BYTES = 4_000_000
+"""Longest answer of a server that is read; what a judge has to say takes a thousandth of it."""
+_PAUSE_SECONDS = 0.5
 _PLACEHOLDER = re.compile(r"\{(question|answer|completion)\}")
 
 
 class JudgeError(RuntimeError):
     """Failure of a judge that gave no verdict or refused the request."""
+
+
+class _AnswerError(RuntimeError):
+    """Error for an answer that is not read to its end."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,13 @@ class JudgeReward(Reward):
 
     Raises:
         UserError: the template has no ``{completion}``, or an argument makes no sense.
-        JudgeError: from ``score``: a request was refused, or no verdict came in all attempts.
+        JudgeError: in the place of a score: a request was refused, or no verdict came in all attempts.
     """
+
+    # Each verdict costs a call, and at a temperature above 0 a second one may well be another.
+    deterministic = False
+    # Each completion has a limit of its own.
+    score_limit = None
 
     def __init__(
         self,
@@ -137,15 +153,19 @@ class JudgeReward(Reward):
         if not self._grades or not all(re.fullmatch(r"[\w-]+", grade) for grade in self._grades):
             raise UserError(f"grades are {self._grades}", where="JudgeReward.grades", remedy="as in {GOOD: 1, BAD: 0}")
 
-    def score(self, batch: Sequence[RewardInput]) -> list[Score]:
+    def score(self, batch: Sequence[RewardInput]) -> list[Any]:
         futures = [self._ask(item) for item in batch]
-        others = self._compare.score(batch) if self._compare is not None else [None] * len(batch)
-        scores = []
+        others = score_within(self._compare, batch) if self._compare is not None else [None] * len(batch)
+        scores: list[Score | JudgeError] = []
         try:
             for future, other in zip(futures, others, strict=True):
-                scores.append(self._score(*future.result(), other))
+                try:
+                    scores.append(self._score(*future.result(), other))
+                except JudgeError as error:
+                    # In its place: the verdicts on the others were paid for.
+                    scores.append(error)
         finally:
-            # After an error nobody reads the other replies, and each costs a request.
+            # After another error nobody reads the other replies, and each costs a request.
             for future in futures:
                 future.cancel()
         return scores
@@ -183,7 +203,12 @@ class JudgeReward(Reward):
             # The limit is over all requests and pauses for a completion, see _judge.
             timeout=None,
             # A judge usually runs on this machine or the next, not behind the proxy that the environment names.
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+            http_client=openai.DefaultAsyncHttpxClient(
+                trust_env=False,
+                # Packed, an answer of a few bytes could become one of many million.
+                headers={"Accept-Encoding": "identity"},
+                event_hooks={"response": [_bound]},
+            ),
         )
 
     async def _judge(self, item: RewardInput) -> tuple[_Verdict | None, float]:
@@ -203,20 +228,20 @@ class JudgeReward(Reward):
         if cache_file is not None and (cached := _cached_grade(cache_file)) in self._grades:
             return _Verdict(cached, cached=True, attempts=0)
         prompt = self._prompt(item)
-        attempts = 0
+        attempts, problem = 0, ""
         while attempts <= self._retries:
             # The client itself tries a busy or failing server again; what it has used up is taken off.
-            reply, used = await self._request(prompt, self._retries - attempts)
+            reply, used, problem = await self._request(prompt, self._retries - attempts)
             attempts += used
             grade = self.grade_in(reply)
             if grade is not None:
                 if cache_file is not None:
-                    await asyncio.to_thread(_cache_grade, cache_file, grade)
+                    await asyncio.to_thread(self._cache_grade, cache_file, grade)
                 return _Verdict(grade, attempts=attempts)
-        raise self._no_verdict("its reply ended without a verdict")
+        raise self._no_verdict(problem)
 
-    async def _request(self, prompt: str, retries: int) -> tuple[str, int]:
-        """Return the judge's reply and the number of requests that it took."""
+    async def _request(self, prompt: str, retries: int) -> tuple[str, int, str]:
+        """Return the judge's reply, the number of requests that it took, and what is wrong if it holds no verdict."""
         import openai
 
         assert self._client is not None
@@ -236,13 +261,18 @@ class JudgeReward(Reward):
             raise JudgeError(f"the judge at {self._url} refused: {text}") from error
         except openai.APIConnectionError as error:
             raise self._no_verdict(f"{type(error).__name__}: {error.__cause__ or error}") from error
+        except Exception as error:
+            # What the client makes of an answer that is none differs by version; it is one request like the others.
+            await asyncio.sleep(_PAUSE_SECONDS)
+            return "", 1, f"{type(error).__name__.strip('_')}: {error}"
         # Read by hand: the client does not check what a server sends against its types, and an answer without choices
         # (a proxy's page, say) is to count as a reply without a verdict.
         try:
             reply = json.loads(response.text)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             reply = None
-        return reply if isinstance(reply, str) else "", response.retries_taken + 1
+        problem = "its reply ended without a verdict"
+        return reply if isinstance(reply, str) else "", response.retries_taken + 1, problem
 
     def _no_verdict(self, problem: str) -> JudgeError:
         tries = self._retries + 1
@@ -281,6 +311,15 @@ class JudgeReward(Reward):
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         return self._cache / name[:2] / f"{name}.json"
 
+    def _cache_grade(self, path: Path, grade: str) -> None:
+        try:
+            # Whole or not at all: other ranks and runs read the folder too.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"grade": grade}))
+        except OSError as error:
+            # The verdict is there; without the file it is asked for again another time.
+            log.warning("The judge's verdict could not be cached: %s", error)
+
     def start(self) -> None:
         if self._compare is not None:
             self._compare.start()
@@ -293,7 +332,10 @@ class JudgeReward(Reward):
             client, self._client, self._semaphore = self._client, None, None
         if loop is not None:
             if client is not None:
-                asyncio.run_coroutine_threadsafe(client.close(), loop).result(timeout=10)
+                closing = asyncio.run_coroutine_threadsafe(client.close(), loop)
+                # A server that does not take its leave is left.
+                with contextlib.suppress(TimeoutError):
+                    closing.result(timeout=2)
             loop.call_soon_threadsafe(loop.stop)
 
 
@@ -304,7 +346,36 @@ def _cached_grade(path: Path) -> str:
         return ""
 
 
-def _cache_grade(path: Path, grade: str) -> None:
-    # Whole or not at all: other ranks and runs read the folder too.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"grade": grade}))
+async def _bound(response: Any) -> None:
+    """Let no more than the longest answer be read; called by the client when the head of an answer is there.
+
+    Raises:
+        _AnswerError: it says itself that it is longer, or is packed.
+    """
+    packed = response.headers.get("content-encoding", "identity")
+    if packed.strip().lower() not in ("", "identity"):
+        raise _AnswerError(f"the server packs its answers ({packed}), which it was asked not to do")
+    length = response.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > _MAX_ANSWER_BYTES:
+        raise _AnswerError(f"the server's answer has {length} bytes, more than {_MAX_ANSWER_BYTES}")
+    # The client's own class, of whichever package it is: a stream of another one is not read.
+    base = next(cls for cls in type(response.stream).__mro__ if cls.__name__ == "AsyncByteStream")
+    response.stream = type("BoundedStream", (_BoundedStream, base), {})(response.stream)
+
+
+class _BoundedStream:
+    """Body of an answer that ends with an error where it is too long."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        length = 0
+        async for part in self._stream:
+            length += len(part)
+            if length > _MAX_ANSWER_BYTES:
+                raise _AnswerError(f"the server's answer has more than {_MAX_ANSWER_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lit_grpo.errors import UserError, nearest
-from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.base import Reward, score_within
 from lit_grpo.types import RewardInput, Score
 
 
@@ -26,6 +27,9 @@ class WrappingReward(Reward):
         UserError: the wrapped reward does not say whether an answer is right.
     """
 
+    # Those of the wrapped rewards are kept.
+    score_limit = None
+
     def __init__(self, reward: Reward, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(weight, name)
         if reward.correct_threshold is None:
@@ -39,6 +43,10 @@ class WrappingReward(Reward):
         self._by_inner: dict[int, WrappingReward] = {}
         self.needs_answer, self.extracts_answer = reward.needs_answer, reward.extracts_answer
         self.needs_tokens = self.needs_tokens or reward.needs_tokens
+        self.deterministic = reward.deterministic
+
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        return self.reward.row_problem(answer, extra)
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""
@@ -59,7 +67,7 @@ class WrappingReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         scores = []
-        for item, given in zip(batch, self.reward.score(batch), strict=True):
+        for item, given in zip(batch, score_within(self.reward, batch), strict=True):
             score = given if isinstance(given, Score) else Score(float(given))
             details = {**(score.details or {}), "inner": score.value}
             scores.append(score._replace(value=self.change(item, score), details=details))
@@ -101,6 +109,8 @@ class GatedReward(WrappingReward):
             has no greatest value and ``at_least`` is left out.
     """
 
+    score_limit = None
+
     def __init__(
         self,
         reward: Reward,
@@ -129,6 +139,7 @@ class GatedReward(WrappingReward):
         self.range = min(closed, reward.range[0]), max(closed, reward.range[1])
         self.needs_answer = reward.needs_answer or gate.needs_answer
         self.needs_tokens = reward.needs_tokens or gate.needs_tokens
+        self.deterministic = reward.deterministic and gate.deterministic
 
     def for_source(self, source: str) -> Reward:
         """Return this reward around what the wrapped one has for the source; the same object for the same source."""
@@ -157,7 +168,7 @@ class GatedReward(WrappingReward):
 
     def _open(self, batch: Sequence[RewardInput]) -> list[bool]:
         """Say for each completion whether its gate is open."""
-        values = [s.value if isinstance(s, Score) else float(s) for s in self.gate.score(batch)]
+        values = [s.value if isinstance(s, Score) else float(s) for s in score_within(self.gate, batch)]
         # The same allowance as in `Reward.correct`: sums of shares may miss full marks by a rounding error.
         return [value >= self._at_least - 1e-9 for value in values]
 
@@ -200,6 +211,9 @@ class RewardBySource(Reward):
             agree on what is right.
     """
 
+    # Those of the inner rewards are kept.
+    score_limit = None
+
     def __init__(self, rewards: list[SourceReward], weight: float = 1.0, name: str | None = "by_source") -> None:
         super().__init__(weight, name)
         where = f"{type(self).__name__}.rewards"
@@ -233,6 +247,7 @@ class RewardBySource(Reward):
         self.needs_answer = any(r.needs_answer for r in self._rewards)
         self.extracts_answer = any(r.extracts_answer for r in self._rewards)
         self.needs_tokens = any(r.needs_tokens for r in self._rewards)
+        self.deterministic = all(r.deterministic for r in self._rewards)
 
     def for_source(self, source: str) -> Reward:
         if source not in self._by_source:
@@ -247,7 +262,7 @@ class RewardBySource(Reward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         scores: dict[int, Score] = {}
         for reward, indices in self._split(batch):
-            for i, score in zip(indices, reward.score([batch[i] for i in indices]), strict=True):
+            for i, score in zip(indices, score_within(reward, [batch[i] for i in indices]), strict=True):
                 scores[i] = score if isinstance(score, Score) else Score(float(score))
         return [scores[i] for i in range(len(batch))]
 

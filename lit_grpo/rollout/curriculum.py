@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward, primary_reward
 from lit_grpo.rollout.dynamic_sampling import CandidateGroup
 from lit_grpo.types import Prompt
+from lit_grpo.utils.bounds import Bound, check_fields
 from lit_grpo.utils.random import derive_seed
 
 _RANGE = float(2**63)
@@ -31,25 +32,19 @@ class CurriculumConfig:
         min_visits: visits before a prompt can be passed over.
     """
 
-    above: float = 0.0
-    below: float = 1.0
-    floor: float = 0.1
-    smoothing: float = 0.5
-    min_visits: int = 1
+    above: Annotated[float, Bound(least=0, most=1)] = 0.0
+    below: Annotated[float, Bound(least=0, most=1)] = 1.0
+    floor: Annotated[float, Bound(above=0, most=1)] = 0.1
+    smoothing: Annotated[float, Bound(above=0, most=1)] = 0.5
+    min_visits: Annotated[int, Bound(least=1)] = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.above < self.below <= 1:
+        check_fields(self, "data.curriculum")
+        if not self.above < self.below:
             raise UserError(
                 f"the band from {self.above} to {self.below} is no part of 0 to 1",
                 where="data.curriculum",
                 remedy="give 0 <= above < below <= 1",
-            )
-        for name, value in (("floor", self.floor), ("smoothing", self.smoothing)):
-            if not 0 < value <= 1:
-                raise UserError(f"{name} is {value}", where=f"data.curriculum.{name}", remedy="above 0, at most 1")
-        if self.min_visits < 1:
-            raise UserError(
-                f"min_visits is {self.min_visits}", where="data.curriculum.min_visits", remedy="give 1 or more"
             )
 
 

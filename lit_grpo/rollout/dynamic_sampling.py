@@ -296,7 +296,8 @@ class _GroupStream:
             if len(group) == self.group_size:
                 del self._incomplete[position]
                 group = self.completions[position] = sorted(group, key=lambda c: c.sample)
-                self._scores.append((position, self.generator.score_group(self.prompt_at(position), group)))
+                again = self.generator.judges_twice(self.index, position)
+                self._scores.append((position, self.generator.score_group(self.prompt_at(position), group, again)))
         if not self._scores:
             if self._incomplete:
                 raise RuntimeError(f"the engine ended with {len(self._incomplete)} groups incomplete")

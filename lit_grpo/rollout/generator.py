@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -16,14 +16,25 @@ from torch import Tensor
 from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
 from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
-from lit_grpo.rewards.combine import OnError, score_all
+from lit_grpo.rewards.combine import OnError, judge_again, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
 from lit_grpo.utils.random import derive_seed
+from lit_grpo.utils.threads import DaemonThreads, call_within
 
 _SCORING_THREADS = 4
+_CLOSING_SECONDS = 5.0
 
-Scored = tuple[list[str], dict[str, list[Score]]]
-"""Texts of a group, and under each reward's name its scores."""
+REJUDGED = "sanity/rejudged_diff_frac"
+
+
+class Scored(NamedTuple):
+    """A group after its rewards."""
+
+    texts: list[str]
+    scores: dict[str, list[Score]]
+    """Scores of its completions under each reward's name."""
+    rejudged: tuple[int, int] = (0, 0)
+    """Completions whose second verdict is another than the first, and those that got a second one."""
 
 
 class Cancelled(Exception):  # noqa: N818 - it is an order, not an error
@@ -88,6 +99,7 @@ class RolloutGenerator:
         on_reward_error: ``raise`` or ``zero``, see :func:`lit_grpo.rewards.score_all`.
         retries: how often sampling is tried again when memory ran out. Only what has not been delivered is asked
             for, with the seeds it had, in ever smaller portions: half as many samples at once each time.
+        rejudge_every: one training group of so many is judged a second time; 0: none.
         sleep_level: how deep the engine sleeps between rollouts, see
             :meth:`lit_grpo.engines.vllm.engine.VLLMEngine.sleep`; 0: it does not.
         vocab_size: number of ids that the policy knows; an engine that gives another ends the run. None: not known.
@@ -103,6 +115,7 @@ class RolloutGenerator:
         seed: int,
         on_reward_error: OnError = "raise",
         retries: int = 2,
+        rejudge_every: int = 0,
         sleep_level: int = 0,
         vocab_size: int | None = None,
         needs_logprobs: bool = False,
@@ -111,14 +124,14 @@ class RolloutGenerator:
         self._said_unknown = False
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
-        self.retries, self.sleep_level = retries, sleep_level
+        self.retries, self.rejudge_every, self.sleep_level = retries, rejudge_every, sleep_level
         if sleep_level and not isinstance(engine, SleepingEngine):
             raise ValueError(f"{type(engine).__name__} cannot sleep")
         # Reentrant, since one thread may have several generations open.
         self._engine_lock = threading.RLock()
         """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
         self._closing = threading.Event()
-        self._scorers = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="reward")
+        self._scorers = DaemonThreads(_SCORING_THREADS, "reward")
 
     def produce(
         self,
@@ -163,7 +176,8 @@ class RolloutGenerator:
             missing[i] -= 1
             # Whole groups are scored while the engine goes on.
             if not missing[i]:
-                scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None])
+                again = purpose == "train" and self.judges_twice(index, positions[i])
+                scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None], again)
         if any(missing):
             raise EngineError(f"the engine ended with {sum(missing)} completions missing")
         sampled = time.perf_counter()
@@ -181,18 +195,23 @@ class RolloutGenerator:
         seeds = (derive_seed(self.seed, purpose, index, position, sample) for sample in range(group_size))
         return Request(number, prompt.token_ids, tuple(seeds))
 
-    def score_group(self, prompt: Prompt, group: list[Completion]) -> Future[Scored]:
-        """Decode and score a whole group in another thread, while the engine goes on."""
-        return self._scorers.submit(self._score, prompt, group)
+    def judges_twice(self, index: int, position: int | str) -> bool:
+        """Tell whether the training group at a position of a rollout is judged a second time."""
+        # By chance and not by counting, so that it depends on nothing that a resumed run would have to know.
+        every = self.rejudge_every
+        return every > 0 and derive_seed(self.seed, "rejudge", index, position) % every == 0
+
+    def score_group(self, prompt: Prompt, group: list[Completion], again: bool = False) -> Future[Scored]:
+        """Decode and score a whole group in another thread, while the engine goes on; ``again``: judge it twice."""
+        return self._scorers.submit(self._score, prompt, group, again)
 
     def totals(self, result: Scored) -> list[float]:
         """Return the weighted sum of the rewards of each completion of a group."""
-        return weighted_sums(self.rewards, result[1])
+        return weighted_sums(self.rewards, result.scores)
 
     def correct(self, prompt: Prompt, result: Scored) -> list[bool] | None:
         """Say which completions of a group are correct; None if no reward says what is right."""
-        texts, scores = result
-        return verdicts(self.rewards, scores, [prompt.source] * len(texts))
+        return verdicts(self.rewards, result.scores, [prompt.source] * len(result.texts))
 
     def build_rollout(
         self,
@@ -207,21 +226,23 @@ class RolloutGenerator:
     ) -> Rollout:
         """Build a rollout of whole, scored groups, one for each prompt."""
         completions = [c for group in groups for c in group]
-        scores = {r.name: [s for _, by_name in results for s in by_name[r.name]] for r in self.rewards}
+        scores = {r.name: [s for result in results for s in result.scores[r.name]] for r in self.rewards}
         sources = [prompt.source for prompt in prompts for _ in range(group_size)]
         correct, flipped = verdicts(self.rewards, scores, sources), flipped_totals(self.rewards, scores, sources)
-        rewards, total, sums = self._combine([by_name for _, by_name in results])
+        rewards, total, sums = self._combine([result.scores for result in results])
+        if judged := sum(result.rejudged[1] for result in results):
+            sums[REJUDGED] = sum(result.rejudged[0] for result in results), judged
         return Rollout(
             index=index,
             prompts=list(prompts),
             completions=completions,
-            texts=[text for texts, _ in results for text in texts],
+            texts=[text for result in results for text in result.texts],
             rewards=rewards,
             reward=total,
             correct=None if correct is None else torch.tensor(correct, dtype=torch.bool),
             flipped_reward=None if flipped is None else torch.tensor(flipped, dtype=torch.float32),
             positions=tuple(positions),
-            no_answer=self._without_answer([by_name for _, by_name in results]),
+            no_answer=self._without_answer([result.scores for result in results]),
             group_size=group_size,
             temperature=sampling.temperature or 1.0,
             sampled_tokens=sum(len(c.token_ids) for c in completions),
@@ -285,10 +306,12 @@ class RolloutGenerator:
             with self._engine_lock:
                 self.engine.sleep(self.sleep_level)
 
-    def _score(self, prompt: Prompt, group: list[Completion]) -> Scored:
+    def _score(self, prompt: Prompt, group: list[Completion], again: bool) -> Scored:
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
         items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
-        return texts, score_all(self.rewards, items, self.on_reward_error)
+        scores = score_all(self.rewards, items, self.on_reward_error)
+        rejudged = judge_again(self.rewards, items, scores, self.on_reward_error) if again else (0, 0)
+        return Scored(texts, scores, rejudged)
 
     def _combine(
         self, groups: list[dict[str, list[Score]]]
@@ -322,12 +345,20 @@ class RolloutGenerator:
     def close(self) -> None:
         """Free engine, rewards and threads."""
         self._closing.set()
-        self._scorers.shutdown(wait=False, cancel_futures=True)
-        # A thread that samples leaves at its next completion, and frees the lock.
-        with self._engine_lock:
-            self.engine.close()
+        self._scorers.shutdown()
+        # A thread that samples leaves at its next completion, and frees the lock; one that hangs never does.
+        if self._engine_lock.acquire(timeout=_CLOSING_SECONDS):
+            try:
+                self.engine.close()
+            finally:
+                self._engine_lock.release()
+        else:
+            rank_zero_warn(f"The engine is still busy after {_CLOSING_SECONDS:g} s, and is left as it is.")
         for reward in self.rewards:
-            reward.close()
+            try:
+                call_within(_CLOSING_SECONDS, reward.close, name=f"close-{reward.name}")
+            except TimeoutError:
+                rank_zero_warn(f"The reward {reward.name!r} has not closed in {_CLOSING_SECONDS:g} s, and is left.")
 
 
 def _portions(

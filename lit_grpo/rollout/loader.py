@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from typing import Any, NamedTuple
+from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
+from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_grpo.rollout.ahead import ProducedRollout, pack, unpack
 from lit_grpo.rollout.curriculum import Curriculum
 from lit_grpo.rollout.dynamic_sampling import (
     DynamicSampler,
@@ -23,18 +26,7 @@ from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
 from lit_grpo.rollout.prompt_order import Order, PromptCursor, make_order
 from lit_grpo.rollout.prompt_order import PromptOrder as PromptOrder
 from lit_grpo.types import Prompt, Rollout, Sampling
-
-
-class ProducedRollout(NamedTuple):
-    """A rollout, and what became of the prompts that were looked at to make it."""
-
-    rollout: Rollout
-    prompts: int
-    """Number of positions of the order that it used up, over all ranks, those passed over included."""
-    skipped: list[str]
-    """Ids of the prompts that dynamic sampling left out."""
-    outcomes: list[tuple[int, str, float]]
-    """Position, id and pass rate of every prompt sampled, over all ranks; empty without a curriculum."""
+from lit_grpo.utils.threads import DaemonThreads
 
 
 class RolloutLoader:
@@ -44,8 +36,8 @@ class RolloutLoader:
 
     With ``num_prefetch`` above 0 the next rollouts are sampled in a thread while the learner trains on this one.
     Weights go to the engine only between two steps, when the learner stands still, and no rollout is sampled with
-    weights more than ``num_prefetch`` rollouts older than those it will train. A checkpoint holds no rollout that was
-    not trained on: a resumed run samples those anew, with the newest weights.
+    weights more than ``num_prefetch`` rollouts older than those it will train. A checkpoint holds what was sampled
+    ahead, for which it waits, since the weights that sampled it are gone when the run is resumed.
 
     Args:
         source: makes the rollouts.
@@ -121,6 +113,13 @@ class RolloutLoader:
         """How often dynamic sampling left out each prompt, by id."""
         self._restore_generation = 0
         """Number of ``load_state_dict`` calls so far: rollouts sampled before the last one are dropped."""
+        self._ahead: deque[Future[ProducedRollout]] = deque()
+        """Rollouts that are being sampled, or are, before their turn; the oldest first."""
+        self._restored: list[ProducedRollout] = []
+        """Those that the checkpoint loaded last holds."""
+        self.patience: float | None = None
+        """Seconds for which :meth:`state_dict` waits for what is being sampled, and then leaves it out; None: as long
+        as it takes."""
 
     def __len__(self) -> int:
         return self.count
@@ -147,8 +146,8 @@ class RolloutLoader:
 
     def _prefetched(self) -> Iterator[ProducedRollout]:
         """Yield rollouts in order; while the learner has one, the next ones are sampled in a thread."""
-        waiting: deque[Future[ProducedRollout]] = deque()
-        worker = ThreadPoolExecutor(1, "rollout")
+        waiting = self._ahead = deque()
+        worker = DaemonThreads(1, "rollout")
         generation, index, end, seconds_sync = -1, 0, 0, 0.0
         rates = self.curriculum  # as of the last rollout made, not of the last one given out
 
@@ -181,6 +180,12 @@ class RolloutLoader:
                     waiting.clear()
                     generation, index, end = self._restore_generation, self.produced, self.position
                     rates = None if self.curriculum is None else self.curriculum.copy()
+                    for done in self._restored:
+                        waiting.append(_finished(done))
+                        index, end = index + 1, end + done.prompts
+                        if rates is not None:
+                            rates.update(done.outcomes)
+                    self._restored = []
                 if not waiting:
                     submit(0)
                 started = time.perf_counter()
@@ -193,7 +198,7 @@ class RolloutLoader:
                 seconds_sync = 0.0
                 yield made
         finally:
-            worker.shutdown(wait=False, cancel_futures=True)
+            worker.shutdown()
 
     def _make(self, index: int, position: int, rates: Curriculum | None, sync: bool = True) -> ProducedRollout:
         """Make this rank's part of rollout ``index``, from a position of the order on."""
@@ -224,12 +229,44 @@ class RolloutLoader:
         )
         return SamplingResult(rollout, self.prompts_per_rollout, [], split_groups(rollout, positions))
 
+    def position_state(self) -> dict[str, Any]:
+        """Return what tells whether the loader has moved on; unlike :meth:`state_dict`, at once."""
+        return {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from."""
+        """Return what a resumed run goes on from. All ranks must call it where rollouts are sampled ahead."""
         # The position says which prompts were used, since their order derives from the seed.
-        counts = {"next_rollout": self.next_rollout, "produced": self.produced, "position": self.position}
-        state = counts | {"skipped": dict(self.skipped)}
-        return state if self.curriculum is None else state | {"curriculum": self.curriculum.state_dict()}
+        state = self.position_state() | {"skipped": dict(self.skipped)}
+        if self.curriculum is not None:
+            state["curriculum"] = self.curriculum.state_dict()
+        if self.num_prefetch:
+            # One rank writes the file for all.
+            state["ahead"] = self.gather(self._sampled_ahead())
+            state["made_with"] = self._identity()
+        return state
+
+    def _sampled_ahead(self) -> list[dict[str, Any]]:
+        waiting = list(self._ahead)
+        done, _ = wait(waiting, timeout=self.patience)
+        index_of = {id(prompt): index for index, prompt in enumerate(self.prompts)}
+        packed: list[dict[str, Any]] = []
+        for future in waiting:
+            # A gap would put a later rollout in the place of an earlier one; what failed is told where it is asked for.
+            if future not in done or future.cancelled() or future.exception() is not None:
+                break
+            packed.append(pack(future.result(), index_of))
+        return packed
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what rollouts that are sampled ahead depend on besides the weights."""
+        return {
+            "group_size": self.group_size,
+            "prompts_per_rollout": self.prompts_per_rollout,
+            "sampling": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()},
+            "rewards": [[reward.name, reward.weight] for reward in getattr(self.source, "rewards", ())],
+            "ranks": self.world_size,
+            "dynamic": self.sampler is not None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_rollout, self.produced = state["next_rollout"], state["produced"]
@@ -238,6 +275,22 @@ class RolloutLoader:
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state.get("curriculum", {}))
         self._restore_generation += 1
+        self._restored = []
+        ahead = state.get("ahead", [])
+        if any(ahead) and self.num_prefetch and state["made_with"] == self._identity():
+            # Every rank must take as many: they sample the following ones together.
+            count = min(self.num_prefetch, *(len(of_rank) for of_rank in ahead))
+            self._restored = [unpack(packed, self.prompts) for packed in ahead[self.rank][:count]]
+        elif any(ahead):
+            rank_zero_info(
+                "What the checkpoint holds of rollouts sampled ahead is sampled anew: settings have changed."
+            )
+
+
+def _finished(made: ProducedRollout) -> Future[ProducedRollout]:
+    future: Future[ProducedRollout] = Future()
+    future.set_result(made)
+    return future
 
 
 class EvaluationLoader:

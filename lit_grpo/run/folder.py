@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
+
+from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-
+MOST_NAME_BYTES = 200
+"""Longest name of a run: file systems take 255 bytes, and a number may be added."""
 REPORT_FILE = "report.html"
 """Name of the page that ``lit-grpo report`` and the end of a fit write into the folder of a run."""
 
@@ -54,6 +58,45 @@ def run_folder(trainer: Trainer) -> Path:
 def run_logger(trainer: Trainer) -> Any:
     """Return the first of the trainer's loggers that is a :class:`RunRecord`, or None."""
     return next((logger for logger in trainer.loggers if isinstance(logger, RunRecord)), None)
+
+
+def check_place(root: Path, run_name: str | None) -> None:
+    """Check that a run can have its folder; makes nothing.
+
+    Args:
+        root: folder of all runs, which may not be there yet.
+        run_name: name of the run and its folder; None: made from the clock.
+
+    Raises:
+        UserError: the name leads out of ``root`` or is none that a file system takes; or nothing can be made in
+            ``root``.
+    """
+    key = "RunLogger.run_name"
+    if run_name:
+        parts = PurePath(run_name).parts
+        if PurePath(run_name).is_absolute() or ".." in parts or not run_name.strip(" ./\\"):
+            raise UserError(
+                f"the run name {run_name!r} leads out of the folder of all runs, {root}",
+                where=key,
+                remedy="give a plain name, and the folder of all runs with root",
+            )
+        if bad := next((c for c in run_name if not c.isprintable()), None):
+            raise UserError(f"the run name {run_name!r} holds the character {bad!r}", where=key)
+        if longest := next((p for p in parts if len(p.encode("utf-8", "replace")) > MOST_NAME_BYTES), None):
+            raise UserError(
+                f"the run name has {len(longest.encode('utf-8', 'replace'))} bytes",
+                where=key,
+                remedy=f"file systems take some 250: stay below {MOST_NAME_BYTES}",
+            )
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is a file, so no run can be kept below it", where="RunLogger.root")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"nothing can be written in {there}",
+            where="RunLogger.root",
+            remedy="give another folder for all runs: --trainer.logger.root FOLDER",
+        )
 
 
 def shown(path: Path) -> str:

@@ -22,13 +22,14 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import RunRecord, shown
+from lit_grpo.run.folder import RunRecord, check_place, shown
 from lit_grpo.run.lock import LOCK_FILE, FolderLock
 from lit_grpo.tracking.earlier_lines import EarlierLines
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.sender import Sender, Target
 from lit_grpo.tracking.spool import FILE_NAME, STAMPS, Spool, mend, step_of
-from lit_grpo.utils.files import write_atomically
+from lit_grpo.utils.files import OWNER_ALONE, write_atomically
+from lit_grpo.utils.secrets import masked, masked_text
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +78,21 @@ class RunLogger(Logger, RunRecord):
         self.experiment_name = experiment
         self._run_name = run_name
         self._run_dir = Path(run_dir).absolute() if run_dir else None
+        check_place(self._run_dir or self.root, None if self._run_dir else run_name)
         # Read now, not at import: a program may set the variable after importing us.
         self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
+        self._shown_uri = masked_text(self.tracking_uri)
         is_address = "://" in self.tracking_uri or self.tracking_uri == "databricks"
         if self.tracking_uri.startswith("file:") or not is_address:
             raise UserError(
-                f"MLflow no longer keeps runs in plain files: {self.tracking_uri!r}",
+                f"MLflow no longer keeps runs in plain files: {self._shown_uri!r}",
                 where="RunLogger.tracking_uri" if tracking_uri else "environment variable MLFLOW_TRACKING_URI",
                 remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
             )
         self.artifact_location = artifact_location
         if artifact_location is None and self.tracking_uri.startswith("sqlite:"):
             self.artifact_location = (self.root / "artifacts").as_uri()
-        self._tags = dict(tags or {})
+        self._tags = masked(dict(tags or {}))
         self._patience = patience
         # MLflow retries for four minutes by default, and the end of a run waits for the request under way.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -289,7 +292,7 @@ class RunLogger(Logger, RunRecord):
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Add parameters; values too long for MLflow are visibly cut there and whole in ``params.json``."""
-        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(_convert_params(params)).items()}
+        flat = {k.replace("/", "."): str(v) for k, v in _flatten_dict(masked(_convert_params(params))).items()}
         known = self._params
         # Lightning logs the module's and the data module's arguments, which the configuration holds under `model.` and
         # `data.` already.
@@ -357,6 +360,8 @@ class RunLogger(Logger, RunRecord):
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
+        if name in (PARAMS_FILE, RUN_FILE):
+            path.chmod(OWNER_ALONE)
         return path
 
     @rank_zero_only
@@ -402,14 +407,14 @@ class RunLogger(Logger, RunRecord):
             self._reported = count + 1
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
-        reason = f" ({sender.last_error})" if sender.last_error else " yet"
-        return f"{records} could not be sent to {self.tracking_uri}{reason}; all are in {shown(spool.path)}"
+        reason = f" ({masked_text(str(sender.last_error))})" if sender.last_error else " yet"
+        return f"{records} could not be sent to {self._shown_uri}{reason}; all are in {shown(spool.path)}"
 
     def view_command(self) -> str:
         """Return the address of the run in MLflow, or the command that shows its store."""
         if self.tracking_uri.startswith("http"):
-            return f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/")
-        return f"mlflow ui --backend-store-uri {self.tracking_uri}"
+            return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
+        return f"mlflow ui --backend-store-uri {self._shown_uri}"
 
     # Opening.
 
@@ -429,7 +434,7 @@ class RunLogger(Logger, RunRecord):
             with contextlib.suppress(OSError):
                 mend(spool.path)
             note = self._read_note()
-            same_store = note.get("tracking_uri") == self.tracking_uri
+            same_store = note.get("tracking_uri") == self._shown_uri
             identity = note.get("identity") if same_store else None
             target = MlflowTarget(
                 self.tracking_uri,
@@ -444,7 +449,7 @@ class RunLogger(Logger, RunRecord):
             )
             if not same_store or "started" not in note:
                 started = datetime.now().astimezone().isoformat(timespec="seconds")
-                note = {"tracking_uri": self.tracking_uri, "experiment": self.experiment_name, "run_id": None}
+                note = {"tracking_uri": self._shown_uri, "experiment": self.experiment_name, "run_id": None}
                 note |= {"started": started, "sent": 0, "forget": None}
                 self._note(**note)
             # A resumed run sends what MLflow is not known to have. Some of it may have arrived just before the other
@@ -463,7 +468,7 @@ class RunLogger(Logger, RunRecord):
         assert self._opened is not None
         for file in self.root.glob(f"*/{LOCK_FILE}"):
             note = _read_json(file.parent / RUN_FILE)
-            if file.parent != run_dir and note.get("tracking_uri") == self.tracking_uri:
+            if file.parent != run_dir and note.get("tracking_uri") == self._shown_uri:
                 self._opened[1].put(partial(_close_dead_run, file.parent))
 
     def _on_start(self, run_id: str, experiment_id: str) -> None:

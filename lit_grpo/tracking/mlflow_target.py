@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.tracking.sender import Refused
+from lit_grpo.utils.secrets import masked_text
 from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class MlflowTarget:
         """Open the run: the one that is to be continued, else a new one; True if it is new."""
         if self._started and not self._ended:
             return False
-        log.debug("opening the MLflow run at %s", self.tracking_uri)
+        log.debug("opening the MLflow run at %s", masked_text(self.tracking_uri))
         if self.run_id is None and self._search and self.identity is not None:
             self.run_id = self.find(self.identity)
         is_new = self.run_id is None or not self._resume(self.run_id)

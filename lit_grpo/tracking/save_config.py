@@ -9,6 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_grpo.run.folder import run_folder, run_logger
+from lit_grpo.utils.files import OWNER_ALONE
+from lit_grpo.utils.secrets import masked
 
 OBJECTIVE_FILE = "objective.json"
 
@@ -18,6 +20,7 @@ class SaveRunConfig(SaveConfigCallback):
 
     With a :class:`lit_grpo.tracking.RunLogger` the file is an artifact and its values are parameters. The objective is
     saved as resolved, presets filled in, as ``objective.json``: the YAML only names the recipe and what differs.
+    Secrets are masked in all of them (:mod:`lit_grpo.utils.secrets`), and only the owner can read the file.
     A resumed run with another configuration keeps the earlier file under a number.
     """
 
@@ -30,7 +33,8 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        text = self.parser.dump(self.config, skip_unset=False)
+        # What is masked would not validate.
+        text = self.parser.dump(masked(self.config), skip_unset=False, skip_validation=True)
         name = self.config_filename if stage == "fit" else f"config-{getattr(stage, 'value', stage)}.yaml"
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / name
@@ -39,6 +43,8 @@ class SaveRunConfig(SaveConfigCallback):
             number = next(n for n in range(1, 10_000) if not path.with_stem(f"{path.stem}-{n}").exists())
             path.rename(path.with_stem(f"{path.stem}-{number}"))
         path.write_text(text)
+        # A secret that no rule knows by its name is still no matter of other people on the machine.
+        path.chmod(OWNER_ALONE)
         objective = _resolved_objective(pl_module)
         if objective is not None:
             (self._folder / OBJECTIVE_FILE).write_text(json.dumps(objective, indent=1, default=str) + "\n")
@@ -46,7 +52,7 @@ class SaveRunConfig(SaveConfigCallback):
         if logger is None:
             return
         logger.log_artifact(path)
-        logger.log_hyperparams(self.config.as_dict())
+        logger.log_hyperparams(masked(self.config.as_dict()))
         if objective is not None:
             logger.log_artifact(self._folder / OBJECTIVE_FILE)
             logger.log_hyperparams({"objective": objective})

@@ -12,6 +12,9 @@ import secrets
 import shutil
 from pathlib import Path
 
+OWNER_ALONE = 0o600
+"""Mode of files that may hold what other people on the machine must not read."""
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, so that readers see the old file or the whole new one.

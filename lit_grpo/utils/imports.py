@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +26,7 @@ def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_
     module_name, _, name = path.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         raise UserError(f"{path!r} is no import path", where=where, remedy=remedy)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(f"{path} cannot be imported: {error}", where=where, remedy=remedy) from error
+    module = import_named_module(module_name, path, where, remedy)
     try:
         return getattr(module, name)
     except AttributeError as error:
@@ -38,6 +36,52 @@ def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_
             where=where,
             remedy=f"did you mean {module_name}.{near}?" if near else None,
         ) from error
+
+
+def import_named_module(
+    module_name: str, path: str, where: str | None = None, remedy: str = "as in my_package.my_module.my_name"
+) -> Any:
+    """Import a module that a person has named.
+
+    Args:
+        module_name: the module.
+        path: what was named in it, for the message.
+        where: key of the configuration.
+        remedy: what to do where there is no such module.
+
+    Raises:
+        UserError: it is not found, does not compile, or fails or ends the program while it is imported.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{path} cannot be imported: {error}", where=where, remedy=remedy) from error
+    except SyntaxError as error:
+        raise UserError(
+            f"{module_name} is no valid Python: {error.msg}",
+            where=f"{error.filename}:{error.lineno}" if error.filename else where,
+            remedy="mend that line",
+        ) from error
+    # The code of a person may raise anything, and `sys.exit` in it must not end a run as if it were done.
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"importing {module_name} fails: {type(error).__name__}: {error}".rstrip(": "),
+            where=line_of(error) or where,
+            remedy="mend the module; LIT_GRPO_DEBUG=1 shows the whole traceback",
+        ) from error
+
+
+def line_of(error: BaseException) -> str | None:
+    """Return file and line at which an error was raised, None if it is not known."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def from_import(error: BaseException) -> bool:
+    """Tell whether an error was raised while a module was being imported."""
+    return any("importlib._bootstrap" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:

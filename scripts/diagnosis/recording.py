@@ -112,13 +112,11 @@ def side_by_side(todo: Sequence[SecondJob], args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------------- one run
 
 
-def record(
-    job: SecondJob, models: Path, folder: Path, rollouts: int | None = None, *, rollback: bool = False
-) -> str:
+def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = None, *, rollback: bool = False) -> str:
     """Train one run, write its trace, and return how it ended: ``done``, ``stopped`` or ``error``.
 
-    With ``rollback`` a HealthMonitor takes part and may return to checkpoints. In the place of a trace the true share of
-    right answers of every rollout in the order of training is written, with the monitor's journal and its judgement.
+    With ``rollback`` a HealthMonitor takes part and may return to checkpoints. In the place of a trace the true share
+    of right answers of every rollout in the order of training is written, with the monitor's journal and its judgement.
     """
     import lightning.pytorch as pl
     import torch
@@ -278,7 +276,7 @@ def write_rollback(
     """Write what became of a run that could go back, as one JSON object."""
     from scripts.diagnosis.scoring import judge_rollback
 
-    kept = ("rollback", "finding", "diagnosis", "adjust", "exception")
+    fields = ("event", "diagnosis", "step", "onset", "severity", "target", "remedy", "reason")
     told = {
         "name": job.name,
         "seed": job.seed,
@@ -288,7 +286,7 @@ def write_rollback(
         "reason": more["reason"],
         **judge_rollback(correct, events),
         "correct": [round(value, 4) for value in correct],
-        "events": [event for event in events if event["event"] in kept],
+        "events": [{key: e[key] for key in fields if key in e} for e in events if e["event"] != "finding"],
     }
     path.write_text(json.dumps(told) + "\n")
 

@@ -175,10 +175,16 @@ class RewardNoise(Sabotage):
         self.share, self.coin = share, coin
 
     def rewards(self, rewards: list[Reward], seed: int) -> list[Reward]:
+        judged: dict[tuple[str, int, int], int] = {}
+
         def change(item: RewardInput, value: float) -> float:
-            # Not drawn from the text, so that equal completions are judged differently, as a broken verifier does.
+            # Not drawn from the text, so that equal completions are judged differently, as a broken verifier does, and
+            # a completion that is judged again too.
             completion = item.completion
-            draw = derive_seed("noise", seed, item.prompt.id, completion.policy_version, completion.sample) / 2**63
+            key = (item.prompt.id, completion.policy_version, completion.sample)
+            judged[key] = judged.get(key, 0) + 1
+            times = () if judged[key] == 1 else (judged[key],)
+            draw = derive_seed("noise", seed, *key, *times) / 2**63
             if self.coin:
                 return float(draw < self.share / 2) if draw < self.share else value
             return 1.0 - value if draw < self.share else value

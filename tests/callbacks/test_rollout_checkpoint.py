@@ -1,5 +1,6 @@
 """Checkpoints: which are written, when, whole, and what a run resumed from them does."""
 
+import errno
 import shutil
 import signal
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 
 from lit_grpo.callbacks import RolloutCheckpoint, request_stop
 from lit_grpo.errors import StopRun, UserError
@@ -173,13 +175,14 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_half_one(tmp_path, m
     fit(tmp_path, 2)
     before = load(tmp_path / "last.ckpt")["global_step"]
 
-    def dies(self, path, **kwargs):
+    def dies(self, checkpoint, path, **kwargs):
         path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pl.Trainer, "save_checkpoint", dies)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(Strategy, "save_checkpoint", dies)
+    with pytest.raises(UserError, match=r"last state could not be saved: No space(.|\n)*go on from .*rollout-000002"):
         fit(tmp_path, 4, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert not list(tmp_path.glob(".*"))
     assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == ["last.ckpt", "rollout-000002.ckpt"]
     assert load(tmp_path / "last.ckpt")["global_step"] == before
     monkeypatch.undo()
@@ -191,12 +194,12 @@ def test_a_folder_checkpoint_is_put_in_place_and_replaced(tmp_path, monkeypatch)
     """As sharded strategies write it."""
     written: list[Path] = []
 
-    def as_folder(self, path, **kwargs):
+    def as_folder(self, checkpoint, path, **kwargs):
         path.mkdir()
         (path / "shard").write_text(str(len(written)))
         written.append(path)
 
-    monkeypatch.setattr(pl.Trainer, "save_checkpoint", as_folder)
+    monkeypatch.setattr(Strategy, "save_checkpoint", as_folder)
     fit(tmp_path, 2)
     fit(tmp_path, 2)  # an earlier life of this run left a folder of that name
     assert names(tmp_path) == ["last.ckpt", "rollout-000002.ckpt"]

@@ -17,6 +17,7 @@ MAY_CHANGE = {
     "both_signs": {"keep_sign", "advantage", "ratio", "trust_region"},
     "pay_for_reward": {"entropy_reward", "invalid_entropy", "entropy_gamma"},
 }
+MAY_CHANGE["no_entropy_bonus"] = MAY_CHANGE["both_signs"] | {"entropy_coef", "entropy_bonus"}
 MAY_CHANGE["exploration"] = MAY_CHANGE["both_signs"] | MAY_CHANGE["pay_for_reward"] | {"entropy_coef", "clip_high"}
 
 
@@ -65,6 +66,13 @@ def test_the_cure_of_an_entropy_collapse_stays(recipe, updates):
     assert (then.aggregation, then.sampler, then.advantage) == (before.aggregation, before.sampler, before.advantage)
     clip: Any = then.trust_region
     assert clip.clip_high == (0.28 if recipe == "dapo" or updates == 4 else 0.272)
+
+
+def test_what_pays_for_uncertainty_goes():
+    assert after("no_entropy_bonus", "grpo", entropy_coef=0.5)[0] == {"entropy_coef": 0.0}
+    assert after("no_entropy_bonus", "grpo", entropy_coef=-0.5)[0] == {}
+    assert after("no_entropy_bonus", "nl")[1].filters.keep_sign == "all", "negatives alone have no end"
+    assert after("no_entropy_bonus", "pl")[0] == {}
 
 
 def test_exploration_is_no_longer_punished():

@@ -287,7 +287,7 @@ def test_functions_of_the_user():
     batch = [item("please", "please"), item("no", "x")]
     polite = FunctionReward(f"{USER}.polite")
     assert polite.name == "polite"
-    assert score_all([polite], batch)["polite"] == [Score(1.0), Score(0.0)]
+    assert [score.value for score in score_all([polite], batch)["polite"]] == [1.0, 0.0]
     both = FunctionReward(f"{USER}:both", arguments={"factor": 3}, name="x", correct_threshold=3.0)
     assert score_all([both], batch)["x"] == [Score(3.0), Score(0.0)]
     assert both.correct(3.0)
@@ -328,11 +328,7 @@ def test_a_function_that_cannot_serve_is_refused(function, said):
     assert said in str(caught.value)
 
 
-def test_limits_of_functions():
-    with pytest.raises(UserError, match="cannot run in worker processes"):
-        FunctionReward(f"{USER}.both", limit=1)
-    with pytest.raises(UserError, match="limit is for one completion"):
-        FunctionReward(f"{USER}.all_at_once", limit=1)
+def test_an_argument_that_a_function_does_not_take():
     with pytest.raises(UserError, match="no parameter 'x'"):
         FunctionReward(f"{USER}.polite", arguments={"x": 1})
 

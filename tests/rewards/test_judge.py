@@ -1,6 +1,7 @@
 """A judge on a server that fails, hangs, quotes and is asked too much."""
 
 import contextlib
+import gzip
 import json
 import re
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards import ExactMatch, JudgeReward, RewardError, score_all
+from lit_grpo.rewards.judge import JudgeError
 from lit_grpo.types import Completion, Prompt, RewardInput
 
 
@@ -176,7 +178,7 @@ def test_a_judge_without_a_verdict_stops_the_run_or_scores_zero(judge, reply, sa
     reward, server = judge(lambda *_: reply, retries=1)
     with pytest.raises(RewardError, match=re.escape(said)):
         score_all([reward], [item()])
-    assert len(server.requests) == 2 * requests  # the batch, then each alone
+    assert len(server.requests) == requests  # not each alone once more
     (score,) = score_all([reward], [item()], on_error="zero")["judge"]
     assert (score.value, score.failed) == (0.0, True)
 
@@ -255,3 +257,85 @@ def test_arguments_that_make_no_sense(arguments, said):
 def test_no_answer_is_needed_where_the_template_names_none():
     assert JudgeReward("http://x/v1", "m").needs_answer
     assert not JudgeReward("http://x/v1", "m", template="Is this polite? {completion}").needs_answer
+
+
+class Raw(BaseHTTPRequestHandler):
+    """Answers with the head and the parts of a body that its server holds."""
+
+    def do_POST(self):
+        server: Any = self.server
+        self.rfile.read(int(self.headers["Content-Length"]))
+        server.requests += 1
+        self.send_response(server.status)
+        for name, value in server.head.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for part in server.body():
+                self.wfile.write(part)
+                server.sent += len(part)
+
+    def log_message(self, *args):
+        pass
+
+
+def endless():
+    while True:
+        yield b" " * 65536
+
+
+VERDICT = json.dumps({"choices": [{"message": {"content": "x"}}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "head", "body", "words"),
+    [
+        (200, {}, endless, "more than 4000000 bytes"),
+        (500, {}, endless, "more than 4000000 bytes"),
+        (400, {}, endless, "more than 4000000 bytes"),
+        (200, {"Content-Length": "9" * 12}, endless, "has 999999999999 bytes"),
+        (200, {"Content-Encoding": "gzip"}, lambda: [gzip.compress(b" " * 100_000_000)], "packs its answers"),
+        (200, {"Content-Length": "5"}, lambda: [b"[" * 5], "without a verdict"),
+        (200, {"Content-Length": "3000000"}, lambda: [b"[" * 3_000_000], "without a verdict"),
+        (200, {"Content-Length": "4"}, lambda: [b"null"], "without a verdict"),
+        (200, {"Content-Length": "14"}, lambda: [b'{"choices": 1}'], "without a verdict"),
+        (204, {}, list, "without a verdict"),
+        (200, {"Content-Length": str(len(VERDICT))}, lambda: [VERDICT], "without a verdict"),
+        (200, {"Content-Length": "400"}, lambda: [VERDICT], "gave no verdict"),
+        (302, {"Location": "/v1/chat/completions", "Content-Length": "0"}, list, "gave no verdict|refused"),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_is_asked_for_again_and_never_read_without_end(status, head, body, words):
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Raw)
+    server.daemon_threads = True
+    server.status, server.head, server.body, server.requests, server.sent = status, head, body, 0, 0
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    reward = JudgeReward(f"http://127.0.0.1:{server.server_address[1]}/v1", "m", retries=1)
+    try:
+        (error,) = reward.score([item()])
+        assert isinstance(error, JudgeError)
+        assert re.search(words, str(error)), error
+        assert server.requests >= (1 if status in (302, 400) else 2)
+        # In kernel buffers lie some more than the client has read.
+        assert server.sent < 40_000_000
+        assert score_all([reward], [item()], "zero")["judge"][0].failed
+        with pytest.raises(RewardError, match=words):
+            score_all([reward], [item()])
+    finally:
+        reward.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_one_failure_does_not_ask_for_the_others_again(judge):
+    reward, server = judge(lambda prompt, mark, n: (400, "no") if "bad" in prompt else (200, f"{mark}: CORRECT"))
+    scores = score_all([reward], [item("good"), item("bad"), item("fine")], "zero")["judge"]
+    assert [(s.value, s.failed) for s in scores] == [(1.0, False), (0.0, True), (1.0, False)]
+    assert len(server.requests) == 3
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_itself(judge, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    reward, _ = judge(lambda prompt, mark, n: (200, f"{mark}: CORRECT"), cache=str(tmp_path / "cache"))
+    assert score_all([reward], [item()])["judge"][0].value == 1.0
+    assert "could not be cached" in caplog.text

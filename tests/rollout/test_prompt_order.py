@@ -157,7 +157,7 @@ def test_all_ranks_pass_over_the_same_prompts(dynamic):
     ("arguments", "key"),
     [
         ({"above": 0.5, "below": 0.5}, "data.curriculum"),
-        ({"above": -0.1}, "data.curriculum"),
+        ({"above": -0.1}, "data.curriculum.above"),
         ({"floor": 0.0}, "data.curriculum.floor"),
         ({"smoothing": 1.5}, "data.curriculum.smoothing"),
         ({"min_visits": 0}, "data.curriculum.min_visits"),

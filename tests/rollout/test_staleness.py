@@ -145,20 +145,40 @@ def test_evaluation_between_two_rollouts_uses_the_newest_weights():
     assert all(m["rollout/staleness"] <= 1 for m in recorder.metrics)
 
 
-def test_a_resumed_run_trains_each_prompt_once(tmp_path):
-    straight = run(1, Truth())[1]
+@pytest.mark.parametrize("recipe", ["grpo", "dapo"])
+def test_a_resumed_run_trains_on_what_was_sampled_ahead(tmp_path, recipe):
+    """The weights that sampled it are gone by then, so the checkpoint must hold it."""
+    objective, few = ObjectiveConfig(recipe=recipe, entropy_coef=0.0), {"group_size": 2}
+    whole, straight = run(1, Truth(), few, objective=objective)
     saver = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), keep_last=None)
     first = tiny.Recorder()
     tiny.trainer(callbacks=[first, saver], enable_checkpointing=True).fit(
+        tiny.module(max_staleness=1, objective=objective), datamodule=tiny.data(rollouts=ROLLOUTS, **few)
+    )
+    again = tiny.Recorder()
+    module = tiny.module(max_staleness=1, objective=objective)
+    tiny.trainer(callbacks=[again]).fit(
+        module, datamodule=tiny.data(rollouts=ROLLOUTS, **few), ckpt_path=tmp_path / "rollout-000002.ckpt"
+    )
+    assert straight.prompts == first.prompts == first.prompts[:2] + again.prompts
+    assert straight.ids == first.ids[:2] + again.ids
+    assert [m["rollout/staleness"] for m in again.metrics] == [1.0, 1.0, 1.0, 1.0]
+    assert torch.equal(tiny.weights(module), tiny.weights(whole))
+
+
+def test_what_was_sampled_ahead_under_other_settings_is_sampled_anew(tmp_path):
+    saver = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path), keep_last=None)
+    tiny.trainer(callbacks=[saver], enable_checkpointing=True).fit(
         tiny.module(max_staleness=1), datamodule=tiny.data(rollouts=ROLLOUTS)
     )
     again = tiny.Recorder()
-    module = tiny.module(max_staleness=1)
     tiny.trainer(callbacks=[again]).fit(
-        module, datamodule=tiny.data(rollouts=ROLLOUTS), ckpt_path=tmp_path / "rollout-000002.ckpt", weights_only=False
+        tiny.module(max_staleness=1),
+        datamodule=tiny.data(rollouts=ROLLOUTS, group_size=6),
+        ckpt_path=tmp_path / "rollout-000002.ckpt",
     )
-    assert straight.prompts == first.prompts == first.prompts[:2] + again.prompts
     assert [m["rollout/staleness"] for m in again.metrics] == [0.0, 1.0, 1.0, 1.0]
+    assert all(len(ids) == 4 * 6 for ids in again.ids)
 
 
 class Fails(TransformersEngine):

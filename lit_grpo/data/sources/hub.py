@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lit_grpo.data.sources.table import Record, TableSource, in_memory
 from lit_grpo.errors import UserError, nearest
-
-# Asked before the hub's own client, which would try for about twenty seconds to reach a hub that is not there.
-REACH_SECONDS = 3.0
-"""Time after which a hub that does not accept a connection counts as unreachable."""
+from lit_grpo.utils.hub import from_cache_alone, why_unreachable
 
 
 class HubPrompts(TableSource):
@@ -68,14 +61,7 @@ class HubPrompts(TableSource):
 
         if Path(self.dataset).expanduser().exists():
             return None
-        if config.HF_HUB_OFFLINE:
-            return "HF_HUB_OFFLINE is set"
-        address = urlsplit(config.HF_ENDPOINT)
-        port = address.port or (80 if address.scheme == "http" else 443)
-        # Behind a proxy the hub itself need not be reachable from here.
-        if urllib.request.getproxies() or reachable(address.hostname or "", port):
-            return None
-        return f"{address.hostname} cannot be reached"
+        return why_unreachable(config.HF_ENDPOINT, config.HF_HUB_OFFLINE)
 
     def _explain(self, error: Exception, offline: str | None) -> UserError:
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -95,34 +81,15 @@ class HubPrompts(TableSource):
         )
 
 
-def reachable(host: str, port: int, seconds: float = REACH_SECONDS) -> bool:
-    """Say whether a connection to ``host`` can be opened within ``seconds``, the look-up of its name included."""
-    opened = threading.Event()
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=seconds).close()
-        except OSError:
-            return
-        opened.set()
-
-    # In a thread, because looking up a name has no time limit; a daemon, so that it keeps no process alive.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return opened.is_set()
-
-
 @contextmanager
 def _offline() -> Iterator[None]:
     """Let the hub's client take what is in the cache and ask nobody."""
-    import huggingface_hub.constants
     from datasets import config
 
-    # Both packages have read the environment variable when they were imported, so setting it now would do nothing.
-    previous = config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    # The package has read the environment variable when it was imported, so setting it now would do nothing.
+    previous, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:
-        yield
+        with from_cache_alone():
+            yield
     finally:
-        config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = previous
+        config.HF_HUB_OFFLINE = previous

@@ -27,6 +27,16 @@ class JsonlPrompts(FileSource):
             yield json_object(decoded(line, where), where), where
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, in which no key may stand twice: Python would take the last without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {double!r} is there twice")
+    return made
+
+
 def json_list(text: str, path: str) -> Iterator[Record]:
     """Read the rows of a file that is one JSON list.
 
@@ -34,7 +44,7 @@ def json_list(text: str, path: str) -> Iterator[Record]:
         UserError: it is no JSON, or an item is no object.
     """
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=_without_doubles)
     except (RecursionError, ValueError) as error:
         raise UserError(
             f"the file begins as a JSON list and cannot be read as one: {error}",
@@ -51,7 +61,7 @@ def json_object(line: str, where: str) -> dict[str, Any]:
         UserError: the line holds anything else.
     """
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
         raise UserError(
             f"the line is no JSON: {error.msg} at column {error.colno}",

@@ -32,6 +32,8 @@ Record = tuple[Mapping[str, Any], str]
 """The columns of one row, and the file and line (or row) that they stand in."""
 
 _ID = "id"
+MOST_CHARACTERS = 5_000_000
+"""Longest prompt, in characters: more than fit into a million tokens."""
 
 
 class TableSource(PromptSource):
@@ -258,6 +260,12 @@ class TableSource(PromptSource):
                 f"the prompt in column {column!r} is no text but {type(question).__name__}",
                 where=where,
                 remedy="give the question as text, or as a list of messages",
+            )
+        if len(question) > MOST_CHARACTERS:
+            raise UserError(
+                f"the prompt in column {column!r} has {len(question):,} characters",
+                where=where,
+                remedy="mend or remove the row: no model takes so much",
             )
         self._check_whose_text(column, record, where)
         return _encodable(question, column, where), None

@@ -10,6 +10,9 @@ Attention is computed segment by segment, in one of two exact forms:
 - ``varlen``, CUDA in bfloat16: torch's variable-length flash attention, without any padding.
 
 The keys of a completion are those of its prompt, gathered, and its own, so that a shared prompt costs its tokens once.
+
+Layers with a sliding window pass it with each call, and both forms keep to it. Attentions that are given a mask instead
+(eager) get one for each kind of layer, :func:`masks_by_layer_type`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ from lit_grpo.errors import UserError
 
 ALIKE = 0.75
 """A segment joins a padded product if its length is at least this share of that of the longest one in it."""
+NOT_COMPUTED = {"softcap": "a soft cap on its scores", "s_aux": "sinks", "position_bias": "a bias by position"}
+"""Options of a call that change what attention computes, and that neither of our forms knows."""
+MOST_PROBED = 4100
+"""Most tokens of a probe: one more than the usual window of 4,096, and not so many that the check takes long."""
+_PROBED_COMPLETION = 6
 NAMES = {"sdpa": "lit_grpo_sdpa", "varlen": "lit_grpo_varlen"}
 """``policy.attention`` -> the name under which transformers knows our form of it."""
 # Compiled code is made anew for each bound on the longest segment: rounded up to multiples of this, few are different.
@@ -66,7 +74,8 @@ class Segments:
 
     segments: Sequence[Segment]
     device: torch.device | str = "cpu"
-    _products: list[_Product] | None = field(default=None, repr=False)
+    _products: dict[int | None, list[_Product]] = field(default_factory=dict, repr=False)
+    """The padded products, by the window of the layers that they are for."""
     _output_index: Tensor | None = field(default=None, repr=False)
     _cumulative: tuple[Tensor, Tensor, Tensor, int, int] | None = field(default=None, repr=False)
 
@@ -92,20 +101,30 @@ class Segments:
             visible[own, s.prompt_start : s.prompt_start + s.prompt_length] = True
         return to_device(visible[None, None], self.device)
 
-    def products(self) -> tuple[list[_Product], Tensor]:
-        """Return the padded products, and each token's index in their concatenated outputs, [S]."""
-        if self._products is None or self._output_index is None:
-            products: list[_Product] = []
+    def narrows(self, window: int | None) -> bool:
+        """Tell whether a layer that sees the last ``window`` tokens alone sees less than one without a window."""
+        return window is not None and window < self.longest
+
+    def products(self, window: int | None = None) -> tuple[list[_Product], Tensor]:
+        """Return the padded products, and each token's index in their concatenated outputs, [S].
+
+        Args:
+            window: most tokens that a token sees, itself included; None: all before it.
+        """
+        window = window if self.narrows(window) else None
+        buckets = _buckets(self.segments) if window not in self._products or self._output_index is None else []
+        if window not in self._products:
+            self._products[window] = [_product(bucket, self.device, window) for bucket in buckets]
+        if self._output_index is None:
             index = torch.zeros(sum(s.length for s in self.segments), dtype=torch.long)
             offset = 0
-            for bucket in _buckets(self.segments):
-                products.append(_product(bucket, self.device))
-                padded_length = products[-1].queries.shape[1]
+            for bucket in buckets:
+                padded_length = max(s.length for s in bucket)
                 for s in bucket:
                     index[s.start : s.start + s.length] = torch.arange(offset, offset + s.length)
                     offset += padded_length
-            self._products, self._output_index = products, to_device(index, self.device)
-        return self._products, self._output_index
+            self._output_index = to_device(index, self.device)
+        return self._products[window], self._output_index
 
     def cumulative(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """Return what variable-length kernels take, of all segments that have tokens.
@@ -152,7 +171,7 @@ def _buckets(segments: Sequence[Segment]) -> list[list[Segment]]:
     return buckets
 
 
-def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
+def _product(bucket: list[Segment], device: torch.device | str, window: int | None = None) -> _Product:
     most_queries = max(s.length for s in bucket)
     most_keys = max(s.length + s.prompt_length for s in bucket)
     queries = torch.empty(len(bucket), most_queries, dtype=torch.long)
@@ -164,10 +183,71 @@ def _product(bucket: list[Segment], device: torch.device | str) -> _Product:
         keys[b] = s.start
         keys[b, : s.length + s.prompt_length] = torch.tensor(_key_positions(s))
     visible = None
-    if any(s.prompt_length for s in bucket):
-        last = torch.tensor([s.prompt_length for s in bucket])[:, None] + torch.arange(most_queries)  # [b, Q]
-        visible = to_device((torch.arange(most_keys) <= last[:, :, None])[:, None], device)
+    if window is not None or any(s.prompt_length for s in bucket):
+        # Both count from the beginning of the prompt.
+        query = torch.tensor([s.prompt_length for s in bucket])[:, None, None] + torch.arange(most_queries)[:, None]
+        key = torch.arange(most_keys)
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+            # Padding must see something, or its softmax is NaN, which the backward pass would spread.
+            visible |= ~visible.any(-1, keepdim=True)
+        visible = to_device(visible[:, None], device)
     return _Product(to_device(queries, device), to_device(keys, device), visible)
+
+
+def masks_by_layer_type(config: Any, mask: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    """Narrow a mask to what each kind of layer sees, for attentions that are given a mask.
+
+    Args:
+        config: of the text model.
+        mask: True where a query sees a key, if there were no windows and chunks, [B, 1, S, S] bool.
+        positions: position of each token in its own prompt and completion, [B, S].
+
+    Returns:
+        The mask of all layers or, where the model has layers of several kinds, one by the name of each kind.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    apart = (positions[:, :, None] - positions[:, None, :])[:, None]
+    if not kinds & {"sliding_attention", "chunked_attention"}:
+        # Where layers have no kinds, a window is that of all of them.
+        return mask if kinds or window is None else mask & (apart < window)
+    masks = dict.fromkeys(kinds, mask)
+    if "sliding_attention" in kinds and window is not None:
+        masks["sliding_attention"] = mask & (apart < window)
+    if "chunked_attention" in kinds:
+        chunks = positions // config.attention_chunk_size
+        masks["chunked_attention"] = mask & (chunks[:, :, None] == chunks[:, None, :])[:, None]
+    return masks
+
+
+def probe_ids(config: Any, reach: bool = False) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Return the ids of a prompt and of two completions on which two ways to compute a model can be compared.
+
+    Args:
+        config: of the text model.
+        reach: whether the prompt is longer than the windows and chunks of the model, up to :data:`MOST_PROBED`, so that
+            what lies outside of them has to be left out.
+
+    Returns:
+        the prompt and the completions; a prompt of 0 tokens where ``reach`` is asked for and nothing is narrowed.
+    """
+    vocabulary = int(config.vocab_size)
+    kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
+    sizes = [
+        getattr(config, name, None)
+        for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention"))
+        if kind in kinds
+    ]
+    longest = max((size for size in sizes if size), default=0)
+    positions = getattr(config, "max_position_embeddings", None) or MOST_PROBED
+    length = min(longest + 2, MOST_PROBED, positions - _PROBED_COMPLETION) if reach and longest else 0
+    if not reach:
+        length = max(1, min(9, positions - _PROBED_COMPLETION))
+    draw = [(i * i + 3 * i + 1) % vocabulary for i in range(length + 2 * _PROBED_COMPLETION)]
+    completions = [tuple(draw[length : length + 3]), tuple(draw[length + 3 : length + 3 + _PROBED_COMPLETION])]
+    return tuple(draw[:length]), completions
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -193,16 +273,17 @@ def register(*, compiles: bool = False) -> None:
             module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
         ) -> tuple[Tensor, None]:
             segments = options.pop("segments", None)
+            # Not in transformers' own sdpa either, which leaves them out without a word.
+            for name, meaning in NOT_COMPUTED.items():
+                if options.get(name) is not None:
+                    raise UserError(
+                        f"{type(module).__name__} attends with {meaning}, which this attention does not compute",
+                        where="model.policy.attention",
+                        remedy="set attention: eager",
+                    )
             if segments is None:
                 return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-            window = options.get("sliding_window")
-            if window is not None and segments.longest > window:
-                raise UserError(
-                    f"the model attends to the last {window} tokens only, and packed rows do not know such a window",
-                    where="model.policy.pack",
-                    remedy="set pack: false and share_prompts: false",
-                )
-            return packed(query, key, value, segments, options.get("scaling")), None
+            return packed(query, key, value, segments, options.get("scaling"), options.get("sliding_window")), None
 
         return attention
 
@@ -215,10 +296,12 @@ def register(*, compiles: bool = False) -> None:
         AttentionMaskInterface.register(NAMES[name], sdpa_mask)
 
 
-def padded_products(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def padded_products(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, window: int | None = None
+) -> Tensor:
     """Attend by padded products: [1, heads, S, d], [1, key heads, S, d] twice -> [1, S, heads, d]."""
     heads, _, d = query.shape[1:]
-    products, output_index = segments.products()
+    products, output_index = segments.products(window)
     q = query[0].transpose(0, 1)  # [S, heads, d]
     # Keys and values in one tensor, [S, 2 key heads, d]: one gather instead of two.
     keys_and_values = torch.cat([key[0], value[0]]).transpose(0, 1)
@@ -240,7 +323,9 @@ def padded_products(query: Tensor, key: Tensor, value: Tensor, segments: Segment
     return torch.cat(outputs).index_select(0, output_index)[None]
 
 
-def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def variable_length(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, window: int | None = None
+) -> Tensor:
     """Attend by torch's variable-length flash attention; shapes are those of :func:`padded_products`."""
     # The first import takes seconds.
     from torch.nn.attention.varlen import varlen_attn
@@ -256,8 +341,9 @@ def variable_length(query: Tensor, key: Tensor, value: Tensor, segments: Segment
         most_queries,
         most_keys,
         scale=scale,
-        # Causal: the last query of a segment is aligned with its last key.
-        window_size=(-1, 0),
+        # Causal: the last query of a segment is aligned with its last key. A window counts the token itself, and the
+        # kernel those before it.
+        window_size=(window - 1 if window is not None else -1, 0),
         **options,
     )
     return out[None]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_grpo.distributed.sharding import dtype_of, gathered, is_sharded, reshard
 from lit_grpo.errors import UserError
-from lit_grpo.policy.forward.attention import NAMES
+from lit_grpo.policy.forward.attention import NAMES, masks_by_layer_type, probe_ids
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.head import head_stats
 from lit_grpo.policy.forward.routing import Routers
@@ -123,7 +123,7 @@ class Policy(nn.Module):
             self._routers.replay = routing if isinstance(routing, Tensor) else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
             # The base model, not the causal one: that would make logits for every token, prompts included.
-            states, router = hidden_states(self.model.base_model, batch, router=experts is not None)
+            states, router = hidden_states(backbone(self.model), batch, router=experts is not None)
             hidden = states.flatten(0, 1)[batch.source]  # [M, D]
             stats = self._token_stats(batch, hidden, temperature, entropy, squares)
             if routing is not None:
@@ -139,7 +139,7 @@ class Policy(nn.Module):
         """Compute the value head's values alone, [n, T]: the same backbone, without the pass over the vocabulary."""
         if self._routers is not None:
             self._routers.replay = None
-        states, _ = hidden_states(self.model.base_model, batch)
+        states, _ = hidden_states(backbone(self.model), batch)
         return self._values(batch, states.flatten(0, 1)[batch.source])
 
     def _values(self, batch: PolicyInput, hidden: Tensor) -> Tensor:
@@ -249,46 +249,82 @@ class Policy(nn.Module):
             self._verify(layout, replay)
 
     def _verify(self, layout: Layout, replay: bool) -> None:
-        vocabulary = int(self.model.config.get_text_config().vocab_size)
-        prompt, completions = (1 % vocabulary, 2 % vocabulary), [(3 % vocabulary, 0), (5 % vocabulary, 3 % vocabulary)]
-        device = next(self.model.parameters()).device
-        expected = []
-        for completion in completions:
-            ids = torch.tensor([[*prompt, *completion]], device=device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, 1:-1].float()
-            expected.append(logits.log_softmax(1).gather(1, ids[0, 2:, None])[:, 0])
-        name = type(self.model).__name__
-        tolerance = 0.05 if self.model.dtype == torch.bfloat16 else 1e-3
-        for form in dict.fromkeys((Layout(pack=False, share=False), layout)):
-            rows = form.build([prompt] * 2, completions, width=2, device=device)
-            logprobs = self.forward(rows, entropy="none").logprobs
-            gap = float((logprobs - torch.stack(expected)).abs().max())
-            # Written so that NaN, which compares false, is refused too.
-            if not gap <= tolerance:
-                padded = not form.pack and not form.share
-                keys = [key for key, on in (("pack", form.pack), ("share_prompts", form.share)) if on]
-                raise UserError(
-                    f"{name} cannot be trained like this: log-probabilities computed for "
-                    f"{'padded' if padded else 'packed' if form.pack else 'shared'} rows differ from the model's own "
-                    f"by {gap:.3g}",
-                    where=f"model.policy.{keys[0]}" if keys else "model.policy",
-                    remedy="models that change their logits after the output layer are not supported yet"
-                    if padded
-                    else "set " + ", ".join(f"{key}: false" for key in keys),
-                )
-        # Routers that are told what they chose anyway must come to the same gates.
+        config = self.model.config.get_text_config()
+        padded = Layout(pack=False, share=False)
+        prompt, completions = probe_ids(config)
+        expected = torch.zeros(len(completions), max(map(len, completions)))
+        for row, completion in enumerate(completions):
+            ids = torch.tensor([[*prompt, *completion]], device=self._device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            found = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            expected[row, : len(completion)] = found
+        for form in dict.fromkeys((padded, layout)):
+            self._compare(form, prompt, completions, expected)
+        # What lies outside of a window has to be left out: only a longer prompt shows it. Its logits in all positions
+        # would take gigabytes, so the padded rows, which have just been found to be right, stand for the model.
+        long, completions = probe_ids(config, reach=True)
+        if long and layout != padded:
+            rows = padded.build([long] * 2, completions, width=max(map(len, completions)), device=self._device)
+            self._compare(layout, long, completions, self.forward(rows, entropy="none").logprobs)
         if replay:
-            rows = layout.build([prompt] * 2, completions, width=2, device=device)
-            free = self.forward(rows, entropy="none", routing="recorded")
-            assert free.routing is not None
-            replayed = self.forward(rows, entropy="none", routing=free.routing.long())
-            self.stop_replay()
-            if not float((free.logprobs - replayed.logprobs).abs().max()) <= tolerance:
-                raise UserError(
-                    f"the routers of {name} compute the weights of their experts in a way that is not known",
-                    where="model.routing_replay",
-                    remedy="set routing_replay: none",
-                )
+            self._verify_replay(layout, prompt, probe_ids(config)[1])
+
+    @property
+    def _device(self) -> torch.device:
+        weight: Tensor = next(self.model.parameters())
+        return weight.device
+
+    @property
+    def _tolerance(self) -> float:
+        return 0.05 if self.model.dtype == torch.bfloat16 else 1e-3
+
+    def _gap(self, one: Tensor, other: Tensor) -> float:
+        """Return by how many nats two ways to compute a few log-probabilities differ."""
+        gaps = (one - other).abs()
+        # Logits of 16 and more have steps of 0.125 in bfloat16, so a single token says little.
+        return float(gaps.mean() if self.model.dtype == torch.bfloat16 else gaps.max())
+
+    def _compare(
+        self, form: Layout, prompt: tuple[int, ...], completions: list[tuple[int, ...]], expected: Tensor
+    ) -> None:
+        rows = form.build([prompt] * len(completions), completions, width=expected.shape[1], device=self._device)
+        logprobs = self.forward(rows, entropy="none").logprobs
+        gap = self._gap(logprobs, expected.to(logprobs.device))
+        # Written so that NaN, which compares false, is refused too.
+        if not gap <= self._tolerance:
+            padded = not form.pack and not form.share
+            keys = [key for key, on in (("pack", form.pack), ("share_prompts", form.share)) if on]
+            raise UserError(
+                f"{type(self.model).__name__} cannot be trained like this: log-probabilities computed for "
+                f"{'padded' if padded else 'packed' if form.pack else 'shared'} rows differ from the model's own "
+                f"by {gap:.3g}",
+                where=f"model.policy.{keys[0]}" if keys else "model.policy",
+                remedy="models that change their logits after the output layer are not supported yet"
+                if padded
+                else "set " + ", ".join(f"{key}: false" for key in keys),
+            )
+
+    def _verify_replay(self, layout: Layout, prompt: tuple[int, ...], completions: list[tuple[int, ...]]) -> None:
+        """Check that routers that are told what they chose anyway come to the same gates."""
+        rows = layout.build([prompt] * 2, completions, width=max(map(len, completions)), device=self._device)
+        free = self.forward(rows, entropy="none", routing="recorded")
+        assert free.routing is not None
+        replayed = self.forward(rows, entropy="none", routing=free.routing.long())
+        self.stop_replay()
+        if not self._gap(free.logprobs, replayed.logprobs) <= self._tolerance:
+            raise UserError(
+                f"the routers of {type(self.model).__name__} compute the weights of their experts in a way that is not "
+                "known",
+                where="model.routing_replay",
+                remedy="set routing_replay: none",
+            )
+
+
+def backbone(model: Any) -> Any:
+    """Return the part of a causal language model below its head, whose output is the last hidden states."""
+    base = model.base_model
+    # Llama 4's text model has another prefix than its backbone's attribute.
+    return model.model if base is model and hasattr(model, "model") else base
 
 
 def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -296,14 +332,16 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
 
     The final norm is applied to the states.
     """
-    mask = batch.attention_mask
+    mask: Any = batch.attention_mask
     options: dict[str, Any] = {}
+    config = base.config.get_text_config()
     if batch.segments is not None:
         implementation = base.config._attn_implementation
         if implementation == NAMES["varlen"]:
             # Made here, outside of the blocks: where those are compiled they only read them.
             _ = batch.segments.cumulative(), batch.segments.asks_for_gqa
         if implementation in NAMES.values():
+            _refuse_chunks(config, batch.segments.longest)
             # Our attention reads the segments. Given any mask, transformers does not make one of [S, S] itself.
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
             options["segments"] = batch.segments
@@ -312,10 +350,13 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
             options |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
             options |= {"max_length_q": longest, "max_length_k": longest}
         else:
-            mask = batch.segments.mask()
+            mask = masks_by_layer_type(config, batch.segments.mask(), batch.position_ids)
+    elif mask is not None:
+        mask = masks_by_layer_type(config, mask, batch.position_ids)
     # The eager attention adds its mask to the scores instead of choosing by it.
     if mask is not None and base.config._attn_implementation == "eager":
-        mask = torch.where(mask, 0.0, torch.finfo(base.dtype).min).to(base.dtype)
+        added = {name: _additive(one, base.dtype) for name, one in mask.items()} if isinstance(mask, dict) else None
+        mask = added or _additive(mask, base.dtype)
     if router:
         options["output_router_logits"] = True
     out = base(
@@ -326,6 +367,21 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
         **options,
     )
     return out.last_hidden_state, list(out.router_logits) if router else []
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+
+
+def _refuse_chunks(config: Any, longest: int) -> None:
+    """Refuse layers that attend in chunks: they say so by their mask alone, which packed rows have none of."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and longest > chunk and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(
+            f"the model attends in chunks of {chunk} tokens, which packed rows do not know",
+            where="model.policy.pack",
+            remedy="set pack: false and share_prompts: false, or attention: eager",
+        )
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.policy.config import PolicyConfig, TinyModel
 from lit_grpo.policy.forward import attention
 from lit_grpo.policy.model.compiling import compile_blocks
+from lit_grpo.policy.model.files import check_folder
 from lit_grpo.policy.model.lora import add_adapters, check_lora
 from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
+from lit_grpo.utils.bounds import check_fields
+from lit_grpo.utils.hub import from_cache_alone, why_unreachable
+from lit_grpo.utils.secrets import MASK
+from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEY = "model.policy"
+_MOST_TINY_WEIGHTS = 10**9
 
 
 def check_policy(config: PolicyConfig) -> None:
@@ -28,6 +37,7 @@ def check_policy(config: PolicyConfig) -> None:
         UserError: neither or both of ``path`` and ``tiny`` are given, the folder is missing or holds no model, or two
             settings contradict each other.
     """
+    check_fields(config, KEY)
     if (config.path is None) == (config.tiny is None):
         raise UserError(
             "the policy needs either `path` (a model folder or hub name) or `tiny` (a random model made on the spot)"
@@ -35,8 +45,6 @@ def check_policy(config: PolicyConfig) -> None:
             where=KEY,
             remedy="for example `policy: {path: models/SmolLM2-135M-Instruct}`",
         )
-    if config.logits_chunk is not None and config.logits_chunk < 1:
-        raise UserError(f"logits_chunk is {config.logits_chunk}, must be at least 1", where=f"{KEY}.logits_chunk")
     if config.share_prompts and config.attention == "flash_attention_2":
         raise UserError(
             "flash_attention_2 takes no mask, which shared prompts need",
@@ -51,7 +59,9 @@ def check_policy(config: PolicyConfig) -> None:
     if config.tiny is not None:
         _check_tiny(config.tiny)
     elif config.path is not None and _is_folder_name(config.path):
-        _check_folder(Path(config.path))
+        check_folder(Path(config.path), f"{KEY}.path")
+    else:
+        _check_hub(config)
 
 
 def _check_varlen(config: PolicyConfig) -> None:
@@ -90,7 +100,7 @@ def resolve_backend(config: PolicyConfig, dtype: torch.dtype | None = None, devi
     backend, compiles = config.attention, config.compile
     if backend == "auto":
         flash = device == "cuda" and dtype_name == "bfloat16" and config.pack and _flash_fits(config)
-        backend = "varlen" if flash else "sdpa"
+        backend = "eager" if _needs_eager(config) else "varlen" if flash else "sdpa"
     if compiles is None:
         plain = config.tiny is None and config.quantization is None
         compiles = backend == "varlen" and plain and not _has_experts(config)
@@ -104,6 +114,19 @@ def _flash_fits(config: PolicyConfig) -> bool:
     layer_types = getattr(text, "layer_types", None)
     full = set(layer_types) == {"full_attention"} if layer_types else not getattr(text, "sliding_window", None)
     return size % 8 == 0 and size <= 256 and full
+
+
+def _needs_eager(config: PolicyConfig) -> bool:
+    """Tell whether the model attends in a way that only its own code computes: a soft cap, sinks."""
+    from transformers import AutoModelForCausalLM
+
+    if config.tiny is not None:
+        return False
+    whole = load_model_config(config)
+    if getattr(whole.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return True
+    cls = AutoModelForCausalLM._model_mapping.get(type(whole), None)
+    return not getattr(cls, "_supports_sdpa", True)
 
 
 def _has_experts(config: PolicyConfig) -> bool:
@@ -132,6 +155,13 @@ def check_replay(config: PolicyConfig) -> None:
 
 
 def _check_tiny(tiny: TinyModel) -> None:
+    # A slip of the keyboard would otherwise ask for all memory of the machine.
+    if (weights := 12 * tiny.layers * tiny.width**2 * max(1, tiny.experts)) > _MOST_TINY_WEIGHTS:
+        raise UserError(
+            f"layers {tiny.layers} and width {tiny.width} make a model of {weights:.1e} weights, which is not tiny",
+            where=f"{KEY}.tiny.width",
+            remedy=f"stay below {_MOST_TINY_WEIGHTS:.0e} weights, or give the path of a model folder",
+        )
     if tiny.width % tiny.heads or (tiny.width // tiny.heads) % 2:
         raise UserError(
             f"width {tiny.width} cannot be split into {tiny.heads} heads of even size",
@@ -151,26 +181,34 @@ def _is_folder_name(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists() or path.startswith("models/")
 
 
-def _check_folder(path: Path) -> None:
-    path = path.expanduser()
-    if not path.is_dir():
-        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        similar = nearest(path.name, siblings)
-        raise UserError(
-            f"there is no model folder {path}",
-            where=f"{KEY}.path",
-            remedy=f"did you mean {path.parent / similar}?"
-            if similar
-            else "give a folder written by save_pretrained (scripts/get_smollm2 makes models/SmolLM2-135M-Instruct)",
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"the folder {path} holds no config.json, so it is no Hugging Face model",
-            where=f"{KEY}.path",
-            remedy="give the folder that save_pretrained or `lit-grpo export` wrote",
-        )
-    if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
-        raise UserError(f"the folder {path} holds no weights (*.safetensors)", where=f"{KEY}.path")
+def _check_hub(config: PolicyConfig) -> None:
+    """Refuse at once a hub name that is neither in the cache nor can be asked for."""
+    assert config.path is not None
+    if _in_cache(config.path) or not _asks_nobody():
+        return
+    raise UserError(
+        f"the model {config.path} is no folder on this machine and not in the hub's cache, and {_asks_nobody()}",
+        where=f"{KEY}.path",
+        remedy=f"for a folder write ./{config.path}; fetch a model of the hub once where there is a network",
+    )
+
+
+@cache
+def _asks_nobody() -> str | None:
+    """Say why the hub cannot be asked, once for the whole program; None if it can be."""
+    from huggingface_hub import constants
+
+    return why_unreachable(constants.ENDPOINT, constants.HF_HUB_OFFLINE)
+
+
+def _in_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
@@ -207,7 +245,9 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    backend = "sdpa" if config.attention == "auto" else config.attention
+    backend = config.attention
+    if backend == "auto":
+        backend = "eager" if _needs_eager(config) else "sdpa"
     implementation = attention.NAMES.get(backend, backend)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
@@ -220,13 +260,15 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         model = _skeleton(config, dtype, implementation)
     else:
         with _named_errors(config):
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 _location(config),
                 dtype=dtype,
                 attn_implementation=implementation,
+                output_loading_info=True,
                 **loading_arguments(config.quantization, dtype),
-                **config.model_args,
+                **_model_args(config),
             )
+            _check_loaded(config, report)
         if config.quantization is not None:
             after_loading(model)
     # Compiled last: the compiler must see the blocks as they will run, with checkpointing and adapters.
@@ -237,6 +279,11 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     if config.compile:
         compile_blocks(model)
     return model
+
+
+def _model_args(config: PolicyConfig) -> dict[str, Any]:
+    """Return the further arguments without those that a checkpoint holds masked, such as a token of the hub."""
+    return {name: value for name, value in config.model_args.items() if value != MASK}
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:
@@ -254,7 +301,7 @@ def _skeleton(config: PolicyConfig, dtype: torch.dtype, implementation: str) -> 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _named_errors(config):
-        arguments = {**config.model_args, "return_unused_kwargs": True}
+        arguments = {**_model_args(config), "return_unused_kwargs": True}
         model_config, unused = AutoConfig.from_pretrained(_location(config), **arguments)
         # Of the arguments that are no part of the configuration, from_config takes this one.
         known = {key: unused[key] for key in ("trust_remote_code",) if key in unused}
@@ -270,8 +317,9 @@ def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> t
 
         # Chat models often end a turn with another token than the tokenizer's; some have no generation_config.json.
         try:
-            eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
-        except OSError:
+            with _named_errors(config):
+                eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
+        except UserError:
             eos = None
         ids |= set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
     if not ids:
@@ -288,22 +336,44 @@ def _location(config: PolicyConfig) -> str:
     return str(Path(config.path).expanduser()) if _is_folder_name(config.path) else config.path
 
 
+def _check_loaded(config: PolicyConfig, report: Mapping[str, Any]) -> None:
+    """Refuse a model some of whose weights were not in its files: transformers makes them up at random."""
+    missing = sorted(str(name) for name in report.get("missing_keys", ()))
+    if missing:
+        raise UserError(
+            f"the weights of {config.path} lack {len(missing)} that its config.json asks for, such as {missing[0]}: "
+            "they would be random",
+            where=f"{KEY}.path",
+            remedy="give a folder that is whole, or correct num_hidden_layers in its config.json",
+        )
+
+
 class _named_errors:  # noqa: N801 - reads as a statement
     """A context that turns transformers' long messages about an unreachable or unknown model into a ``UserError``."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self.path = config.path
+        hub = config.path is not None and not _is_folder_name(config.path) and _asks_nobody() is not None
+        # Its client would ask the hub for each file of the cache, again and again.
+        self.cache = from_cache_alone() if hub else nullcontext()
 
     def __enter__(self) -> None:
-        return None
+        self.cache.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, (OSError, ValueError)):
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.cache.__exit__(kind, error, trace)
+        # Files of a model may be broken in as many ways as there are libraries that read them. Memory that ran out and
+        # what the program itself says are no fault of the files.
+        if isinstance(error, Exception) and not isinstance(error, (UserError, MemoryError, torch.OutOfMemoryError)):
+            text = str(error).strip()
+            # Of several lines the one that says something: transformers begins some messages with a headline.
+            first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+            if "ignore_mismatched_sizes" in text:
+                first = "its weights have other shapes than its config.json says"
             raise UserError(
-                f"the model {self.path} cannot be loaded: {first}",
+                f"the model {self.path} cannot be loaded: {shorten(first, 300)}",
                 where=f"{KEY}.path",
-                remedy="give a folder on this machine, or a hub name while the hub can be reached",
+                remedy="give a folder on this machine that is whole, or a hub name while the hub can be reached",
             ) from error
 
 

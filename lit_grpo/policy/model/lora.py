@@ -29,8 +29,6 @@ def check_lora(config: LoraConfig) -> None:
     Raises:
         UserError: peft is not installed, or a value makes no sense.
     """
-    if config.rank < 1:
-        raise UserError(f"the rank is {config.rank}, must be at least 1", where=f"{KEY}.rank")
     if config.alpha <= 0:
         raise UserError(f"alpha is {config.alpha}, must be above 0", where=f"{KEY}.alpha")
     if config.dropout != 0:

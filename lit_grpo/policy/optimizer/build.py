@@ -15,6 +15,7 @@ from lit_grpo.distributed.optimizer_state import PACKAGE
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import OptimizerConfig
 from lit_grpo.policy.optimizer.quantized_state import check_compiler, prepare, rounding_seed, rounds_stochastically
+from lit_grpo.utils.bounds import check_fields
 from lit_grpo.utils.imports import import_by_path
 
 ROUNDS_TO_NEAREST = ("torch.", "bitsandbytes.", "torchao.")
@@ -82,8 +83,7 @@ def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> 
         UserError: a class does not exist or is no optimizer or scheduler, it does not take a setting, or two schedules
             are set.
     """
-    if config.lr <= 0:
-        raise UserError(f"the learning rate is {config.lr}, must be above 0", where=f"{where}.lr")
+    check_fields(config, where)
     optimizer_class = _imported(config.type, f"{where}.type")
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise UserError(f"{config.type} is no torch.optim.Optimizer", where=f"{where}.type")
@@ -99,10 +99,6 @@ def check_optimizer(config: OptimizerConfig, where: str = "model.optimizer") -> 
             where=f"{where}.args",
             remedy=f"set {where}.{duplicates[0]}",
         )
-    if not 0 <= config.warmup_ratio < 1 or config.warmup_steps < 0:
-        key = "warmup_steps" if config.warmup_steps < 0 else "warmup_ratio"
-        raise UserError(f"{key} is {getattr(config, key)}", where=f"{where}.{key}",
-                        remedy="0 or more steps, or a share of all steps, at least 0 and below 1")  # fmt: skip
     if config.warmup_steps and config.warmup_ratio:
         raise UserError(
             f"both warmup_steps ({config.warmup_steps}) and warmup_ratio ({config.warmup_ratio:g}) are set",

@@ -52,6 +52,8 @@ class CodeReward(Reward):
 
     extracts_answer = True
     range = (0.0, 1.0)
+    # Each answer has a limit of its own.
+    score_limit = None
 
     def __init__(
         self,
@@ -86,6 +88,31 @@ class CodeReward(Reward):
         # environment, which may hold keys.
         self._pool = WorkerPool(code_worker.run, limit=limit + 5.0, workers=workers, environment=False)
 
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        tests, pairs = self._tests_of(extra)
+        if not (tests or pairs) or not all(isinstance(t, str) and t.strip() for t in tests):
+            return (
+                f"there are no tests: give Python source in column {self._tests!r}, or inputs and outputs in column "
+                f"{self._cases!r}"
+            )
+        if tests and pairs:
+            return f"there are both {self._tests!r} and {self._cases!r}: leave one out"
+        for test in tests:
+            try:
+                compile(test, "tests", "exec")
+            # Null bytes and too deep nesting have errors of their own.
+            except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+                return f"a test in column {self._tests!r} is no Python: {error}"
+        return None
+
+    def _tests_of(self, extra: Mapping[str, Any]) -> tuple[list[Any], list[tuple[str, str]]]:
+        """Return the tests of a row as Python source, and its pairs of input and output."""
+        tests, cases = extra.get(self._tests), extra.get(self._cases)
+        tests = [tests] if isinstance(tests, str) else list(tests) if isinstance(tests, (list, tuple)) else []
+        given = cases if isinstance(cases, (list, tuple)) else ()
+        whole = [case for case in given if isinstance(case, Mapping) and {"input", "output"} <= set(case)]
+        return tests, [(str(case["input"]), str(case["output"])) for case in whole]
+
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         programs = [program_in(item.text) for item in batch]
         # A job is made even without a program: a row with bad tests is found whatever the policy wrote.
@@ -103,19 +130,10 @@ class CodeReward(Reward):
 
     def _job(self, item: RewardInput, program: str) -> Job:
         extra = item.prompt.extra
-        tests, cases = extra.get(self._tests), extra.get(self._cases)
-        tests = [tests] if isinstance(tests, str) else list(tests or ())
-        pairs = [(str(case["input"]), str(case["output"])) for case in cases or () if isinstance(case, Mapping)]
-        if not (tests or pairs) or not all(isinstance(t, str) and t.strip() for t in tests):
-            raise ValueError(
-                f"row {item.prompt.id!r} has no tests: give Python source in column {self._tests!r}, "
-                f"or inputs and outputs in column {self._cases!r}"
-            )
-        if tests and pairs:
-            raise ValueError(f"row {item.prompt.id!r} has both {self._tests!r} and {self._cases!r}: leave one out")
-        for test in tests:
-            # A broken test is a mistake of the data, not a wrong answer: it raises here, before the program runs.
-            compile(test, f"tests of {item.prompt.id}", "exec")
+        # A broken test is a mistake of the data, not a wrong answer: it raises here, before the program runs.
+        if problem := self.row_problem(item.prompt.answer, extra):
+            raise ValueError(f"row {item.prompt.id!r} has no usable tests: {problem}")
+        tests, pairs = self._tests_of(extra)
         entry: Any = extra.get("entry_point")
         return {
             "source": program,

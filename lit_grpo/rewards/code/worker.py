@@ -15,12 +15,13 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypedDict
 
 # At the top, because a confined process can no longer read them.
 from lit_grpo.rewards.code import roles, values
 from lit_grpo.rewards.isolation.sandbox import Limits, confine
+from lit_grpo.rewards.isolation.threads import ThreadSupervisor, wait_beside
 
 _MAX_OUTPUT_BYTES = 1_000_000
 # Between the end of its output and its exit a program needs a moment, or it would be killed and counted as failed.
@@ -61,7 +62,8 @@ class _ProcessFactory:
         """Fork a candidate and return its process id.
 
         Args:
-            files: channel of the candidate and, for a script, standard input and output.
+            files: channel of the candidate, channel of the supervisor of its threads and, for a script, standard input
+                and output.
             limits: resources that the candidate may use.
             script: run the program as a script, not as a module whose functions are called.
             partly: True to run without the layers of the sandbox that this machine lacks.
@@ -96,7 +98,7 @@ def _serve_spawns(control: socket.socket) -> NoReturn:
     # Keys and tokens stand in the environment, and every candidate is a copy of this process.
     os.environ.clear()
     while True:
-        message, files, _, _ = socket.recv_fds(control, 64, 3)
+        message, files, _, _ = socket.recv_fds(control, 64, 4)
         if not message:
             os._exit(0)
         if message[:1] == b"k":
@@ -116,26 +118,27 @@ def _serve_spawns(control: socket.socket) -> NoReturn:
 
 
 def _become_candidate(files: list[int], limits: Limits, script: bool, partly: bool) -> None:
-    channel = _keep_only(files)
+    channel, threads = _keep_only(files)
     # The candidate inherits the handlers of the process that forks it, and is to have none of them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    confine(limits, partly=partly)
+    confine(limits, partly=partly, threads=threads)
+    threads.close()
     roles.candidate(channel, script)
 
 
-def _keep_only(files: list[int]) -> Connection:
-    """Close every file but the channel (the first one given), and standard input and output where they are given."""
+def _keep_only(files: list[int]) -> tuple[Connection, socket.socket]:
+    """Close every file but the two channels (the first ones given), and standard input and output where they are."""
     null = os.open(os.devnull, os.O_RDWR)
     # Copies first, far above all targets: a file may already stand on the number that another one is to take.
     kept = [os.dup(file) for file in files]
     spare = [os.dup2(kept[i], 100 + i) for i in range(len(kept))]
-    os.dup2(spare[1] if len(spare) > 1 else null, 0)
-    os.dup2(spare[2] if len(spare) > 2 else null, 1)
+    os.dup2(spare[2] if len(spare) > 2 else null, 0)
+    os.dup2(spare[3] if len(spare) > 3 else null, 1)
     os.dup2(null, 2)
-    channel = os.dup2(spare[0], 3)
-    os.closerange(4, 65_536)
-    return Connection(channel)
+    channel, threads = os.dup2(spare[0], 3), os.dup2(spare[1], 4)
+    os.closerange(5, 65_536)
+    return Connection(channel), socket.socket(fileno=threads)
 
 
 def _silence_standard_streams() -> None:
@@ -168,23 +171,27 @@ def _run_tests(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
     assert _process_factory is not None
     theirs, ours = socket.socketpair()
     reading, writing = os.pipe()
+    of_candidate, of_runner = ThreadSupervisor(), ThreadSupervisor()
     with theirs, ours:
-        candidate = _process_factory.spawn([theirs.fileno()], limits, False, job["partly"])
+        files = [theirs.fileno(), of_candidate.given.fileno()]
+        candidate = of_candidate.pid = _process_factory.spawn(files, limits, False, job["partly"])
         theirs.close()
-        test_runner = os.fork()
+        test_runner = of_runner.pid = os.fork()
         if test_runner == 0:
             try:
-                _become_test_runner(ours.fileno(), writing, job, limits)
+                _become_test_runner(ours.fileno(), writing, of_runner.given.fileno(), job, limits)
             finally:
                 os._exit(1)
     os.close(writing)
+    of_candidate.given.close()
+    of_runner.given.close()
     result: dict[str, Any] = {"passed": 0, "total": len(job["tests"]), "timed_out": False, "error": ""}
     num_reported = 0
     try:
         with Connection(reading) as results:
             while num_reported < len(job["tests"]):
                 left = deadline - time.monotonic()
-                if left <= 0 or not wait([results], left):
+                if left <= 0 or not wait_beside([of_candidate, of_runner], [results], left):
                     result["timed_out"] = True
                     break
                 # Only the test runner writes here, so the candidate cannot report a test as passed.
@@ -199,17 +206,20 @@ def _run_tests(job: Job, limits: Limits, deadline: float) -> dict[str, Any]:
     finally:
         _kill_and_reap(test_runner)
         _process_factory.end(candidate)
+        of_candidate.close()
+        of_runner.close()
     return result
 
 
-def _become_test_runner(channel: int, results: int, job: Job, limits: Limits) -> None:
-    os.dup2(channel, 100)
-    os.dup2(results, 101)
+def _become_test_runner(channel: int, results: int, threads: int, job: Job, limits: Limits) -> None:
+    # Copies first, far above all targets, as in _keep_only.
+    spare = [os.dup2(os.dup(file), 100 + i) for i, file in enumerate((channel, results, threads))]
     _silence_standard_streams()
-    os.dup2(100, 3)
-    os.dup2(101, 4)
-    os.closerange(5, 65_536)
-    confine(limits, partly=job["partly"])
+    for i, file in enumerate(spare):
+        os.dup2(file, 3 + i)
+    os.closerange(6, 65_536)
+    with socket.socket(fileno=5) as asked:
+        confine(limits, partly=job["partly"], threads=asked)
     roles.test_runner(Connection(3), Connection(4), job["source"], job["tests"], job["entry"])
 
 
@@ -228,21 +238,25 @@ def _run_script(job: Job, stdin: str, limits: Limits, deadline: float) -> tuple[
     assert _process_factory is not None
     theirs, ours = socket.socketpair()
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
-    candidate = _process_factory.spawn([theirs.fileno(), in_read, out_write], limits, True, job["partly"])
+    threads = ThreadSupervisor()
+    files = [theirs.fileno(), threads.given.fileno(), in_read, out_write]
+    candidate = threads.pid = _process_factory.spawn(files, limits, True, job["partly"])
     theirs.close()
+    threads.given.close()
     os.close(in_read)
     os.close(out_write)
     channel = Connection(ours.detach())
     try:
         with channel, contextlib.suppress(OSError):
             channel.send_bytes(job["source"].encode("utf-8", "surrogatepass"))
-        output = _exchange(in_write, out_read, stdin.encode("utf-8", "surrogatepass"), deadline)
+        output = _exchange(in_write, out_read, stdin.encode("utf-8", "surrogatepass"), deadline, threads)
     finally:
-        status = _wait_for_exit(candidate, min(deadline, time.monotonic() + _EXIT_GRACE_SECONDS))
+        status = _wait_for_exit(candidate, min(deadline, time.monotonic() + _EXIT_GRACE_SECONDS), threads)
+        threads.close()
     return output, status
 
 
-def _wait_for_exit(candidate: int, until: float) -> int:
+def _wait_for_exit(candidate: int, until: float, threads: ThreadSupervisor) -> int:
     assert _process_factory is not None
     while time.monotonic() < until:
         # The candidate is a child of the factory, which alone can wait for it. To everyone its end shows in /proc, as
@@ -250,11 +264,11 @@ def _wait_for_exit(candidate: int, until: float) -> int:
         with contextlib.suppress(OSError), open(f"/proc/{candidate}/stat", "rb") as file:  # noqa: PTH123
             if file.read().rpartition(b")")[2].split()[:1] == [b"Z"]:
                 break
-        time.sleep(0.001)
+        wait_beside([threads], [], 0.001)
     return _process_factory.end(candidate)
 
 
-def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float) -> str | None:
+def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float, threads: ThreadSupervisor) -> str | None:
     """Feed standard input and collect standard output; return None if time or room ran out. Closes both files."""
     collected = bytearray()
     with selectors.DefaultSelector() as selector:
@@ -263,6 +277,7 @@ def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float) -> st
         selector.register(in_write, selectors.EVENT_WRITE)
         selector.register(out_read, selectors.EVENT_READ)
         open_files = {in_write, out_read}
+        asking = -1
 
         def close(file: int) -> None:
             selector.unregister(file)
@@ -274,8 +289,17 @@ def _exchange(in_write: int, out_read: int, stdin: bytes, deadline: float) -> st
                 left = deadline - time.monotonic()
                 if left <= 0 or len(collected) > _MAX_OUTPUT_BYTES:
                     return None
+                # The supervisor begins with a channel, and goes on with the descriptor that came over it.
+                if asking != (descriptor := threads.fileno() if threads.open else -1):
+                    if asking >= 0:
+                        selector.unregister(asking)
+                    if descriptor >= 0:
+                        selector.register(descriptor, selectors.EVENT_READ)
+                    asking = descriptor
                 for key, _ in selector.select(left):
-                    if key.fd == in_write:
+                    if key.fd == asking:
+                        threads.serve()
+                    elif key.fd == in_write:
                         # A program that ends without having read its input breaks the pipe, which is no failure.
                         try:
                             stdin = stdin[os.write(in_write, stdin[:65_536]) :] if stdin else stdin

@@ -24,10 +24,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-# A result this short is written in one piece, so the pool never waits for the rest of a message.
-MAX_BYTES = 16_000
-"""Length of the longest result, in bytes."""
-
 _POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -38,7 +34,7 @@ def main(control_fd: int, parent: int) -> None:
         setup = json.loads(messages.recv_bytes())
         sys.path[:] = setup["path"]
         try:
-            function, prepare = _import(setup["module"], setup["function"])
+            function, prepare = _import(setup["module"], setup["function"], setup["preload"])
         except BaseException:
             messages.send_bytes(traceback.format_exc(limit=-4).encode())
             return
@@ -62,7 +58,7 @@ def main(control_fd: int, parent: int) -> None:
                     messages.close()
                     control.close()
                     die_with_parent()
-                    _serve(Connection(fd), function, setup["memory"], prepare)
+                    _serve(Connection(fd), function, setup["memory"], setup["max_bytes"], prepare)
                 children.add(child)
                 os.close(fd)
                 messages.send_bytes(str(child).encode())
@@ -75,7 +71,9 @@ def main(control_fd: int, parent: int) -> None:
 
 
 # Its own import by path: this file is run as a script, before lit_grpo can be imported.
-def _import(module: str, name: str) -> tuple[Callable[[Any], Any], Callable[[], None] | None]:
+def _import(module: str, name: str, preload: str | None) -> tuple[Callable[[Any], Any], Callable[[], None] | None]:
+    if preload is not None:
+        importlib.import_module(preload)
     imported = importlib.import_module(module)
     warm_up = getattr(imported, "warm_up", None)
     if callable(warm_up):
@@ -84,7 +82,11 @@ def _import(module: str, name: str) -> tuple[Callable[[Any], Any], Callable[[], 
 
 
 def _serve(
-    connection: Connection, function: Callable[[Any], Any], memory: int | None, prepare: Callable[[], None] | None
+    connection: Connection,
+    function: Callable[[Any], Any],
+    memory: int | None,
+    max_bytes: int,
+    prepare: Callable[[], None] | None,
 ) -> None:
     """Serve items in a worker, one in and one result out, until the pool hangs up. Never returns."""
     try:
@@ -95,7 +97,7 @@ def _serve(
             prepare()
         while True:
             item = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(_result(function, item))
+            connection.send_bytes(_result(function, item, max_bytes))
     except (EOFError, OSError):
         pass
     finally:
@@ -103,13 +105,14 @@ def _serve(
         os._exit(0)
 
 
-def _result(function: Callable[[Any], Any], item: Any) -> bytes:
+def _result(function: Callable[[Any], Any], item: Any, max_bytes: int) -> bytes:
     # JSON, not pickle: only plain values can leave, and nothing that a worker sends can run code in the pool.
     try:
         result = json.dumps({"value": function(item)}).encode()
-        if len(result) <= MAX_BYTES:
+        # A short result is written in one piece, so the pool need not wait for the rest of a message.
+        if len(result) <= max_bytes:
             return result
-        error = f"the result has {len(result)} bytes, more than {MAX_BYTES}"
+        error = f"the result has {len(result)} bytes, more than {max_bytes}"
     except BaseException as raised:
         # Type and place only: the message may hold an object whose repr never ends.
         frame = traceback.extract_tb(raised.__traceback__, limit=-1)[0]

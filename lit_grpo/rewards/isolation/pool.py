@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import socket
@@ -30,6 +31,8 @@ from typing import Any, Literal, NamedTuple
 # A worker is replaced after so many items, before what it has cached fills its memory limit.
 _MAX_ITEMS_PER_WORKER = 2_000
 _START_SECONDS = 120.0
+_MAX_MESSAGE_BYTES = 20_000_000
+_FOREVER = 1e9
 
 
 class PoolError(RuntimeError):
@@ -54,6 +57,7 @@ class Outcome(NamedTuple):
 class _Task:
     payload: bytes
     future: Future[Outcome]
+    limit: float
 
 
 @dataclass
@@ -80,6 +84,9 @@ class WorkerPool:
         workers: processes at most; by default one a usable core, at most 8.
         memory: bytes of address space for each worker (not enforced on macOS). None: no limit.
         environment: workers see the variables of this process; False: next to none of them.
+        preload: module that is imported once, before any worker is forked; None: none but the function's.
+        output: what workers print appears on this process's standard error; False: nowhere.
+        max_bytes: longest result, as JSON.
 
     Raises:
         ValueError: the function cannot be imported by name, or a limit is not positive.
@@ -92,6 +99,9 @@ class WorkerPool:
         workers: int | None = None,
         memory: int | None = 2 * 1024**3,
         environment: bool = True,
+        preload: str | None = None,
+        output: bool = False,
+        max_bytes: int = 16_000,
     ) -> None:
         module, name = function.__module__, function.__qualname__
         if module == "__main__" or not name.isidentifier():
@@ -102,23 +112,38 @@ class WorkerPool:
         self.workers = workers or min(
             8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         )
-        self._setup = {"module": module, "function": name, "memory": memory}
-        self._environment = environment
+        self._setup = {
+            "module": module,
+            "function": name,
+            "memory": memory,
+            "preload": preload,
+            "max_bytes": max_bytes,
+        }
+        self._environment, self._output = environment, output
         self._thread: threading.Thread | None = None
         self._reset()
         _POOLS.add(self)
 
-    def map(self, items: Sequence[Any]) -> list[Outcome]:
+    def map(self, items: Sequence[Any], limit: float | None = None) -> list[Outcome]:
         """Return the outcome of every item, in the order of the items. Blocks, never longer than the limits allow.
+
+        Args:
+            items: as of :meth:`submit`.
+            limit: as of :meth:`submit`.
 
         Raises:
             PoolError: the function cannot be imported, or no process can be started.
         """
-        return [future.result() for future in self.submit(items)]
+        return [future.result() for future in self.submit(items, limit)]
 
-    def submit(self, items: Sequence[Any]) -> list[Future[Outcome]]:
-        """Queue the items and return at once; ``asyncio.wrap_future`` makes the futures awaitable."""
-        tasks = [_Task(pickle.dumps(item), Future()) for item in items]
+    def submit(self, items: Sequence[Any], limit: float | None = None) -> list[Future[Outcome]]:
+        """Queue the items and return at once; ``asyncio.wrap_future`` makes the futures awaitable.
+
+        Args:
+            items: what the function is called with, one by one.
+            limit: seconds for each of them; None: the pool's own.
+        """
+        tasks = [_Task(pickle.dumps(item), Future(), self.limit if limit is None else limit) for item in items]
         if tasks:
             with self._lock:
                 self._tasks.extend(tasks)
@@ -153,7 +178,7 @@ class WorkerPool:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("limit", "workers", "_setup", "_environment")
+        names = ("limit", "workers", "_setup", "_environment", "_output")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -233,8 +258,9 @@ class WorkerPool:
 
     def _collect(self) -> None:
         busy = [w for w in self._workers if w.task is not None]
-        deadline = min((w.started for w in busy), default=None)
-        patience = None if deadline is None else max(0.0, deadline + self.limit - time.monotonic())
+        deadline = min((w.started + w.task.limit for w in busy if w.task is not None), default=math.inf)
+        # Waiting takes no time that is not finite, nor one of many years.
+        patience = max(0.0, deadline - time.monotonic()) if deadline < _FOREVER else None
         ready = wait([self._wakeup_reader, *(w.connection for w in busy)], patience)
         while self._wakeup_reader.poll():
             self._wakeup_reader.recv_bytes()
@@ -244,13 +270,13 @@ class WorkerPool:
             # is waiting to be read.
             if worker.connection in ready or worker.connection.poll():
                 self._receive(worker, seconds)
-            elif seconds >= self.limit:
+            elif worker.task is not None and seconds >= worker.task.limit:
                 _finish(worker, Outcome("timeout", seconds=seconds))
                 self._discard(worker)
 
     def _receive(self, worker: _Worker, seconds: float) -> None:
         try:
-            message = json.loads(worker.connection.recv_bytes(1_000_000))
+            message = json.loads(worker.connection.recv_bytes(_MAX_MESSAGE_BYTES))
             known = "value" in message
             outcome = Outcome("ok" if known else "error", message.get("value"), seconds, message.get("error", ""))
         except (EOFError, OSError, ValueError, TypeError, AttributeError):
@@ -307,8 +333,9 @@ class WorkerPool:
                 [sys.executable, "-P", str(script), str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                # Both to standard error: standard output may be a file of results.
+                stdout=2 if self._output else subprocess.DEVNULL,
+                stderr=2 if self._output else subprocess.DEVNULL,
                 # An interrupt from the keyboard goes to the whole session; the pool decides what ends.
                 start_new_session=True,
                 env={**self._variables(), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},

@@ -8,7 +8,8 @@ Four layers, none of which needs privileges, and all of which work in a containe
   mounts, no changes to limits, no memory files; anything unknown is refused (``EPERM``).
 - Landlock: of the file system only the Python library, shared libraries, time zones and ``/dev/null`` can be read;
   nothing can be written.
-- resource limits: CPU seconds, address space, open files, no core dumps, no file growth.
+- resource limits: CPU seconds, address space, open files, no core dumps, no file growth. Threads: none, or as many as a
+  supervisor allows (:mod:`lit_grpo.rewards.isolation.threads`), which the kernel asks before each.
 - no new privileges, and no capabilities, also for root.
 
 Time on the clock is not limited here: whoever started the process kills it.
@@ -22,8 +23,10 @@ import os
 import platform
 import resource
 import signal
+import socket
 import struct
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +65,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "membarrier": (324, 283), "arch_prctl": (158, None), "getrandom": (318, 278), "exit": (60, 93),
     "exit_group": (231, 94),
 }  # fmt: skip
-_CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
+_CLONE, _CLONE3, _KILL, _TGKILL, _SECCOMP = (56, 220), (435, 435), (62, 129), (234, 131), (317, 277)
 _PRLIMIT, _IOCTL, _FCNTL, _CAPSET = (302, 261), (16, 29), (72, 25), (126, 91)
 _IOCTLS = (0x5401, 0x541B, 0x5451, 0x5421)
 """Requests that ``ioctl`` may make: TCGETS, FIONREAD, FIOCLEX, FIONBIO."""
@@ -77,12 +80,17 @@ _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 
 
-def confine(limits: Limits, *, partly: bool = False) -> list[str]:
+def confine(
+    limits: Limits, *, partly: bool = False, readable: Sequence[str] = (), threads: socket.socket | None = None
+) -> list[str]:
     """Put every layer on this process; there is no way back.
 
     Args:
         limits: resources that it may use from now on.
         partly: go on without the layers that cannot be put on.
+        readable: files and folders that it may read besides :func:`readable_paths`.
+        threads: a Unix socket over which the supervisor of its threads gets the descriptor of the kernel's questions;
+            closed afterwards. None: it may start no thread.
 
     Returns:
         The layers that are missing, with the reason; empty unless ``partly``.
@@ -93,13 +101,20 @@ def confine(limits: Limits, *, partly: bool = False) -> list[str]:
     missing: list[str] = []
     libc = ctypes.CDLL(None, use_errno=True)
     # The filter comes last, because it refuses the very calls that put on the other layers.
-    for layer in (_limit, _drop_privileges, _close_file_system, _filter_calls):
+    layers: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("limit", lambda: _limit(libc, limits)),
+        ("drop privileges", lambda: _drop_privileges(libc)),
+        ("close file system", lambda: _close_file_system(libc, [*readable_paths(), *readable])),
+        ("ask for threads", lambda: _ask_for_threads(libc, threads)),
+        ("filter calls", lambda: _filter_calls(libc, threads is not None)),
+    )
+    for name, layer in layers:
         try:
-            layer(libc, limits)
+            layer()
         except OSError as error:
             if not partly:
-                raise SandboxError(f"{layer.__name__.strip('_').replace('_', ' ')}: {error}") from error
-            missing.append(f"{layer.__name__.strip('_').replace('_', ' ')}: {error}")
+                raise SandboxError(f"{name}: {error}") from error
+            missing.append(f"{name}: {error}")
     return missing
 
 
@@ -134,7 +149,7 @@ def _limit(libc: ctypes.CDLL, limits: Limits) -> None:
         resource.setrlimit(what, (value, value))
 
 
-def _drop_privileges(libc: ctypes.CDLL, limits: Limits) -> None:
+def _drop_privileges(libc: ctypes.CDLL) -> None:
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     for capability in range(64):
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
@@ -145,7 +160,7 @@ def _drop_privileges(libc: ctypes.CDLL, limits: Limits) -> None:
     _check(libc.syscall(_CAPSET[_architecture()[0]], header, nothing), "capset")
 
 
-def _close_file_system(libc: ctypes.CDLL, limits: Limits) -> None:
+def _close_file_system(libc: ctypes.CDLL, paths: Sequence[str]) -> None:
     # Each version of the kernel's interface handles more rights, and an older one refuses bits it does not know.
     version = _check(libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = (1 << 13) - 1
@@ -156,7 +171,7 @@ def _close_file_system(libc: ctypes.CDLL, limits: Limits) -> None:
     rules = _check(
         libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset"
     )
-    for path in readable_paths():
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             access = _READ_FILE | (_READ_DIR if Path(path).is_dir() else 0)
@@ -174,8 +189,28 @@ def _architecture() -> tuple[int, int]:
     return _ARCHITECTURES[platform.machine()]
 
 
-def _filter_calls(libc: ctypes.CDLL, limits: Limits) -> None:
-    code = filter_program(os.getpid())
+def _ask_for_threads(libc: ctypes.CDLL, threads: socket.socket | None) -> None:
+    if threads is None:
+        return
+    index = _architecture()[0]
+    # A filter of its own, since the one below refuses to send the descriptor. Of two filters the stricter answer holds,
+    # so a new process is refused by that one without a question.
+    steps = [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, 1, _CLONE[index]), (_RETURN, 0, 0, _ASK), (_RETURN, 0, 0, _ALLOW)]
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    program = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
+    buffer = ctypes.create_string_buffer(header, len(header))
+    # SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_NEW_LISTENER.
+    listener = _check(libc.syscall(_SECCOMP[index], 1, 8, buffer), "seccomp")
+    try:
+        socket.send_fds(threads, [b"l"], [listener])
+    finally:
+        os.close(listener)
+        threads.close()
+
+
+def _filter_calls(libc: ctypes.CDLL, threads: bool) -> None:
+    code = filter_program(os.getpid(), threads)
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
     buffer = ctypes.create_string_buffer(header, len(header))
@@ -184,12 +219,12 @@ def _filter_calls(libc: ctypes.CDLL, limits: Limits) -> None:
 
 
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
-_ALLOW, _REFUSE, _NO_CALL, _END = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x80000000
+_ALLOW, _REFUSE, _NO_CALL, _END, _ASK = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x80000000, 0x7FC00000
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
-def filter_program(pid: int) -> bytes:
-    """Assemble the BPF program of the filter, for a process of this id."""
+def filter_program(pid: int, threads: bool) -> bytes:
+    """Assemble the BPF program of the filter, for a process of this id that may or may not start threads."""
     index, architecture = _architecture()
     # The numbers of the calls hold for one architecture alone, so a call by another one's ends the process.
     program: list[tuple[int, int, int, int]] = [
@@ -213,11 +248,12 @@ def filter_program(pid: int) -> bytes:
         when(numbers[index], [allow])
     # A filter cannot see the flags of clone3, which lie in memory; without it the C library falls back to clone.
     when(_CLONE3[index], [(_RETURN, 0, 0, _NO_CALL)])
-    # Threads may be started, processes not.
-    when(
-        _CLONE[index],
-        [(_LOAD, 0, 0, _ARGUMENTS), (_BITS, 1, 0, _CLONE_NEW), (_BITS, 1, 0, _CLONE_THREAD), refuse, allow],
-    )
+    # Threads may be started where somebody counts them, processes never.
+    if threads:
+        when(
+            _CLONE[index],
+            [(_LOAD, 0, 0, _ARGUMENTS), (_BITS, 1, 0, _CLONE_NEW), (_BITS, 1, 0, _CLONE_THREAD), refuse, allow],
+        )
     when(_KILL[index], only(0, (pid,)))
     when(_TGKILL[index], only(0, (pid,)))
     when(_IOCTL[index], only(1, _IOCTLS))
@@ -254,8 +290,6 @@ def _try_to_get_out() -> None:
     Raises:
         SandboxError: one went through.
     """
-    import socket
-
     for what, attempt in (
         ("read files", lambda: os.open("/etc/passwd", os.O_RDONLY)),
         ("start processes", os.fork),
@@ -271,9 +305,7 @@ def _try_to_get_out() -> None:
 
 
 if __name__ == "__main__":
-    # Imported before it is needed, because a confined process can no longer read the module.
-    import socket  # noqa: F401
-
-    confine(Limits(memory=1 << 30, cpu=10))
+    ours, theirs = socket.socketpair()
+    confine(Limits(memory=1 << 30, cpu=10), threads=theirs)
     _try_to_get_out()
     print("confined")

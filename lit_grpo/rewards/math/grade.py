@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from lit_grpo.rewards.arithmetic import evaluate
@@ -34,6 +36,8 @@ Symbolic = Callable[[str, str], bool]
 # Lists are compared item by item, in any order and within each other: without bounds a hostile answer could go on.
 _MAX_ITEMS = 60
 _MAX_DEPTH = 8
+# Of one worker, which is replaced after 2,000 answers.
+_MAX_CPU_SECONDS = 100_000
 
 
 class _UndecidedError(Exception):
@@ -64,6 +68,22 @@ def warm_up() -> None:
     """Load SymPy and the LaTeX grammar, so that the first answer takes no longer than the others."""
     grade((r"\frac{x^2}{2}+\sqrt{3}", r"\sqrt{3}+\frac{2 x^2}{4}"))
     grade((r"2x+4y-3=0", r"y=-\frac{1}{2}x+\frac{3}{4}"))
+
+
+def start_worker() -> None:
+    """Confine a new worker; called by the pool before its first item.
+
+    SymPy is not known to run what it reads, which is no reason to let it. Where a layer of the sandbox is missing, the
+    worker does without.
+    """
+    import resource
+
+    from lit_grpo.rewards.isolation.sandbox import Limits, confine
+
+    # Only what the pool does not bound itself: its workers have their limit of memory, and are killed at that of time.
+    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(__file__).parents[3])}
+    limits = Limits(memory=resource.getrlimit(resource.RLIMIT_AS)[0], cpu=_MAX_CPU_SECONDS)
+    confine(limits, partly=True, readable=sorted(folders))
 
 
 def kind_of(gold: str) -> Kind:

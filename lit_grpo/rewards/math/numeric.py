@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import get_args
+from typing import Any, get_args
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
@@ -56,13 +56,18 @@ class NumericReward(Reward):
         # A fraction, as the numbers are: a float would round an answer at the very edge to one side or the other.
         self._tolerance = Fraction(tolerance)
 
+    def row_problem(self, answer: str | None, extra: Mapping[str, Any]) -> str | None:
+        if number_in(gold_answer(answer or "")) is None:
+            return f"the gold answer {str(answer)[:80]!r} is no number"
+        return None
+
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]
 
     def _score(self, item: RewardInput) -> Score:
         gold = number_in(gold_answer(item.prompt.answer or ""))
         if gold is None:
-            raise ValueError(f"the gold answer {str(item.prompt.answer)[:80]!r} is no number")
+            raise ValueError(self.row_problem(item.prompt.answer, item.prompt.extra))
         value = self._value(item)
         if value is None:
             return Score(0.0, no_answer=True)

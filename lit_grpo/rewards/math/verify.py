@@ -66,6 +66,8 @@ class MathReward(Reward):
 
     needs_answer = True
     range = (0.0, 1.0)
+    # Each answer has a limit of its own.
+    score_limit = None
     extracts_answer = True
 
     def __init__(
@@ -84,7 +86,8 @@ class MathReward(Reward):
                 raise UserError(f"{key} is {value}", where=f"MathReward.{key}", remedy="give a positive number")
         check_extract(extract, answer_tag, "MathReward", get_args(Extract))
         self._extract, self._answer_tag = extract, answer_tag
-        self._pool = WorkerPool(grade, limit=limit, workers=workers, memory=memory * 1024**2)
+        # Workers see next to none of the environment, which may hold keys.
+        self._pool = WorkerPool(grade, limit=limit, workers=workers, memory=memory * 1024**2, environment=False)
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         golds = [x.prompt.answer or "" for x in batch]

@@ -59,6 +59,25 @@ def test_a_step_that_is_too_large_needs_no_entropy_and_began_where_the_large_ste
     assert found.evidence[0].value == pytest.approx((0.01 * 2 + 0.05 * 3) / 5), "raised with three of the five"
 
 
+def test_a_step_that_left_no_reward_behind_explains_the_lost_signal():
+    """Qwen on GSM8K at thirty times the rate: after three steps no answer is right, and no step is taken any more."""
+    healthy = {"groups/count": 16.0, "groups/all_correct_frac": 0.0, "policy/entropy": 0.3}
+    run = [
+        healthy | {"reward": r, "groups/all_wrong_frac": w, "groups/zero_advantage_frac": w, "policy/step_kl": s}
+        for r, w, s in ((0.07, 0.6, 0.01), (0.07, 0.5, 0.1), (0.19, 0.4, 0.34), (0.06, 0.6, 0.9))
+    ]
+    lost = {"reward": 0.0, "groups/all_wrong_frac": 1.0, "groups/zero_advantage_frac": 1.0}
+    run += [healthy | lost for _ in range(30)]
+    monitor, said = HealthMonitor(), []
+    for step, metrics in enumerate(run, 1):
+        diagnosis = monitor.observe(step, metrics)[1]
+        said += [] if diagnosis is None else [(step, diagnosis.name, diagnosis.severity, diagnosis.onset)]
+    assert said[0] == (3, "learning_rate_too_high", "warning", 3)
+    critical = [one for one in said if one[2] == "critical"]
+    assert critical[0][0] <= 9
+    assert {one[1] for one in critical} == {"learning_rate_too_high"}, "and it stays so when no signal is left at 24"
+
+
 def test_steps_that_were_small_and_have_grown_are_another_finding():
     """The median of the first eight is 2e-3: a mean above ten times that, and above the bound, has grown."""
     for first, kind in ((2e-3, "step_growing"), (6e-3, LARGE)):

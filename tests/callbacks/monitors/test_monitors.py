@@ -200,6 +200,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
         "warning",
         lambda k: {"completions/longest_run_frac": 0.9} if 5 <= k < 8 else {},
     ),
+    ("RewardMonitor", "reward_gone", "critical", grows(reward=0.0, groups__all_wrong_frac=1.0)),
     ("RewardMonitor", "reward_falling", "warning", grows(reward=ramp(0.8, 0.65, 30))),
     ("RewardMonitor", "reward_chaotic", "warning", lambda k: {"reward": 0.5 + 0.3 * (-1) ** k}),
     ("EntropyMonitor", "entropy_spent", "info", grows(policy__entropy=ramp(0.25, 0.1, 40), reward=0.75)),

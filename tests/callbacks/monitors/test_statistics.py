@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from lit_grpo.callbacks.monitors import statistics
+from lit_grpo.callbacks.monitors.history import History
 
 
 def test_the_bound_is_the_quantile_of_students_t():
@@ -60,8 +61,20 @@ def test_a_fall_is_measured_from_the_best_window_and_a_rise_from_the_worst():
     found = statistics.fall(values, 2, 2)
     assert (found.before, found.now, found.place, found.share) == (4.5, 0.5, 2, pytest.approx(8 / 9))
     assert found.errors == pytest.approx(4 / (statistics.noise(values) * 1))
-    assert statistics.rise([-v for v in values], 2, 2) == (-4.5, -0.5, found.errors, 2)
+    assert statistics.rise([-v for v in values], 2, 2)[:4] == (-4.5, -0.5, found.errors, 2)
     assert statistics.fall(values[:3], 2, 2) == statistics.NO_CHANGE
+
+
+@pytest.mark.parametrize("shift", [0.0, -0.5, -1.0, -3.0])
+def test_a_fall_has_a_share_on_scales_that_go_below_nothing(shift):
+    """A reward from -1 to 1 has its nothing at -1: half of what there was is lost, wherever 0 lies."""
+    values = [0.0 + shift] * 2 + [1.0 + shift] * 6 + [0.5 + shift] * 4
+    share = statistics.fall(values, 3, 3).share
+    assert share == pytest.approx(0.5 if shift >= -1 else 0.5 / 2), "best of -2: as a share of its size"
+    history = History(["reward"], 20)
+    for step, value in enumerate(values):
+        history.push(step, {"reward": value})
+    assert history.lost("reward", 3) == pytest.approx(share)
 
 
 def test_the_slope_and_its_error():

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_grpo.data import CsvPrompts, HubPrompts, InMemoryPrompts, JsonlPrompts, ParquetPrompts, PromptSource
-from lit_grpo.data.sources.hub import reachable
 from lit_grpo.errors import UserError
+from lit_grpo.utils.hub import reachable
 from tests.paths import SHARED
 
 DATA = SHARED / "data"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ QWEN2 = {
 
 def folder(path: Path, **changes: Any) -> PolicyConfig:
     (path / "config.json").write_text(json.dumps(QWEN2 | changes))
-    (path / "model.safetensors").touch()
+    # No tensor, and whole.
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return PolicyConfig(path=str(path))
 
 

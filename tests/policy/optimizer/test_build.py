@@ -58,7 +58,7 @@ def test_another_scheduler_is_stepped():
         ({"scheduler_args": {"gamma": 1}}, "none is named"),
         ({"scheduler": "torch.optim.lr_scheduler.StepLR", "warmup_steps": 3}, "leave one out"),
         ({"scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "without a figure"),
-        ({"lr": 0.0}, "above 0"),
+        ({"lr": 0.0}, "in \\(0, 1000]"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both warmup_steps"),
         ({"scheduler": "torch.optim.lr_scheduler.StepLR", "warmup_ratio": 0.1}, "leave one out"),
         ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0"),
