@@ -16,6 +16,8 @@ from lit_grpo.distributed.rank_watch import Loss, RankWatch
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_logger
 
+_TOGETHER_SECONDS = 1.0
+"""How far apart ranks may break off that all do for the same reason."""
 _NOTICE_SECONDS = 5.0
 """How long a rank whose collective failed waits for word of who was lost."""
 _COLLECTIVE_SECONDS = 3.0
@@ -125,6 +127,9 @@ class RankCallback(Callback):
 
     def _on_loss(self, loss: Loss) -> None:
         """End this process, since a rank is gone; called in the thread of the watch."""
+        # All ranks may break off for one reason, as with Ctrl-C in their terminal; each then says it itself.
+        if loss.kind == "broke off" and self._ending.wait(_TOGETHER_SECONDS):
+            return
         self._lost = loss
         # Rank 0 speaks for all; where it is lost itself, the first process of each machine does.
         speaks = self._rank == 0 or (
@@ -132,7 +137,7 @@ class RankCallback(Callback):
         )
         if speaks and not loss.told:
             print(f"lit-grpo: {loss}. The run cannot go on without it and ends.", file=sys.stderr, flush=True)
-        if loss.silent:
+        if loss.kind == "silent":
             # It can do nothing itself, and would keep its memory.
             loss.process.kill()
         self._noticed.set()
@@ -159,7 +164,7 @@ class RankCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._watch is None:
             return
-        together = isinstance(exception, StopRun | SIGTERMException | KeyboardInterrupt)
+        together = isinstance(exception, StopRun | SIGTERMException)
         # A collective that failed because of another rank: what that was is known in a moment.
         if not together and _is_of_a_collective(exception) and self._noticed.wait(_NOTICE_SECONDS):
             self._ending.set()
