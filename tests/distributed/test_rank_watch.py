@@ -75,7 +75,7 @@ def test_what_a_rank_broke_off_with_is_told(ranks):
 def test_a_silent_rank_is_lost(monkeypatch):
     made = Ranks(silence=2 * INTERVAL)
     wait_until(lambda: sum(p.process is not None for p in made.watches[0]._peers) == 2, "both ranks have connected")
-    made.watches[1]._tell = lambda word: None
+    made.watches[1]._tell = lambda word: None  # type: ignore[method-assign]
     wait_until(lambda: made.losses[0], "rank 1 is missed")
     assert (made.losses[0][0].process.rank, made.losses[0][0].kind) == (1, "silent")
     made.stop()
