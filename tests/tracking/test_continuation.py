@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -234,7 +235,7 @@ def test_half_a_line_is_completed_or_removed(tmp_path, text, kept):
 def test_a_disk_that_takes_half_a_line_leaves_no_half(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "metrics.jsonl")
     spool.append({"step": 0})
-    file = spool._file
+    file: Any = spool._file
 
     class Full:
         def __getattr__(self, name):
@@ -245,7 +246,7 @@ def test_a_disk_that_takes_half_a_line_leaves_no_half(tmp_path, monkeypatch):
                 return file.write(data[:5])
             raise OSError(28, "No space left on device")
 
-    spool._file = Full()
+    spool._file = cast(Any, Full())
     with pytest.raises(OSError, match="No space"):
         spool.append({"step": 12345})
     spool._file = file
