@@ -43,7 +43,7 @@ def tenth(step):
 def log(root, steps, *, folder="mine", sends=True, value=tenth, start=None):
     logger = RunLogger(root=str(root), run_dir=str(root / folder), patience=1)
     if not sends:
-        Sender._send_all = lambda self: (_ for _ in ()).throw(ConnectionError("refused"))
+        Sender._send_all = lambda self: (_ for _ in ()).throw(ConnectionError("refused"))  # type: ignore[method-assign]
     if start is not None:
         logger.continue_from(start)
     for step in steps:
@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_is_not_closed_by_another(root):
 
 
 def dies_before_it_notes_the_id(root):
-    RunLogger._on_start = lambda self, *args: os.kill(os.getpid(), signal.SIGKILL)
+    RunLogger._on_start = lambda self, *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     log(root, range(2))
 
 
@@ -193,7 +193,7 @@ def test_patience_waits_for_a_server_that_refuses_the_connection(tmp_path):
         if len(tries) < 4:
             raise ConnectionRefusedError("[Errno 111] refused")
 
-    target.start = start
+    target.start = start  # type: ignore[method-assign]
     sender.wrote(spool.append({"step": 0, "wall_time": 0.0, "reward": 1.0}))
     assert sender.flush(PATIENCE)
     assert target.steps == [0]
@@ -204,7 +204,7 @@ def test_patience_is_spent_once(tmp_path, opens):
     target, spool = FakeTarget(), Spool(tmp_path / "metrics.jsonl")
     target.down = True
     if opens:
-        target.start = lambda: None
+        target.start = lambda: None  # type: ignore[method-assign]
     sender = Sender(target, spool.path)
     sender.wrote(spool.append({"step": 0, "wall_time": 0.0, "reward": 1.0}))
     assert not sender.flush(0.1)
