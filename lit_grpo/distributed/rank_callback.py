@@ -105,8 +105,12 @@ class RankCallback(Callback):
             # What Lightning does in the handler itself: it saves the run, and asks Slurm to queue it again.
             self._requeue(0, None)
         if terminated:
+            let_children_end()
             # Checkpoints come after this callback, and Lightning ends the run after the batch.
             trainer._signal_connector.received_sigterm = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        let_children_end()
 
     # Ranks that are lost.
 
@@ -162,6 +166,7 @@ class RankCallback(Callback):
             logger.finalize("failed")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        let_children_end()
         if self._watch is None:
             return
         together = isinstance(exception, StopRun | SIGTERMException)
@@ -181,6 +186,18 @@ class RankCallback(Callback):
             self._ending.set()
             self._watch.stop()
             self._watch = None
+
+
+def let_children_end() -> None:
+    """Let ranks that Lightning's launcher has started end before rank 0 does, with whatever exit code.
+
+    The launcher watches them in a thread of rank 0, and kills rank 0 as soon as one ends with a code above 0, as all do
+    after SIGTERM or a stop: in the midst of its report, and before its MLflow run is closed.
+    """
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_ChildProcessObserver":
+            # It looks once more before it asks whether it is finished: it must have nobody left to look after.
+            thread._child_processes = []  # type: ignore[attr-defined]
 
 
 def _is_of_a_collective(exception: BaseException) -> bool:

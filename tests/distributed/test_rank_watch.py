@@ -92,3 +92,25 @@ def test_a_stranger_is_not_listened_to(ranks, hello):
         wait_until(lambda: len(ranks.watches[0]._peers) == 3, "the stranger was let in")
         wait_until(lambda: ranks.watches[0]._peers[2].gone, "and shown out")
     assert ranks.losses == {0: [], 1: [], 2: []}
+
+
+def test_a_child_that_ends_first_does_not_kill_rank_0() -> None:
+    """Lightning's launcher would, where the child's exit code is above 0, as it is after SIGTERM."""
+    import os
+    import subprocess
+    import sys
+
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
+    from lit_grpo.distributed import rank_callback
+
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(143)"])
+    observer = _ChildProcessObserver(os.getpid(), [child], sleep_period=1)
+    killed: list[int] = []
+    observer._terminate_all = lambda: killed.append(1)  # type: ignore[method-assign]
+    observer.start()
+    rank_callback.let_children_end()
+    assert child.wait() == 143
+    observer.join(30)
+    assert not observer.is_alive()
+    assert killed == []
