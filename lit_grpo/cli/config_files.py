@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -116,9 +117,27 @@ def _read(file: str) -> Layer:
         )
     if layer.root is not None:
         _check_size(layer, layer.root, ())
+        _check_values(layer, layer.root)
         # YAML itself would silently take the last of two equal keys.
         _refuse_double_keys(layer, layer.root)
     return layer
+
+
+def _check_values(layer: Layer, node: Node) -> None:
+    """Refuse what has the form of YAML and no value: tags of other programs, a merge (``<<``) of what is no mapping."""
+    try:
+        yaml.SafeLoader("").construct_document(copy.deepcopy(node))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark or node.start_mark
+        text = layer.lines[mark.line] if mark.line < len(layer.lines) else ""
+        what = " ".join(text for text in (error.context, error.problem) if text)
+        raise UserError(
+            f"this is YAML, but no value: {what}",
+            where=str(Place(layer.file, mark.line + 1, text)),
+            remedy="write plain text, numbers, lists and mappings, without tags (!)",
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"this is YAML, but no value: {error}", where=layer.file) from error
 
 
 def _too_deep(place: str) -> UserError:

@@ -30,6 +30,7 @@ from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
+from lit_grpo.run.folder import check_can_be_made
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
@@ -211,13 +212,17 @@ class TrainingCLI(LightningCLI):
         for name in _ABOVE_ZERO:
             if (number := trainer.get(name)) is not None and number <= 0:
                 raise UserError(f"{name} is {number}, must be above 0", where=f"trainer.{name}", remedy="leave it out")
+        for name in ("min_epochs", "min_steps"):
+            if (number := trainer.get(name)) is not None and number < 0:
+                raise UserError(f"{name} is {number}, must be at least 0", where=f"trainer.{name}")
         checkpoint = self.config[self._command].get("checkpoint")
         for key, folder in (
             ("checkpoint.dirpath", checkpoint.get("dirpath") if checkpoint else None),
             ("trainer.default_root_dir", trainer.get("default_root_dir")),
         ):
-            if folder is not None and Path(str(folder)).is_file():
-                raise UserError(f"{folder} is a file, not a folder", where=key, remedy="give the path of a folder")
+            # A place that is no path of this machine is one of a remote store.
+            if folder is not None and "://" not in str(folder):
+                check_can_be_made(Path(str(folder)), key)
         for name, (value, remedy) in _UNSUPPORTED.items():
             if trainer.get(name, value) != value:
                 raise UserError(

@@ -99,7 +99,8 @@ _QuotingDumper.add_representer(str, _represent_text)
 def _dump_yaml(data: Any) -> str:
     if _source.get() == "foreign":
         return str(_original_dump(data))
-    return str(yaml.dump(data, Dumper=_QuotingDumper, **_loaders_dumpers.dump_yaml_kwargs))
+    options: dict[str, Any] = _loaders_dumpers.dump_yaml_kwargs
+    return str(yaml.dump(data, Dumper=_QuotingDumper, **options))
 
 
 def make_checked(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -273,8 +274,8 @@ def _environment(self: ArgumentParser, *args: Any, **kwargs: Any) -> Namespace:
 
 _loaders_dumpers.dumpers["yaml"] = _dump_yaml
 _typehints.parse_value_or_config = _parse
-_typehints.adapt_typehints = _adapt
-_typehints.ActionTypeHint._check_type = _check
-_typehints.ActionTypeHint.__call__ = _call
-ArgumentParser._apply_actions = _apply
-ArgumentParser._load_env_vars = _environment
+_typehints.adapt_typehints = _adapt  # type: ignore[assignment]
+_typehints.ActionTypeHint._check_type = _check  # type: ignore[method-assign]
+_typehints.ActionTypeHint.__call__ = _call  # type: ignore[method-assign]
+ArgumentParser._apply_actions = _apply  # type: ignore[method-assign]
+ArgumentParser._load_env_vars = _environment  # type: ignore[method-assign]

@@ -133,9 +133,12 @@ def in_both(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
 
 
 def write_dropped(sets: Sequence[PromptSet], path: str) -> None:
-    """Write one JSON object a line for every row that was left out."""
+    """Write one JSON object a line for every row that was left out.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
     records = [
         {
             "id": item.row.id,
@@ -148,7 +151,15 @@ def write_dropped(sets: Sequence[PromptSet], path: str) -> None:
         for prompt_set in sets
         for item in prompt_set.dropped
     ]
-    write_atomically(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}",
+            where="data.clean.dropped_file",
+            remedy="give a file in a folder that can be written in",
+        ) from error
 
 
 def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

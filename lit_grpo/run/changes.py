@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.errors import UserError
-from lit_grpo.utils.secrets import is_secret_name, masked_text
+from lit_grpo.utils.secrets import masked, masked_text
 
 FREE = (
     *("data.rollouts", "data.val", "data.test", "data.val_prompts", "data.test_prompts", "data.eval_sampling"),
-    *("data.eval_group_size", "data.engine", "data.on_reward_error", "data.on_incomplete_rollout"),
+    *("data.eval_group_size", "data.engine", "data.on_reward_error", "data.rejudge_every", "data.on_incomplete_rollout"),
     *("data.clean.dropped_file", "model.micro_batch_tokens", "model.micro_batch_size", "model.zero_advantage_samples"),
     *("model.step_kl_samples", "model.max_skipped_steps", "model.guards", "model.sharding", "model.policy.attention"),
     *("model.policy.gradient_checkpointing", "model.policy.share_prompts", "model.policy.pack"),
@@ -53,14 +53,16 @@ class Change:
 def flat(settings: Any, prefix: str) -> dict[str, Any]:
     """Return nested settings as one dictionary of plain values by dotted key; entries of lists are numbered.
 
-    Secrets are not kept: values under the name of one are left out, those in addresses are masked.
+    Secrets are masked (:mod:`lit_grpo.utils.secrets`), so that another key of a server is no other setting.
     """
+    return _flat(masked(settings, prefix), prefix)
+
+
+def _flat(settings: Any, prefix: str) -> dict[str, Any]:
     if isinstance(settings, Mapping) and settings:
-        return {k: v for name, value in settings.items() for k, v in flat(value, f"{prefix}.{name}").items()}
+        return {k: v for name, value in settings.items() for k, v in _flat(value, f"{prefix}.{name}").items()}
     if isinstance(settings, list | tuple) and any(isinstance(one, Mapping | list | tuple) for one in settings):
-        return {k: v for i, value in enumerate(settings) for k, v in flat(value, f"{prefix}.{i}").items()}
-    if isinstance(settings, str) and any(map(is_secret_name, prefix.split("."))):
-        return {}
+        return {k: v for i, value in enumerate(settings) for k, v in _flat(value, f"{prefix}.{i}").items()}
     return {prefix: _plain(settings)}
 
 

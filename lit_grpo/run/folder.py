@@ -88,15 +88,25 @@ def check_place(root: Path, run_name: str | None) -> None:
                 where=key,
                 remedy=f"file systems take some 250: stay below {MOST_NAME_BYTES}",
             )
-    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    check_can_be_made(root, "RunLogger.root")
+
+
+def check_can_be_made(folder: Path, key: str) -> None:
+    """Check that a folder is there or can be made, and can be written in; makes nothing.
+
+    Args:
+        folder: the folder.
+        key: key of the configuration that names it.
+
+    Raises:
+        UserError: a file is in its way, or its nearest parent cannot be written in.
+    """
+    folder = folder.absolute()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
     if not there.is_dir():
-        raise UserError(f"{there} is a file, so no run can be kept below it", where="RunLogger.root")
+        raise UserError(f"{there} is a file, not a folder", where=key, remedy="give the path of a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"nothing can be written in {there}",
-            where="RunLogger.root",
-            remedy="give another folder for all runs: --trainer.logger.root FOLDER",
-        )
+        raise UserError(f"nothing can be written in {there}", where=key, remedy="give another folder")
 
 
 def shown(path: Path) -> str:

@@ -67,7 +67,8 @@ def check_fields(instance: Any, key: str, *, finite: bool = True) -> None:
     Raises:
         UserError: a value is null, no number, not finite or out of its range; names the key.
     """
-    for name, hint in _hints(type(instance)).items():
+    cls: Any = type(instance)
+    for name, hint in _hints(cls).items():
         if hasattr(instance, name):
             _check(getattr(instance, name), hint, f"{key}.{name}".removeprefix("."), finite)
 
@@ -90,7 +91,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], key:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 

@@ -81,7 +81,8 @@ def line_of(error: BaseException) -> str | None:
 
 def from_import(error: BaseException) -> bool:
     """Tell whether an error was raised while a module was being imported."""
-    return any("importlib._bootstrap" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    # Code at the top of a module runs in a frame of this name; Python leaves those of the import system itself out.
+    return any(frame.name == "<module>" for frame in traceback.extract_tb(error.__traceback__))
 
 
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:

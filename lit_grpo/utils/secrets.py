@@ -39,6 +39,8 @@ _NOT_SECRET_BEFORE_TOKEN = {
     "by",
 }
 """Words that make ``..._token`` a token of text."""
+_ALL_SECRET = {"env", "headers", "default_headers"}
+"""Keys of mappings all of whose text may be secret."""
 _PLAIN_ENVIRONMENT = ("CUDA_", "NCCL_", "OMP_", "GLOO_")
 """Beginnings of the names of environment variables that are shown."""
 
@@ -105,7 +107,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 def _variables(value: Mapping[Any, Any], name: str) -> Iterable[tuple[Any, Any]]:
     """Return the items of a mapping, those of environment variables already masked."""
-    if name == "env" or name.endswith(".env"):
+    if name.rpartition(".")[2].lower() in _ALL_SECRET:
         return [(key, _masked_variable(str(key), item)) for key, item in value.items()]
     return value.items()
 

@@ -214,6 +214,7 @@ def test_what_is_given_wins_over_the_checkpoint(place):
     quiet = ["--trainer.logger", "false", "--checkpoint.dirpath", "c"]
     assert main(["fit", "--config", "a.yaml", *quiet, "--data.rollouts=1"]) == 0
     words = ["--ckpt_path", "c/last.ckpt", "--model.max_grad_norm=0.5", f"--trainer.callbacks+={HERE}.Seen"]
+    words += ["--checkpoint.accept_changes", "model.max_grad_norm"]
     assert main(["fit", "--config", "a.yaml", *quiet, *words]) == 0
     assert Seen.trainer.lightning_module.max_grad_norm == 0.5
     assert Seen.trainer.lightning_module.policy_version == 3

@@ -13,6 +13,7 @@ import yaml
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.slow
 PLANTED = [f"PLANTED{n}" for n in range(1, 12)]
 
 CONFIG = """

@@ -109,6 +109,9 @@ def test_a_quoted_text_of_a_file_is_that_text_in_every_key(text, text_keys, tmp_
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_typed_is_that_text_or_null(text, text_keys, hints, monkeypatch):
     optional = [key for key in text_keys if type(None) in typing.get_args(hints[key])]
+    if text == "[a]":
+        # And these a list.
+        text_keys = [key for key in text_keys if "list" not in str(hints[key])]
     if text in ("{a: 1}", "a: b"):
         # These take a mapping too, and what is typed is read once.
         text_keys = [key for key in text_keys if "custom" not in key]

@@ -36,11 +36,13 @@ def test_a_path_that_leads_nowhere_is_explained(path, said):
     assert ("remedy: write it so" in str(caught.value)) == (not path.startswith("collections.") or path.endswith("."))
 
 
-def test_a_module_that_fails_by_itself_is_not_hidden(tmp_path, monkeypatch):
-    (tmp_path / "broken_on_import.py").write_text("1 / 0")
+def test_a_module_that_fails_by_itself_is_told_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_on_import.py").write_text("\n1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero") as caught:
         import_by_path("broken_on_import.name")
+    assert caught.value.where == f"{tmp_path / 'broken_on_import.py'}:2"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError), "the traceback is kept for LIT_GRPO_DEBUG=1"
 
 
 def test_names_are_imported_when_first_asked_for(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lit_grpo.utils.secrets import (
@@ -53,7 +55,7 @@ def test_text(text, shown):
 
 
 def test_a_configuration():
-    config = {
+    config: dict[str, Any] = {
         "engine": {"args": {"api_key": "s1", "max_num_seqs": 4, "tokens": "plain"},
                    "server": {"env": {"HF_TOKEN": "s2", "ANY_NAME": "s3", "CUDA_VISIBLE_DEVICES": "0"}, "url": "http://a:s4@h"}},
         "rewards": [{"class_path": "X", "init_args": {"url": "https://u:s5@h", "headers": {"Authorization": "s6"}}}],

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
@@ -78,8 +78,18 @@ class Explainer:
             path = prefix + str(key.value).rstrip("+")
             if key.value != "<<" and path not in self.known:
                 raise self._unknown_key(path)
-            if isinstance(value, MappingNode) and any(known.startswith(f"{path}.") for known in self.keys):
+            if key.value == "<<" or not any(known.startswith(f"{path}.") for known in self.keys):
+                continue
+            if isinstance(value, MappingNode):
                 self._check_mapping(value, f"{path}.")
+            # Text may be the path of a file with the keys. What may be left out as a whole is a key of its own.
+            elif path not in self.keys and (isinstance(value, SequenceNode) or value.tag == "tag:yaml.org,2002:null"):
+                found = "a list" if isinstance(value, SequenceNode) else "null"
+                raise UserError(
+                    f"`{path}` holds keys and values, not {found}",
+                    where=self.place(path),
+                    remedy="write its keys below it, or leave it out",
+                )
 
     # Finding the file and line of a key.
 

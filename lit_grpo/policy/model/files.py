@@ -47,6 +47,9 @@ def check_folder(path: Path, where: str) -> None:
             remedy="give the folder that save_pretrained or `lit-grpo export` wrote",
         )
     _read_json(path / "config.json", where)
+    # Names the tokens that end a completion; without it those of the tokenizer alone do.
+    if (path / "generation_config.json").is_file():
+        _read_json(path / "generation_config.json", where)
     weights = sorted(path.glob("*.safetensors"))
     # The older kind is a pickle, of which transformers reads tensors alone.
     if not weights and not [*path.glob("*.bin")]:

@@ -201,6 +201,11 @@ def _asks_nobody() -> str | None:
     return why_unreachable(constants.ENDPOINT, constants.HF_HUB_OFFLINE)
 
 
+def _unreachable_hub(config: PolicyConfig) -> bool:
+    """Tell whether a model is one of a hub that cannot be asked: its client would try, for each file in the cache."""
+    return config.path is not None and not _is_folder_name(config.path) and _asks_nobody() is not None
+
+
 def _in_cache(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -260,7 +265,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         model = _skeleton(config, dtype, implementation)
     else:
         with _named_errors(config):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 _location(config),
                 dtype=dtype,
                 attn_implementation=implementation,
@@ -268,6 +273,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
                 **loading_arguments(config.quantization, dtype),
                 **_model_args(config),
             )
+            model, report = loaded
             _check_loaded(config, report)
         if config.quantization is not None:
             after_loading(model)
@@ -317,9 +323,9 @@ def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> t
 
         # Chat models often end a turn with another token than the tokenizer's; some have no generation_config.json.
         try:
-            with _named_errors(config):
+            with from_cache_alone() if _unreachable_hub(config) else nullcontext():
                 eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
-        except UserError:
+        except OSError:
             eos = None
         ids |= set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
     if not ids:
@@ -353,9 +359,7 @@ class _named_errors:  # noqa: N801 - reads as a statement
 
     def __init__(self, config: PolicyConfig) -> None:
         self.path = config.path
-        hub = config.path is not None and not _is_folder_name(config.path) and _asks_nobody() is not None
-        # Its client would ask the hub for each file of the cache, again and again.
-        self.cache = from_cache_alone() if hub else nullcontext()
+        self.cache = from_cache_alone() if _unreachable_hub(config) else nullcontext()
 
     def __enter__(self) -> None:
         self.cache.__enter__()
