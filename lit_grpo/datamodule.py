@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any, cast
 
 import lightning.pytorch as pl
@@ -113,6 +113,10 @@ class RolloutDataModule(pl.LightningDataModule):
         self.on_reward_error, self.rejudge_every = on_reward_error, rejudge_every
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
+        self._hashed: tuple[Any, str] | None = None
+        """The tokenizer whose words were hashed last, and their hash."""
+        self._encoded_for: dict[str, Any] = {}
+        """Template and vocabulary that the prompts under each key were encoded with."""
         self._producer: RolloutGenerator | None = None
         self.other_prompts = False
         """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
@@ -294,8 +298,12 @@ class RolloutDataModule(pl.LightningDataModule):
         self._encode("train", source, "data.prompts", self.format)
 
     def _encode(self, key: str, source: PromptSource, where: str, form: PromptFormat) -> None:
-        """Prepare the prompts of a source once (read, check, clean, tokenise), and keep them under ``key``."""
-        if key in self._sets:
+        """Prepare the prompts of a source once (read, check, clean, tokenise), and keep them under ``key``.
+
+        Once for each model: the ids of another vocabulary mean another text.
+        """
+        identity = (form.identity(self.learner.tokenizer), self._vocabulary, key == "train" and self._supervised)
+        if self._encoded_for.get(key) == identity:
             return
         training = key == "train"
         found = prepare(
@@ -322,7 +330,7 @@ class RolloutDataModule(pl.LightningDataModule):
             )
             # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
-        self._sets[key] = found
+        self._sets[key], self._encoded_for[key] = found, identity
         read = (source, *(self.clean.decontaminate if training else ()))
         for line in (*(line for one in read for line in one.columns_taken()), *found.summary_lines()):
             rank_zero_info(line)
@@ -365,10 +373,15 @@ class RolloutDataModule(pl.LightningDataModule):
         if state_dict and "train" in self._sets and self._fitting and not self.other_prompts:
             check_resumed(state_dict, self.state_dict())
 
-    @cached_property
+    @property
     def _vocabulary(self) -> str:
-        words = json.dumps(sorted(self.learner.tokenizer.get_vocab().items()))
-        return hashlib.sha256(words.encode()).hexdigest()
+        """Hash of the tokenizer's words with their ids."""
+        tokenizer = self.learner.tokenizer
+        # By the object, since one data module may be used with the models of several fits.
+        if self._hashed is None or self._hashed[0] is not tokenizer:
+            words = json.dumps(sorted(tokenizer.get_vocab().items()))
+            self._hashed = tokenizer, hashlib.sha256(words.encode()).hexdigest()
+        return self._hashed[1]
 
     def _check_lengths(self, prompts: Sequence[Prompt], places: Mapping[str, str], where: str) -> None:
         vocabulary = len(self.learner.tokenizer)
@@ -424,6 +437,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 self.rewards,
                 rng.run_seed(),
                 self.on_reward_error,
+                end_token_ids=(*context.end_token_ids, *(i for one in self._samplings for i in one.stop_token_ids)),
                 rejudge_every=self.rejudge_every,
                 sleep_level=self.engine_config.sleep,
                 vocab_size=getattr(load_model_config(learner.policy_config), "vocab_size", None),
@@ -453,7 +467,13 @@ class RolloutDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> RolloutLoader:
         learner = self.learner
         source: RolloutSource = (
-            SupervisedSource(self._solutions, learner, learner.tokenizer, rng.run_seed())
+            SupervisedSource(
+                self._solutions,
+                learner,
+                learner.tokenizer,
+                rng.run_seed(),
+                end_token_ids(learner.policy_config, learner.tokenizer),
+            )
             if self._supervised
             else self.producer
         )

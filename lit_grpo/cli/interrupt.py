@@ -100,6 +100,7 @@ class FirstCtrlC(Callback):
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, RolloutCheckpoint):
                     callback.save_what_is_whole(trainer, exception)
+            watchdog.saved()
         # After a KeyboardInterrupt Lightning has set a handler of its own, which ignores Ctrl-C while it shuts down.
         if not isinstance(exception, KeyboardInterrupt):
             self._restore_handlers(signal.SIGINT)

@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # By its name: importing the class would import the rewards.
         if type(error).__name__ != "RewardError":
             raise
-        _show_text(str(error))
+        sys.stdout.flush()
+        print(f"lit-grpo: {_masked(str(error))}", file=sys.stderr, flush=True)
         return FAILED
     finally:
         # A program that calls main() goes on. The process of the console script ends here, and may hang in doing so.
@@ -205,11 +206,6 @@ def _exit_code(error: SystemExit) -> int:
         return error.code
     print(error.code, file=sys.stderr)
     return FAILED
-
-
-def _show_text(text: str) -> None:
-    sys.stdout.flush()
-    print(f"lit-grpo: {text}", file=sys.stderr, flush=True)
 
 
 def _show(error: UserError, command: str) -> None:

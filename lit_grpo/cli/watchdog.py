@@ -25,7 +25,8 @@ END_SECONDS = 9.5
 END_SECONDS_RANKS = 60.0
 """Seconds from SIGTERM with several processes, which have to agree on where to stop."""
 _SAVE_SECONDS = 60.0
-_SAVING = 83  # no signal has a number above 64
+_AFTER_SAVE_SECONDS = 1.0
+_SAVING, _SAVED = 83, 84  # no signal has a number above 64
 _POLL_SECONDS = 1.0
 
 _process: subprocess.Popen[bytes] | None = None
@@ -75,9 +76,18 @@ def disarm() -> None:
 
 def saving() -> None:
     """Say that a checkpoint is being written: where the end is near already, it is put off once, by a minute."""
+    _tell(_SAVING)
+
+
+def saved() -> None:
+    """Say that the checkpoint is written: what is left to do has the time that was left before."""
+    _tell(_SAVED)
+
+
+def _tell(number: int) -> None:
     if _process is not None:
         with contextlib.suppress(OSError):
-            os.write(_writing, bytes([_SAVING]))
+            os.write(_writing, bytes([number]))
 
 
 def _forget() -> None:
@@ -96,7 +106,7 @@ if hasattr(os, "register_at_fork"):
 
 def watch(reading: int, parent: int, seconds: float) -> None:
     """Read signal numbers until the pipe is closed, the process ``parent`` is gone, or it has to be killed."""
-    interrupts, deadline, put_off = 0, float("inf"), False
+    interrupts, deadline, first, put_off = 0, float("inf"), float("inf"), False
     what = ""
     while os.getppid() == parent:
         left = max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))
@@ -112,9 +122,11 @@ def watch(reading: int, parent: int, seconds: float) -> None:
             if deadline == float("inf") and (number == signal.SIGTERM or interrupts >= 2):
                 what = "SIGTERM" if number == signal.SIGTERM else "the second Ctrl-C"
                 limit = seconds if number == signal.SIGTERM else END_SECONDS
-                deadline = time.monotonic() + limit
+                deadline = first = time.monotonic() + limit
             elif number == _SAVING and deadline < float("inf") and not put_off:
                 deadline, put_off = max(deadline, time.monotonic() + _SAVE_SECONDS), True
+            elif number == _SAVED and put_off:
+                deadline = max(first, time.monotonic() + _AFTER_SAVE_SECONDS)
     if os.getppid() == parent:
         print(f"lit-grpo: not ended by itself after {what}, and killed", file=sys.stderr, flush=True)
         os.kill(parent, signal.SIGKILL)

@@ -16,6 +16,8 @@ from lit_grpo.distributed.rank_watch import Loss, RankWatch
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_logger
 
+_TOGETHER_SECONDS = 1.0
+"""How far apart ranks may break off that all do for the same reason."""
 _NOTICE_SECONDS = 5.0
 """How long a rank whose collective failed waits for word of who was lost."""
 _COLLECTIVE_SECONDS = 3.0
@@ -103,8 +105,12 @@ class RankCallback(Callback):
             # What Lightning does in the handler itself: it saves the run, and asks Slurm to queue it again.
             self._requeue(0, None)
         if terminated:
+            let_children_end()
             # Checkpoints come after this callback, and Lightning ends the run after the batch.
             trainer._signal_connector.received_sigterm = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        let_children_end()
 
     # Ranks that are lost.
 
@@ -125,6 +131,9 @@ class RankCallback(Callback):
 
     def _on_loss(self, loss: Loss) -> None:
         """End this process, since a rank is gone; called in the thread of the watch."""
+        # All ranks may break off for one reason, as with Ctrl-C in their terminal; each then says it itself.
+        if loss.kind == "broke off" and self._ending.wait(_TOGETHER_SECONDS):
+            return
         self._lost = loss
         # Rank 0 speaks for all; where it is lost itself, the first process of each machine does.
         speaks = self._rank == 0 or (
@@ -132,7 +141,7 @@ class RankCallback(Callback):
         )
         if speaks and not loss.told:
             print(f"lit-grpo: {loss}. The run cannot go on without it and ends.", file=sys.stderr, flush=True)
-        if loss.silent:
+        if loss.kind == "silent":
             # It can do nothing itself, and would keep its memory.
             loss.process.kill()
         self._noticed.set()
@@ -157,9 +166,10 @@ class RankCallback(Callback):
             logger.finalize("failed")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        let_children_end()
         if self._watch is None:
             return
-        together = isinstance(exception, StopRun | SIGTERMException | KeyboardInterrupt)
+        together = isinstance(exception, StopRun | SIGTERMException)
         # A collective that failed because of another rank: what that was is known in a moment.
         if not together and _is_of_a_collective(exception) and self._noticed.wait(_NOTICE_SECONDS):
             self._ending.set()
@@ -176,6 +186,18 @@ class RankCallback(Callback):
             self._ending.set()
             self._watch.stop()
             self._watch = None
+
+
+def let_children_end() -> None:
+    """Let ranks that Lightning's launcher has started end before rank 0 does, with whatever exit code.
+
+    The launcher watches them in a thread of rank 0, and kills rank 0 as soon as one ends with a code above 0, as all do
+    after SIGTERM or a stop: in the midst of its report, and before its MLflow run is closed.
+    """
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_ChildProcessObserver":
+            # It looks once more before it asks whether it is finished: it must have nobody left to look after.
+            thread._child_processes = []  # type: ignore[attr-defined]
 
 
 def _is_of_a_collective(exception: BaseException) -> bool:

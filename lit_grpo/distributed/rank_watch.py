@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 INTERVAL = 2.0
 """Seconds between two signs of life."""
 _CONNECT_SECONDS = 20.0
 _HELLO_BYTES = 4096
+
+LossKind = Literal["died", "silent", "broke off"]
 
 _ALIVE, _GOODBYE, _TOLD = b".", b"x", b"!"
 
@@ -63,13 +65,13 @@ class Loss:
     Attributes:
         process: the rank's process.
         what: what became of it, as the end of a sentence that begins with the rank.
-        silent: whether its process may still be there.
+        kind: ``died``; ``silent``, and then its process may still be there; ``broke off`` with an error of its own.
         told: whether rank 0 has told it, and so said it already.
     """
 
     process: Process
     what: str
-    silent: bool = False
+    kind: LossKind
     told: bool = False
 
     def __str__(self) -> str:
@@ -144,7 +146,7 @@ class RankWatch:
         """
         if self._stopping.is_set() or self._thread is None:
             return
-        self._last_word = _GOODBYE if failure is None else _word(Loss(self._own, f"broke off: {failure}"))
+        self._last_word = _GOODBYE if failure is None else _word(Loss(self._own, f"broke off: {failure}", "broke off"))
         self._stopping.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * INTERVAL)
@@ -198,7 +200,7 @@ class RankWatch:
                         peer.process,
                         f"has given no sign of life for {self._silence:.0f} seconds: it was stopped, or its machine "
                         "hangs",
-                        silent=True,
+                        "silent",
                     )
             # Rank 0 has said goodbye: there is nobody left to watch.
             if self._own.rank and all(peer.gone for peer in self._peers):
@@ -223,7 +225,7 @@ class RankWatch:
             data = b""
         if not data:
             peer.gone = True
-            return None if peer.process is None else Loss(peer.process, "has died")
+            return None if peer.process is None else Loss(peer.process, "has died", "died")
         peer.heard = time.monotonic()
         peer.received += data
         if peer.process is None and not self._greet(peer):
@@ -235,7 +237,8 @@ class RankWatch:
             peer.gone = True
             word = json.loads(peer.received.strip(_TOLD + b"\n" + _ALIVE))
             process = Process(**word["process"])
-            return Loss(process, str(word["what"]), silent=bool(word["silent"]), told=self._own.rank > 0)
+            assert word["kind"] in get_args(LossKind)
+            return Loss(process, str(word["what"]), cast(LossKind, word["kind"]), told=self._own.rank > 0)
         return None
 
     def _greet(self, peer: _Peer) -> bool:
@@ -265,7 +268,7 @@ class RankWatch:
 
 def _word(loss: Loss) -> bytes:
     """Write a loss as it is told to the others."""
-    content = {"what": loss.what, "silent": loss.silent, "process": vars(loss.process)}
+    content = {"what": loss.what, "kind": loss.kind, "process": vars(loss.process)}
     return _TOLD + json.dumps(content).encode() + b"\n"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_grpo.evaluation.sets import LOGPROB, TOTAL, EvaluationPart
 from lit_grpo.rewards.base import Reward, primary_reward
+from lit_grpo.rewards.combine import final_answers
 from lit_grpo.types import RewardInput, Rollout
 
 
@@ -37,9 +38,7 @@ def grade(rollout: Rollout, rewards: Sequence[Reward], part: EvaluationPart, see
         RewardInput(rollout.prompts[i // size], completion, text)
         for i, (completion, text) in enumerate(zip(rollout.completions, rollout.texts, strict=True))
     ]
-    final_answers = reward.final_answers(items)
-    answers = None if final_answers is None else list(final_answers)
-    return Graded(part, rollout.correct, answers, seeds)
+    return Graded(part, rollout.correct, final_answers(reward, items), seeds)
 
 
 def answer_classes(correct: Tensor, answers: Sequence[str | None], group_size: int) -> Tensor:

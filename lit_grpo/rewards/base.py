@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.threads import call_within
+
+T = TypeVar("T")
 
 Scores = Mapping[str, Sequence[Score]]
 """Under each reward's name one score for each completion."""
@@ -112,11 +114,20 @@ def score_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score
         HungRewardError: it has not returned by then.
         RuntimeError: the reward raised a TimeoutError itself. Whatever else it raises comes as it is.
     """
+    return _within(reward, reward.score, batch)
+
+
+def answers_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
+    """Call a reward's ``final_answers`` as :func:`score_within` calls its ``score``."""
+    return _within(reward, reward.final_answers, batch)
+
+
+def _within(reward: Reward, method: Callable[[Sequence[RewardInput]], T], batch: Sequence[RewardInput]) -> T:
     if reward.score_limit is None:
-        return reward.score(batch)
+        return method(batch)
     seconds = reward.score_limit * max(1, len(batch))
     try:
-        return call_within(seconds, reward.score, batch, name=f"reward-{reward.name}")
+        return call_within(seconds, method, batch, name=f"reward-{reward.name}")
     except TimeoutError as error:
         raise HungRewardError(
             f"has not returned in {seconds:g} s (its score_limit is {reward.score_limit:g} s for a completion)"

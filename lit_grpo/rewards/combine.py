@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from lit_grpo.errors import UserError
-from lit_grpo.rewards.base import HungRewardError, Reward, score_within
+from lit_grpo.rewards.base import HungRewardError, Reward, answers_within, score_within
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.text import shorten
 
@@ -91,6 +91,24 @@ def score_all(
     """
     check_rewards(rewards)
     return {reward.name: _score(reward, batch, on_error) for reward in rewards}
+
+
+def final_answers(reward: Reward, batch: Sequence[RewardInput]) -> list[str | None] | None:
+    """Return what a reward's ``final_answers`` gives, held to its contract: one for each completion, or None.
+
+    Raises:
+        RewardError: it raised, did not return, or gave another number of them.
+    """
+    try:
+        given = answers_within(reward, batch)
+        answers = None if given is None else list(given)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise RewardError(reward.name, f"gave no final answers: {_describe(error)}") from error
+    if answers is not None and len(answers) != len(batch):
+        raise RewardError(reward.name, f"gave {len(answers)} final answers for {len(batch)} completions")
+    return answers
 
 
 def judge_again(

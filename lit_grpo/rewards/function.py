@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,8 @@ class FunctionReward(Reward):
         self._function = find_function(path) if isinstance(function, str) else function
         self._parameters, self._batch = _parameters(self._function, path, self._arguments)
         self._async = inspect.iscoroutinefunction(self._function)
+        # Who waits usually asks a server, and its answers cost money or are drawn.
+        self.deterministic = not self._async
         self.correct_threshold, self.needs_answer = correct_threshold, needs_answer
         if range is not None:
             self.range = (range[0], range[1])
@@ -177,7 +180,7 @@ class FunctionReward(Reward):
             limit = self._limit_of(calls[0]) if calls else None
             try:
                 outcomes = self._pool.map(calls, limit)
-            except (AttributeError, TypeError, ValueError) as error:
+            except (pickle.PickleError, AttributeError, TypeError, ValueError, RecursionError) as error:
                 # Raised by pickle, which names what it cannot send.
                 raise FunctionError(f"what {self._path} is called with cannot be sent to a worker: {error}") from error
             return [self._read(outcome.status, outcome.value, outcome.seconds, outcome.error) for outcome in outcomes]
@@ -274,18 +277,7 @@ def find_function(path: str) -> Callable[..., Any]:
     """
     path = path.replace(":", ".")
     where = "FunctionReward.function"
-    try:
-        function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
-    except (UserError, KeyboardInterrupt):
-        raise
-    # SystemExit too, which would end the command as if all were well.
-    except BaseException as error:
-        module = path.rpartition(".")[0]
-        raise UserError(
-            f"{module} fails when it is imported: {type(error).__name__}: {error}",
-            where=where,
-            remedy=f"python -c 'import {module}' shows where",
-        ) from error
+    function = import_by_path(path, where, remedy="as in my_module.my_function; is it in the folder you are in?")
     # A class is callable too, but what it makes is no score.
     if not callable(function) or inspect.isclass(function):
         module, _, name = path.rpartition(".")

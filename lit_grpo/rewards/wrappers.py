@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_grpo.errors import UserError, nearest
-from lit_grpo.rewards.base import Reward, score_within
+from lit_grpo.rewards.base import Reward, answers_within, score_within
 from lit_grpo.types import RewardInput, Score
 
 
@@ -74,7 +74,7 @@ class WrappingReward(Reward):
         return scores
 
     def final_answers(self, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
-        return self.reward.final_answers(batch)
+        return answers_within(self.reward, batch)
 
     def start(self) -> None:
         self.reward.start()
@@ -161,7 +161,7 @@ class GatedReward(WrappingReward):
         return score.value
 
     def final_answers(self, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
-        answers = self.reward.final_answers(batch)
+        answers = answers_within(self.reward, batch)
         if answers is None:
             return None
         return [answer if is_open else None for answer, is_open in zip(answers, self._open(batch), strict=True)]
@@ -269,7 +269,7 @@ class RewardBySource(Reward):
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None] | None:
         by_index: dict[int, str | None] = {}
         for reward, indices in self._split(batch):
-            answers = reward.final_answers([batch[i] for i in indices])
+            answers = answers_within(reward, [batch[i] for i in indices])
             if answers is not None:
                 by_index |= dict(zip(indices, answers, strict=True))
         return [by_index.get(i) for i in range(len(batch))] if by_index else None

@@ -19,6 +19,7 @@ from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sum
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
 from lit_grpo.utils.random import derive_seed
+from lit_grpo.utils.text import completion_text
 from lit_grpo.utils.threads import DaemonThreads, call_within
 
 _SCORING_THREADS = 4
@@ -94,6 +95,7 @@ class RolloutGenerator:
         engine: samples; its weights are brought up to date before every rollout.
         policy: gives the weights.
         tokenizer: decodes each completion once, for the rewards.
+        end_token_ids: ids that end a completion, and are no part of its text.
         rewards: the rewards, named and weighted.
         seed: seed of the run. The seeds of a completion derive from (seed, purpose, rollout, position, sample).
         on_reward_error: ``raise`` or ``zero``, see :func:`lit_grpo.rewards.score_all`.
@@ -114,6 +116,7 @@ class RolloutGenerator:
         rewards: Sequence[Reward],
         seed: int,
         on_reward_error: OnError = "raise",
+        end_token_ids: Sequence[int] = (),
         retries: int = 2,
         rejudge_every: int = 0,
         sleep_level: int = 0,
@@ -123,6 +126,7 @@ class RolloutGenerator:
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
         self._said_unknown = False
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
+        self.end_token_ids = frozenset(end_token_ids)
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
         self.retries, self.rejudge_every, self.sleep_level = retries, rejudge_every, sleep_level
         if sleep_level and not isinstance(engine, SleepingEngine):
@@ -307,7 +311,7 @@ class RolloutGenerator:
                 self.engine.sleep(self.sleep_level)
 
     def _score(self, prompt: Prompt, group: list[Completion], again: bool) -> Scored:
-        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+        texts = [completion_text(self.tokenizer, c.token_ids, self.end_token_ids) for c in group]
         items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
         scores = score_all(self.rewards, items, self.on_reward_error)
         rejudged = judge_again(self.rewards, items, scores, self.on_reward_error) if again else (0, 0)

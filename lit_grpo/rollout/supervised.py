@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rollout.generator import PolicySource
 from lit_grpo.types import Completion, Prompt, Rollout, Sampling
+from lit_grpo.utils.text import completion_text
 
 _ANSWER, _SOLUTION = "{answer}", "{solution}"
 
@@ -167,12 +168,19 @@ class SupervisedSource:
         policy: gives the version that the rollouts carry.
         tokenizer: decodes the solutions, for callbacks that show texts.
         seed: seed of the run; the order of prompts derives from it.
+        end_token_ids: ids that end a solution, and are no part of its text.
     """
 
     def __init__(
-        self, solutions: Mapping[str, tuple[int, ...]], policy: PolicySource, tokenizer: Any, seed: int
+        self,
+        solutions: Mapping[str, tuple[int, ...]],
+        policy: PolicySource,
+        tokenizer: Any,
+        seed: int,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         self.solutions, self.policy, self.tokenizer, self.seed = solutions, policy, tokenizer, seed
+        self.end_token_ids = end_token_ids
 
     def produce(
         self,
@@ -197,7 +205,7 @@ class SupervisedSource:
             index=index,
             prompts=list(prompts),
             completions=completions,
-            texts=[self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions],
+            texts=[completion_text(self.tokenizer, c.token_ids, self.end_token_ids) for c in completions],
             rewards={},
             reward=torch.ones(len(prompts)),
             group_size=1,

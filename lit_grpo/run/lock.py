@@ -6,6 +6,7 @@ ends with the process however that ends, so that a lock that is left behind neve
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -106,7 +107,9 @@ class FolderLock:
         assert self._descriptor is not None
         with _held_lock:
             if not leave_file:
-                self.path.unlink(missing_ok=True)
+                # Where the file cannot be removed, it is known for a dead one as well.
+                with contextlib.suppress(OSError):
+                    self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
             _held.discard(self.path)

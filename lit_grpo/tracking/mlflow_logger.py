@@ -245,6 +245,12 @@ class RunLogger(Logger, RunRecord):
         self._earlier = earlier or None
         sender.wrote(earlier.confirmed)
 
+    def _send_earlier_lines(self) -> None:
+        """Send what an earlier process has left, where this one makes no step again, as after a last checkpoint."""
+        if self._opened is not None and self._earlier is None:
+            spool, sender, _ = self._opened
+            sender.wrote(_size(spool.path))
+
     def _is_new(self, record: dict[str, Any], earlier: EarlierLines) -> bool:
         """Tell whether a record is to be written; the lines that it makes void are removed.
 
@@ -316,6 +322,7 @@ class RunLogger(Logger, RunRecord):
         final = self._final_status(status)
         # Written down before it is sent: where it does not arrive, a later run of the same root sends it.
         self._note(ended=final)
+        self._send_earlier_lines()
         sender.end(final)
         everything_sent = sender.flush(self._patience)
         report = self.delivery_report()
@@ -379,6 +386,7 @@ class RunLogger(Logger, RunRecord):
     @rank_zero_only
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything is sent; return False if that fails or makes no progress for ``timeout`` seconds."""
+        self._send_earlier_lines()
         return self._opened is None or self._opened[1].flush(self._patience if timeout is None else timeout)
 
     @property

@@ -96,6 +96,7 @@ class Sender:
         self._thread: threading.Thread | None = None
         self._requested = self._finished = 0
         self._progress = 0
+        self._opened = False
         self._failures = 0
         self._not_before = 0.0
 
@@ -222,7 +223,9 @@ class Sender:
             with self._changed:
                 self._sent = 0
             self._on_progress()
-        self._progress += 1
+        # Opening the run is progress; finding it open is none, and tells nothing of the server.
+        self._progress += not self._opened
+        self._opened = True
         while self._jobs or self._sent < self._written:
             # Before each batch of metrics: a job may be to take back what was sent.
             while self._jobs:

@@ -64,7 +64,7 @@ class Spool:
     def _open(self) -> BinaryIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         mend(self.path)
-        file: BinaryIO = self.path.open("ab", buffering=0)  # type: ignore[assignment]
+        file: BinaryIO = self.path.open("ab", buffering=0)
         file.seek(0, os.SEEK_END)
         return file
 

@@ -1,6 +1,26 @@
-"""Text for messages, tables and parameters that have limited room."""
+"""Text of completions, and text for messages, tables and parameters that have limited room."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+
+def completion_text(tokenizer: Any, token_ids: Sequence[int], end_token_ids: Collection[int]) -> str:
+    """Decode a completion as rewards see it: without the token that ended it, and with all others.
+
+    Tags such as ``<think>`` and ``<answer>`` are special tokens of some tokenizers, which a decoder that leaves out all
+    special tokens would take away with the end.
+
+    Args:
+        tokenizer: of the policy.
+        token_ids: ids of the completion, the end token included if it was drawn.
+        end_token_ids: ids that end a completion.
+    """
+    ids = list(token_ids)
+    if ids and ids[-1] in end_token_ids:
+        ids.pop()
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def shorten(text: str, limit: int, mark: str = "...", *, keep_end: bool = False) -> str:

@@ -140,7 +140,7 @@ def attack(folder: Path, rng: random.Random, kind: str, count: Count, expected: 
         killing = kills > 0
         kills -= 1
         prepare: Callable[[], None] = planted(rng.randint(1, 14)) if killing and planted is not None else (lambda: None)
-        run = start(command, folder, prepare)
+        run = start(command, folder, partial(without_pictures, prepare))
         if killing and planted is None:
             _kill_at_random(run, folder, rng)
         code = run.wait(120)
@@ -159,6 +159,16 @@ def attack(folder: Path, rng: random.Random, kind: str, count: Count, expected: 
         count.resumed += command is not first
     count.runs += 1
     judge(folder, count, expected)
+
+
+def without_pictures(then: Callable[[], None]) -> None:
+    """Leave out report and curves, which take most of the time of so short a run and are none of the record."""
+    import lit_grpo.report.writer
+    import lit_grpo.tracking.summary
+
+    lit_grpo.report.writer.ReportWriter._write = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    lit_grpo.tracking.summary.RunSummary._draw = lambda self: None  # type: ignore[method-assign]
+    then()
 
 
 def _kill_at_random(run: Any, folder: Path, rng: random.Random) -> None:
@@ -221,7 +231,7 @@ def unbroken(root: Path, store: Path) -> dict[int, dict[str, Any]]:
 
 
 def measure(root: Path, kills: int, seed: int = 0, kinds: tuple[str, ...] = ()) -> dict[str, Count]:
-    """Attack runs until so many were killed, turn by turn at each point, and count."""
+    """Attack runs until so many were killed, turn by turn at each point, and count; progress goes to standard error."""
     store = make_store(root)
     expected = unbroken(root, store)
     names = kinds or ("random", *points())
@@ -236,4 +246,8 @@ def measure(root: Path, kills: int, seed: int = 0, kinds: tuple[str, ...] = ()) 
         if counts[name].bad == before:
             shutil.rmtree(folder)
         number += 1
+        total = {
+            key: sum(getattr(count, key) for count in counts.values()) for key in ("runs", "kills", "resumed", "bad")
+        }
+        print(f"  {name}: {total}", file=sys.stderr, flush=True)
     return counts

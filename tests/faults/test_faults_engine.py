@@ -161,7 +161,7 @@ def test_weights_that_a_step_ruins_are_brought_back_where_the_actions_say_so(mon
     assert module.policy_version == 5
 
 
-def test_spikes_do_not_end_a_run_that_is_only_to_log_them(monkeypatch):
+def test_spikes_do_not_end_a_run_that_is_only_to_log_them(monkeypatch, tmp_path):
     """Every second gradient is ten thousand times as large, all with a finite norm."""
     from lit_grpo.learner.optimizer_step import OptimizerStepper
 
@@ -179,7 +179,8 @@ def test_spikes_do_not_end_a_run_that_is_only_to_log_them(monkeypatch):
 
     monkeypatch.setattr(OptimizerStepper, "_accumulate", steep)
     module = tiny.module(max_grad_norm=None, optimizer=OptimizerConfig(lr=1e-4))
-    tiny.trainer(callbacks=[HealthMonitor(actions={"critical": "log"})]).fit(module, datamodule=tiny.data(rollouts=60))
+    monitor = HealthMonitor(actions={"critical": "log"})
+    tiny.trainer(callbacks=[monitor], default_root_dir=tmp_path).fit(module, datamodule=tiny.data(rollouts=60))
     assert module.policy_version == 60
     assert module.clipped_steps > 10
     assert module.skipped_in_a_row == 0

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from lit_grpo.cli.main import FAILED, main
 from lit_grpo.rewards import Reward
 
 LINES = '{"prediction": "4", "answer": "4"}\n'
-FIT = {
+FIT: dict[str, Any] = {
     "model": {"policy": {"tiny": {"layers": 1, "width": 16, "heads": 2}}},
     "data": {
         "prompts": {"class_path": "lit_grpo.data.AdditionPrompts"},

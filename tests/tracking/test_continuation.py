@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -42,7 +43,7 @@ def tenth(step):
 def log(root, steps, *, folder="mine", sends=True, value=tenth, start=None):
     logger = RunLogger(root=str(root), run_dir=str(root / folder), patience=1)
     if not sends:
-        Sender._send_all = lambda self: (_ for _ in ()).throw(ConnectionError("refused"))
+        Sender._send_all = lambda self: (_ for _ in ()).throw(ConnectionError("refused"))  # type: ignore[method-assign]
     if start is not None:
         logger.continue_from(start)
     for step in steps:
@@ -72,6 +73,15 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_run_that_goes_on(root):
     assert history == [(step, pytest.approx(step / 10)) for step in range(10)]
     assert run.info.status == "FINISHED"
     assert [line["step"] for line in lines(root)] == list(range(10))
+
+
+def test_what_is_left_of_the_last_steps_is_sent_by_a_run_that_has_none_to_make(root):
+    in_a_process_that_dies(log, root, range(3))
+    in_a_process_that_dies(log, root, range(3, 5), sends=False)
+    logger = log(root, [])
+    logger.set_tags({"some": "tag"})
+    logger.finalize("success")
+    assert [step for step, _ in stored(root, logger.run_id)[0]] == list(range(5))
 
 
 def test_a_step_made_again_to_the_same_values_keeps_its_line(root):
@@ -126,7 +136,7 @@ def test_a_run_that_goes_on_is_not_closed_by_another(root):
 
 
 def dies_before_it_notes_the_id(root):
-    RunLogger._on_start = lambda self, *args: os.kill(os.getpid(), signal.SIGKILL)
+    RunLogger._on_start = lambda self, *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     log(root, range(2))
 
 
@@ -183,15 +193,18 @@ def test_patience_waits_for_a_server_that_refuses_the_connection(tmp_path):
         if len(tries) < 4:
             raise ConnectionRefusedError("[Errno 111] refused")
 
-    target.start = start
+    target.start = start  # type: ignore[method-assign]
     sender.wrote(spool.append({"step": 0, "wall_time": 0.0, "reward": 1.0}))
     assert sender.flush(PATIENCE)
     assert target.steps == [0]
 
 
-def test_patience_is_spent_once(tmp_path):
+@pytest.mark.parametrize("opens", [True, False])
+def test_patience_is_spent_once(tmp_path, opens):
     target, spool = FakeTarget(), Spool(tmp_path / "metrics.jsonl")
     target.down = True
+    if opens:
+        target.start = lambda: None  # type: ignore[method-assign]
     sender = Sender(target, spool.path)
     sender.wrote(spool.append({"step": 0, "wall_time": 0.0, "reward": 1.0}))
     assert not sender.flush(0.1)
@@ -222,7 +235,7 @@ def test_half_a_line_is_completed_or_removed(tmp_path, text, kept):
 def test_a_disk_that_takes_half_a_line_leaves_no_half(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "metrics.jsonl")
     spool.append({"step": 0})
-    file = spool._file
+    file: Any = spool._file
 
     class Full:
         def __getattr__(self, name):
@@ -233,7 +246,7 @@ def test_a_disk_that_takes_half_a_line_leaves_no_half(tmp_path, monkeypatch):
                 return file.write(data[:5])
             raise OSError(28, "No space left on device")
 
-    spool._file = Full()
+    spool._file = cast(Any, Full())
     with pytest.raises(OSError, match="No space"):
         spool.append({"step": 12345})
     spool._file = file

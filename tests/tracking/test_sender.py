@@ -41,6 +41,12 @@ class FakeTarget:
     def artifact(self, path, folder):
         self.other.append(path)
 
+    def find(self, identity):
+        return None
+
+    def close_dead(self, run_id, status, reason):
+        self.ended.append((run_id, status))
+
     def forget(self, step):
         self.steps = [s for s in self.steps if s < step]
 

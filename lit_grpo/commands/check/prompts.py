@@ -12,7 +12,7 @@ from lit_grpo.rewards import Reward
 from lit_grpo.rewards.base import verdicts
 from lit_grpo.rewards.combine import score_all
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout
-from lit_grpo.utils.text import shorten
+from lit_grpo.utils.text import completion_text, shorten
 
 GOLD_FORMATS = ("{answer}", r"\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", ":{answer}", "={answer}",
                 "<answer>{answer}</answer>")  # fmt: skip
@@ -154,7 +154,8 @@ def _encode(text: str, tokenizer: Any) -> list[int] | None:
 
 def _round_trip(text: str, tokenizer: Any) -> str | None:
     ids = _encode(text, tokenizer)
-    return None if ids is None else str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    # As rewards see it: special tokens stay, but for the one that ends a completion.
+    return None if ids is None else str(tokenizer.decode(ids, skip_special_tokens=False)).strip()
 
 
 def _without_end(ids: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -239,7 +240,9 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
         if encoded is None:
             return [False] * len(prompts)
         ids = (*encoded, *end)
-        batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), text))
+        # As rewards will see it: what the tokenizer cannot write must not be accepted here.
+        seen = completion_text(tokenizer, ids, end)
+        batch.append(RewardInput(prompt, Completion(0, 0, ids, (0.0,) * len(ids), "stop", 0), seen))
     if not batch:
         return []
     # A reward that raises on such a text has not accepted it, and gets a value of 0.

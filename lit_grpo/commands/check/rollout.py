@@ -160,8 +160,9 @@ def mismatch(experience: Experience, bound: float | None) -> Result:
     values = {key.removeprefix("sampler_mismatch/"): value for key, value in values.items() if isfinite(value)}
     # The log-probability of every single token is missing.
     if means["sampler_mismatch/missing_frac"] == 1:
-        return Result("mismatch", "warn", "the engine gives no log-probabilities", "have it return them: without them "
-                      "no sampler correction and no guard", values)  # fmt: skip
+        # A run with the guard would end in its first rollout.
+        return Result("mismatch", "warn" if bound is None else "fail", "the engine gives no log-probabilities",
+                      "have it return them: without them no sampler correction and no guard", values)  # fmt: skip
     found = f"log-probabilities differ by {gap:.2g} nats on average, {largest:.2g} at most"
     remedy = "check dtype, temperature and template on both sides; then sampler_correction: tis_token"
     # Written so that a gap of NaN fails too.

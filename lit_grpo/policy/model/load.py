@@ -327,7 +327,9 @@ def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> t
                 eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
         except OSError:
             eos = None
-        ids |= set(eos) if isinstance(eos, list) else ({eos} if eos is not None else set())
+        # Folders without that file name them in config.json, where transformers looks as well.
+        for named in (eos, getattr(load_model_config(config).get_text_config(), "eos_token_id", None)):
+            ids |= set(named) if isinstance(named, list | tuple) else ({named} if named is not None else set())
     if not ids:
         raise UserError(
             "neither the tokenizer nor the generation configuration names an end-of-sequence token",

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 MAX_THREADS = 64
 """Threads of one process that may be alive. While several ask at once, there may for a moment be twice as many."""
@@ -106,7 +107,8 @@ def wait_beside(
     end = monotonic() + seconds
     while True:
         asking = [supervisor for supervisor in supervisors if supervisor.open]
-        ready = wait([*readers, *asking], max(0.0, end - monotonic()))
+        waited: list[Any] = [*readers, *asking]
+        ready = wait(waited, max(0.0, end - monotonic()))
         for supervisor in asking:
             if supervisor in ready:
                 supervisor.serve()

@@ -105,7 +105,8 @@ def test_a_token_that_the_learner_holds_impossible_fails_whatever_the_mean():
 def test_no_log_probabilities():
     view = experience()
     view.sampler_logprobs[:] = float("nan")
-    assert rollout.mismatch(view, 0.1).status == "warn"
+    assert rollout.mismatch(view, 0.1).status == "fail"
+    assert rollout.mismatch(view, None).status == "warn"
 
 
 @pytest.mark.parametrize(("cut", "most", "status"), [(0, 0.9, "pass"), (2, 0.9, "warn"), (4, 0.9, "fail")])

@@ -15,7 +15,7 @@ from lit_grpo.rewards.isolation.sandbox import Limits
 MISSING = sandbox.check()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no sandbox here: {MISSING}")
 LIMITS = Limits(memory=4 << 30, cpu=20)
-changed = []
+changed: list[int] = []
 
 
 def test_the_number_comes_back_and_changes_stay_behind():
