@@ -178,7 +178,7 @@ def check_resumed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 where=f"data.format.{key}",
                 remedy="set it as it was, or start a new run: lit-grpo export, then model.policy.path",
             )
-    if saved.get("vocabulary", now["vocabulary"]) != now["vocabulary"]:
+    if "vocabulary" in saved and saved["vocabulary"] != now.get("vocabulary"):
         raise UserError(
             "the checkpoint was trained with another vocabulary: the same token ids would be other text",
             where="model.policy",

@@ -96,7 +96,7 @@ def test_what_is_no_checkpoint(tmp_path):
     cases = {
         tmp_path / "none.ckpt": "there is no checkpoint",
         tmp_path / "folder": "neither a sharded checkpoint nor the folder of a run",
-        tmp_path / "text.ckpt": "cannot be read",
+        tmp_path / "text.ckpt": "cannot be used",
         bad(tmp_path, "a.ckpt", {"x": 1}): "no checkpoint of a Lightning run",
         bad(
             tmp_path, "b.ckpt", {"state_dict": {"w": torch.ones(1)}, **{"hyper_parameters": tiny["hyper_parameters"]}}

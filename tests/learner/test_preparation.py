@@ -246,7 +246,7 @@ class TestEntropyFilterInMidRun:
 
         def run(recipe: Any, rollouts: int, **resume: Any) -> tuple[Any, tiny.Recorder]:
             module, recorder = tiny.module(objective=ObjectiveConfig(recipe=recipe)), tiny.Recorder()
-            checkpoint = RolloutCheckpoint(dirpath=str(tmp_path))
+            checkpoint = RolloutCheckpoint(dirpath=str(tmp_path), accept_changes="model.objective")
             trainer = tiny.trainer(callbacks=[checkpoint, recorder], enable_checkpointing=True)
             trainer.fit(module, datamodule=tiny.data(rollouts=rollouts), **resume)
             return module, recorder
