@@ -12,22 +12,10 @@ from lit_grpo.utils.secrets import masked, masked_text
 
 FREE = (
     *("data.rollouts", "data.val", "data.test", "data.val_prompts", "data.test_prompts", "data.eval_sampling"),
-<<<<<<< HEAD
     *("data.eval_group_size", "data.engine", "data.on_reward_error", "data.rejudge_every"),
     *("data.on_incomplete_rollout", "data.clean.dropped_file", "model.micro_batch_tokens"),
     *("model.micro_batch_size", "model.zero_advantage_samples", "model.step_kl_samples"),
     *("model.max_skipped_steps", "model.guards", "model.sharding", "model.policy.attention"),
-=======
-    *(
-        "data.eval_group_size",
-        "data.engine",
-        "data.on_reward_error",
-        "data.rejudge_every",
-        "data.on_incomplete_rollout",
-    ),
-    *("data.clean.dropped_file", "model.micro_batch_tokens", "model.micro_batch_size", "model.zero_advantage_samples"),
-    *("model.step_kl_samples", "model.max_skipped_steps", "model.guards", "model.sharding", "model.policy.attention"),
->>>>>>> h-K
     *("model.policy.gradient_checkpointing", "model.policy.share_prompts", "model.policy.pack"),
     *("model.policy.logits_chunk", "model.policy.compile", "model.critic.measure_every"),
 )
