@@ -117,7 +117,8 @@ def check_fits(checkpoint: Mapping[str, Any], own: Mapping[str, Any], optimizer:
             remedy="give one that lit-grpo fit wrote; weights alone are loaded by model.policy.path",
         )
     saved = checkpoint.get("state_dict")
-    if saved:
+    # A module that is loaded without a Trainer may have no model yet.
+    if saved and own:
         different = [
             *sorted(own.keys() ^ saved.keys()),
             *(k for k in own if k in saved and own[k].shape != saved[k].shape),

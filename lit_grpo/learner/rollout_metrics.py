@@ -17,7 +17,7 @@ LONG_ENOUGH = 8
 """Tokens that a completion needs to have its repetition counted: in a shorter one chance alone repeats."""
 PREFIX = 16
 """Tokens at the beginning of completions among which a shared prefix is looked for."""
-SAMPLED = 1024
+SAMPLED = 4096
 """Elements of each weight matrix that are sampled to measure its update."""
 
 

@@ -20,6 +20,7 @@ from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.data import InMemoryPrompts
 from lit_grpo.distributed.strategy import FSDP2Strategy
 from lit_grpo.engines.config import EngineConfig
+from lit_grpo.learner.engine_agreement import GuardConfig
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
@@ -138,7 +139,8 @@ def main() -> None:
         # TRL's default loss: tokens of the whole step weigh alike, and 1e-4 is added to the standard deviation.
         objective=ObjectiveConfig(recipe="grpo", aggregation="token_mean", std_eps=1e-4),
         optimizer=OptimizerConfig(lr=work.lr, **settings.get("optimizer", {})),
-        **settings.get("model", {}),
+        # The first step is replayed on both sides, and what is replayed has no log-probabilities of a sampler.
+        **({"guards": GuardConfig(max_engine_gap=None)} | settings.get("model", {})),
     )
     rows = [{"prompt": q, "answer": a} for q, a in zip(work.questions, work.answers, strict=True)]
     data = RolloutDataModule(

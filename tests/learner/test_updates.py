@@ -57,7 +57,9 @@ def test_a_trust_region_that_cannot_act_is_said_and_no_alarm(monkeypatch: pytest
     monkeypatch.setattr(run_checks, "rank_zero_info", said.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", ".*(val_dataloader|num_workers|first completions were cut).*")
+        warnings.filterwarnings(
+            "ignore", ".*(val_dataloader|num_workers|first completions were cut|log-probabilities of their sampler).*"
+        )
         fit(1, objective=ObjectiveConfig(recipe="gspo"))
     (line,) = said
     assert line.startswith("gspo: with one update per rollout every ratio is 1, so the trust region 'clip' never acts")

@@ -130,7 +130,7 @@ class FakeParser:
     def __init__(self, text):
         self.text = text
 
-    def dump(self, config, skip_unset):
+    def dump(self, config, skip_unset, skip_validation):
         return self.text
 
 
