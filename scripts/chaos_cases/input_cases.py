@@ -178,8 +178,8 @@ def objectives() -> Iterator[Case]:
 def yaml_files() -> Iterator[Case]:
     """Files that are no YAML, no configuration, or far too much of it."""
     good = {"BOM": "\ufeff" + BASE, "CRLF": BASE.replace("\n", "\r\n"), "anchor": BASE + "checkpoint: &a {}\n"}
-    for name, text in good.items():
-        yield Case("yaml", name, ("fit", "--config", "c.yaml"), {"c.yaml": text.encode()}, accept=True)
+    for name, whole in good.items():
+        yield Case("yaml", name, ("fit", "--config", "c.yaml"), {"c.yaml": whole.encode()}, accept=True)
     bombs = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(8)
     )

@@ -182,8 +182,8 @@ def models() -> Iterator[Case]:
     layer = "model: {policy: {tiny: null, path: ./m}}\n"
     yield fit("model", "whole", layer, setup=_whole, accept=True)
     weights = "model.safetensors"
-    setups: dict[str, Callable[[Path], None]] = {
-        "no folder": lambda f: None, "empty folder": lambda f: (f / "m").mkdir(), "a file": lambda f: [(f / "m").write_text("x")][0] and None,
+    setups: dict[str, Callable[[Path], object]] = {
+        "no folder": lambda f: None, "empty folder": lambda f: (f / "m").mkdir(), "a file": lambda f: (f / "m").write_text("x"),
         "no config": _changed("config.json", lambda b: None), "config empty": _changed("config.json", lambda b: b""), "config no JSON": _changed("config.json", lambda b: b[:-9]),
         "config a list": _changed("config.json", lambda b: b"[]"), "config binary": _changed("config.json", lambda b: bytes(range(256))), "no model_type": _config(model_type=None), "unknown model_type": _config(model_type="nothing"),
         "an encoder": _config(model_type="bert", architectures=["BertModel"]), "heads do not divide": _config(num_attention_heads=3), "layers are text": _config(num_hidden_layers="two"), "layers negative": _config(num_hidden_layers=-1, layer_types=[]),

@@ -109,15 +109,15 @@ def strike(folder: Path, signals: list[tuple[int, int, float]], **settings: Any)
         time.sleep(pause)
         if ranks[rank].poll() is None:
             os.kill(ranks[rank].pid, number)
-    while time.monotonic() - began < LIMIT and any(rank.poll() is None for rank in ranks):
+    while time.monotonic() - began < LIMIT and any(one.poll() is None for one in ranks):
         time.sleep(0.05)
     seconds = time.monotonic() - began
-    codes = [rank.poll() for rank in ranks]
-    for rank in ranks:
-        if rank.code is None:
-            os.kill(rank.pid, signal.SIGCONT)
-            rank.kill()
-    return Outcome(codes, seconds, "\n".join(rank.text for rank in ranks), steps_of(folder), saved_of(folder))
+    codes = [one.poll() for one in ranks]
+    for one in ranks:
+        if one.code is None:
+            os.kill(one.pid, signal.SIGCONT)
+            one.kill()
+    return Outcome(codes, seconds, "\n".join(one.text for one in ranks), steps_of(folder), saved_of(folder))
 
 
 TERM, KILL, STOP = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP
