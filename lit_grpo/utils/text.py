@@ -7,7 +7,7 @@ from typing import Any
 
 
 def completion_text(tokenizer: Any, token_ids: Sequence[int], end_token_ids: Collection[int]) -> str:
-    """Decode a completion as rewards see it: without the token that ended it, and with all others.
+    """Decode a completion as rewards see it: without the token that ended it, padding and beginnings, with all others.
 
     Tags such as ``<think>`` and ``<answer>`` are special tokens of some tokenizers, which a decoder that leaves out all
     special tokens would take away with the end.
@@ -20,6 +20,9 @@ def completion_text(tokenizer: Any, token_ids: Sequence[int], end_token_ids: Col
     ids = list(token_ids)
     if ids and ids[-1] in end_token_ids:
         ids.pop()
+    # A policy of random weights draws these too. They stand for no text, and nobody asks for them as tags.
+    nothing = {getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "bos_token_id", None)}
+    ids = [token for token in ids if token not in nothing]
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 

@@ -18,7 +18,7 @@ from lit_grpo.types import Completion, Prompt
 from lit_grpo.utils.text import completion_text
 from tests import tiny
 
-WORDS = ["<unk>", "<eos>", "<think>", "</think>", "<answer>", "</answer>", "<end of turn>", *"0123456789+= "]
+WORDS = ["<unk>", "<eos>", "<think>", "</think>", "<answer>", "</answer>", "<end of turn>", *"0123456789+= ", "<pad>"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """One whose tags are special tokens, as those of many models that reason."""
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>")
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>", pad_token="<pad>")
     made.add_special_tokens({"additional_special_tokens": WORDS[2:7]})
     return made
 
@@ -42,6 +42,7 @@ def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
         ("<answer>4</answer><end of turn>", "<answer>4</answer>"),
         ("<answer>4</answer>", "<answer>4</answer>"),
         ("4<eos><eos>", "4<eos>"),
+        ("<pad>4<pad><eos>", "4"),
         ("<eos>", ""),
         ("", ""),
     ],
