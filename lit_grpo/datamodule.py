@@ -440,7 +440,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 end_token_ids=(*context.end_token_ids, *(i for one in self._samplings for i in one.stop_token_ids)),
                 rejudge_every=self.rejudge_every,
                 sleep_level=self.engine_config.sleep,
-                vocab_size=getattr(load_model_config(learner.policy_config), "vocab_size", None),
+                vocab_size=getattr(load_model_config(learner.policy_config).get_text_config(), "vocab_size", None),
                 needs_logprobs=self._fitting and self._requirements.engine_logprobs,
             )
         return self._producer

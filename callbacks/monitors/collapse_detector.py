@@ -54,6 +54,10 @@ COLLAPSES = (
         "the objective pays for something else, such as being certain (entropy_reward), more than for the reward",
     ),
 )
+COLLAPSE_KINDS = {
+    name: DiagnosisKind(name, title, cause, PAY_FOR_THE_REWARD if name == "advantage_inverted" else ADD_THE_OTHER_SIGN)
+    for name, title, cause in COLLAPSES
+}
 
 
 EARLY_STEPS, GROWN_STEPS, LEAST_STEP = 8, 8.0, 5e-3
@@ -77,6 +81,9 @@ class CollapseDetector(Monitor):
     - ``c_nl``: entropy rose by more than ``rise``, length by more than ``growth`` (or ``truncated`` is above
       ``truncation``), and the gradient norm is above ``spike`` times its median. Or, the later stage: the repetition of
       completions is above ``repetition`` after entropy had risen.
+
+    The same shapes are ``minimal_entropy`` and ``maximal_entropy`` where advantages have a baseline and push both ways:
+    then they do not say why, and any cause that is seen at the same time names the diagnosis.
 
     The signatures of the first two are those of a collapse that is complete: in the runs of the diagnosis benchmark
     they came 10 to 30 rollouts after a fifth of the reward was lost. So a reward that falls beyond doubt is a collapse
@@ -135,17 +142,12 @@ class CollapseDetector(Monitor):
         "optim/update_to_weight_ratio",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
-        *(
-            FindingKind(
-                name.lower(),
-                DiagnosisKind(
-                    name, title, cause, PAY_FOR_THE_REWARD if name == "advantage_inverted" else ADD_THE_OTHER_SIGN
-                ),
-                rank,
-            )
-            for rank, (name, title, cause) in enumerate(COLLAPSES, 510)
-        ),
+        *(FindingKind(name.lower(), COLLAPSE_KINDS[name], rank) for rank, (name, _, _) in enumerate(COLLAPSES, 510)),
         FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),
+        # The same shapes under an objective that has a baseline and pushes both ways: they are what a collapse looks
+        # like and not why it came, so a cause that is seen as well gives the name.
+        FindingKind("minimal_entropy", COLLAPSE_KINDS["C_PL"], 567, REMEDIES_PL),
+        FindingKind("maximal_entropy", COLLAPSE_KINDS["C_NL"], 569, REMEDIES_NL),
     )
 
     def __init__(
@@ -216,6 +218,7 @@ class CollapseDetector(Monitor):
             if distinct is not None:
                 evidence.append(("groups/distinct_frac", self.window, distinct[1], distinct[0], distinct[0]))
             kind = ("tn_nl" if self._only("down") else "tn_pl") if self.token_normalised else "c_pl"
+            kind = "minimal_entropy" if self._pushes_both_ways() else kind
             yield self.finding(
                 kind,
                 "critical",
@@ -266,6 +269,7 @@ class CollapseDetector(Monitor):
             kind = "c_nl" if not self.token_normalised else "tn_nl" if self._only("down") else "tn_pl"
         if kind is None:
             return
+        kind = "maximal_entropy" if self._pushes_both_ways() else kind
         evidence: list[Numbers] = [
             ("policy/entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
             ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0])
@@ -420,6 +424,15 @@ class CollapseDetector(Monitor):
         """Tell whether the loss is known to push probabilities only ``up``, or only ``down``."""
         upward = self.history.mean("policy/upward_frac", 10)
         return upward is not None and (upward > 0.9 if way == "up" else upward < 0.1)
+
+    def _pushes_both_ways(self) -> bool:
+        """Tell whether the loss is known to push probabilities up and down, by advantages that have a baseline."""
+        # Token normalisers change the shapes, so that a shape names the two losses and nothing else.
+        if self.token_normalised or self._has_sign_advantages():
+            return False
+        if self.history.mean("policy/upward_frac", 10) is None:
+            return False
+        return not (self._only("up") or self._only("down"))
 
     def _has_sign_advantages(self) -> bool:
         """Tell whether advantages are signs, without a baseline, so that solved prompts push as hard as others."""

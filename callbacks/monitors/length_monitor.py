@@ -34,6 +34,8 @@ REMEDIES_LIMIT = (
 )
 NEVER_ENDED_FOR = 5
 """First rollouts that are looked at."""
+MORE_CUT = 0.25
+"""Growth of the share of truncated completions, over the rollouts that lengths are compared over, that is a finding."""
 MOST, NONE_RIGHT = 0.5, 0.95
 """Share of truncated completions, and of groups without a correct one, that all rollouts so far exceed."""
 
@@ -41,14 +43,15 @@ MOST, NONE_RIGHT = 0.5, 0.95
 class LengthMonitor(Monitor):
     """Monitor of the mean length, its gap between incorrect and correct completions, and the share that is truncated.
 
-    Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not better;
-    critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut; and growth into
-    the limit with rising entropy, which is critical whatever the reward says, for it may be paid), ``length_falling``
-    (below ``fall`` of what it was, or below ``floor``; critical where the reward has fallen as well), ``length_gap``
-    (incorrect completions are longer than correct ones by ``gap`` times the correct length, or by more and more for
-    ``trend`` rollouts while the reward is flat), ``truncated`` (above ``truncation`` for ``patience`` rollouts, or
-    above ``truncation_once``), ``never_ended`` (since the first rollout of the run more than half of the completions
-    are truncated and more than 95 % of the groups have no correct one: the limit or the end token is wrong, which
+    Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not
+    better; critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut;
+    more and more completions that are cut, a quarter of all more than before; and growth into the limit with rising
+    entropy, which is critical whatever the reward says, for it may be paid), ``length_falling`` (below ``fall`` of
+    what it was, or below ``floor``; critical where the reward has fallen as well), ``length_gap`` (incorrect
+    completions are longer than correct ones by ``gap`` times the correct length, or by more and more for ``trend``
+    rollouts while the reward is flat), ``truncated`` (above ``truncation`` for ``patience`` rollouts, or above
+    ``truncation_once``), ``never_ended`` (since the first rollout of the run more than half of the completions are
+    truncated and more than 95 % of the groups have no correct one: the limit or the end token is wrong, which
     explains the lost signal and the repetition that come with it).
 
     Args:
@@ -122,6 +125,7 @@ class LengthMonitor(Monitor):
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._sudden(step)
         yield from self._change(step)
+        yield from self._more_cut()
         yield from self._gap(step)
         yield from self._truncated(step)
 
@@ -201,6 +205,24 @@ class LengthMonitor(Monitor):
                 onset=history.began("completions/truncated_frac", lambda value: value > 0, step),
                 remedies=("check that no reward pays for length", *REMEDIES_LONG),
             )
+
+    def _more_cut(self) -> Iterable[Finding]:
+        """Look for a limit that is run into by more and more completions, where lengths can hardly grow any more."""
+        # Whatever the reward says: it may be one that pays for length.
+        key, history = "completions/truncated_frac", self.history
+        cuts = statistics.rise(history.window(key, self.trend), 5, 10)
+        if cuts.now < MOST or cuts.now - cuts.before < MORE_CUT:
+            return
+        if cuts.errors <= history.bound(key, min(self.trend, history.count(key)), RUN_LENGTH):
+            return
+        yield self.finding(
+            "length_growing",
+            "warning",
+            f"more and more completions reach the length limit: {cuts.before:.0%} to {cuts.now:.0%}",
+            (key, 5, cuts.now, cuts.before + MORE_CUT, cuts.before),
+            onset=history.steps[key][-min(self.trend, history.count(key)) :][cuts.place],
+            remedies=("check that no reward pays for length", *REMEDIES_LONG),
+        )
 
     def _gap(self, step: int) -> Iterable[Finding]:
         right, wrong = (

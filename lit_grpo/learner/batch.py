@@ -94,7 +94,13 @@ def micro_batches(
 
 
 def probe(
-    batch: Rollout, rows: Tensor, count: int | None, seed: int, multiplicity: Tensor | None = None
+    batch: Rollout,
+    rows: Tensor,
+    count: int | None,
+    seed: int,
+    multiplicity: Tensor | None = None,
+    *,
+    per_group: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Choose a few completions that stand for all of some, and count how many each of them stands for.
 
@@ -107,6 +113,8 @@ def probe(
         count: chosen at most; None: all.
         seed: seed of the choice.
         multiplicity: how many completions each of ``rows`` stands for already, [n] float64; None: itself alone.
+        per_group: completions that are taken from one group where it can be, 1 or 2. With two the model reads half as
+            many prompts, and the estimate has the same expectation and a larger variance.
 
     Returns:
         The chosen rows and their weights, float64.
@@ -120,14 +128,37 @@ def probe(
         return rows[:0], given[:0]
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(rows), generator=generator)
+    if per_group > 1:
+        # Groups in random order, and the completions of a group beside one another in random order.
+        rank_of_group = torch.randperm(len(batch.prompts), generator=generator)
+        order = order[rank_of_group[rows[order] // batch.group_size].argsort(stable=True)]
     rows, given, lengths = rows[order], given[order], lengths[order]
     ends = (given * lengths).cumsum(0)
     # Points at equal distances from one random start: long completions may be hit more than once, and a weight counts
     # the hits. Rounding may put the last point on the very end, hence the clamp.
-    points = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(count)) * ends[-1] / count
+    draws = -(-count // per_group)
+    points = (torch.rand(1, generator=generator, dtype=torch.float64) + torch.arange(draws)) * ends[-1] / draws
+    if per_group > 1:
+        points = torch.cat([points, _opposite(points, ends, rows // batch.group_size)])
+        count = len(points)
     drawn = torch.searchsorted(ends, points, right=True).clamp(max=len(rows) - 1).bincount(minlength=len(rows))
     chosen = drawn.nonzero()[:, 0]
     return rows[chosen], drawn[chosen] * ends[-1] / (count * lengths[chosen])
+
+
+def _opposite(points: Tensor, ends: Tensor, groups: Tensor) -> Tensor:
+    """Move each point half of its group's length on, around the group's end.
+
+    A point that is uniform over all of them stays uniform: given its group it is uniform within the group, and a
+    rotation keeps that.
+    """
+    last = torch.ones_like(groups, dtype=torch.bool)
+    last[:-1] = groups[1:] != groups[:-1]
+    group_ends = ends[last]
+    group_starts = torch.cat([group_ends.new_zeros(1), group_ends[:-1]])
+    of_point = torch.searchsorted(group_ends, points, right=True).clamp(max=len(group_ends) - 1)
+    starts, lengths = group_starts[of_point], (group_ends - group_starts)[of_point]
+    return starts + (points - starts + lengths / 2).remainder(lengths)
 
 
 def policy_input(batch: Rollout, rows: Tensor, layout: Layout, *, device: torch.device | str) -> PolicyInput:

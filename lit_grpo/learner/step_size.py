@@ -41,7 +41,7 @@ def measure_step(
     rows, multiplicity, before = first_update.seen()
     if count is None:
         count = max(LEAST, len(batch.completions) // SHARE)
-    chosen, weights = probe(batch, rows, count, seed, multiplicity)
+    chosen, weights = probe(batch, rows, count, seed, multiplicity, per_group=2)
     now = forward.logprobs(batch, chosen)
     if not len(chosen):
         return {}

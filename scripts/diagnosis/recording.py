@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.diagnosis.second_cases import CASES, HALVES, SecondJob, second_plan
+from scripts.diagnosis.second_cases import CASES, HALF_NAMES, HALVES, SecondJob, second_plan
 from scripts.diagnosis.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit("give --record DIR to record runs, or --replay DIR to judge recorded ones")
     if args.job:
         name, seed = args.job
-        job = SecondJob(name, int(seed), HALVES[CASES[name].setting].get(int(seed), "fresh"))
+        job = SecondJob(name, int(seed), HALVES[CASES[name].setting][int(seed)])
         return 0 if record(job, args.models, args.record, args.rollouts, rollback=args.rollback) != "error" else 1
     jobs = second_plan(args.setting, args.seeds, args.only)
     if args.rollback:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))
-    parser.add_argument("--seeds", nargs="+", default=["tuning", "heldout"], choices=("tuning", "heldout"))
+    parser.add_argument("--seeds", nargs="+", default=["tuning", "heldout"], choices=HALF_NAMES)
     parser.add_argument("--only", nargs="+", metavar="KIND")
     parser.add_argument("--jobs", type=int, help="runs side by side; left out: as many as the setting allows")
     parser.add_argument("--record", type=Path, metavar="DIR", help="where traces are put")

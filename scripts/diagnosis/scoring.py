@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from scripts.diagnosis.cases import Case
 
 SMOOTH = 10
 """Rollouts that the share of right answers is averaged over."""
+BESIDE, LEAST_BESIDE = 8, 4
+"""Rollouts that a run is compared with its healthy twin over, and the fewest."""
 LOST, FALLING = 0.8, 0.95
 """Shares of the best so far. Below the first a run has collapsed; below the second it has begun to."""
 
@@ -44,15 +47,47 @@ def reward_fall(correct: Sequence[float]) -> Fall | None:
 
 def onset_of(case: Case, correct: Sequence[float], start: int) -> int | None:
     """Find the step, from 1, at which a run went wrong; None for healthy runs and sabotages without effect."""
+    return onset_after(case, reward_fall(correct), start)
+
+
+def onset_after(case: Case, fall: Fall | None, start: int) -> int | None:
+    """Return the step, from 1, at which a run of this kind went wrong, given when its right answers fell."""
     if case.healthy:
         return None
     if case.onset == "sabotage":
         return start + 1
-    fall = reward_fall(correct)
     return None if fall is None else fall.onset
 
 
-def judge(case: Case, correct: Sequence[float], start: int, diagnoses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def fall_beside(correct: Sequence[float], twin: Sequence[float]) -> Fall | None:
+    """Find when a run collapsed, beside the healthy run that was asked the same questions; None if it did not.
+
+    Where a rollout has few questions, their difficulty moves the share of right answers more than a collapse does: on
+    16 questions of GSM8K it goes from 0.02 to 0.4 within one healthy run. The twin sees the same questions at each
+    rollout. The run has collapsed when, over the last :data:`BESIDE` rollouts, it lies below 80 % of its twin by more
+    than two standard errors of the differences. The onset is the last rollout before that at which, over as many
+    rollouts, it was at 95 % of its twin or more.
+    """
+    near = 0
+    for k in range(LEAST_BESIDE - 1, min(len(correct), len(twin))):
+        window = slice(max(0, k - BESIDE + 1), k + 1)
+        ours, theirs = correct[window], twin[window]
+        short = [LOST * b - a for a, b in zip(ours, theirs, strict=True)]
+        error = stdev(short) / len(short) ** 0.5
+        if fmean(short) > 2 * error:
+            return Fall(near + 1, k + 1)
+        if fmean(ours) >= FALLING * fmean(theirs):
+            near = k
+    return None
+
+
+def judge(
+    case: Case,
+    correct: Sequence[float],
+    start: int,
+    diagnoses: Sequence[Mapping[str, Any]],
+    twin: Sequence[float] | None = None,
+) -> dict[str, Any]:
     """Judge what the monitors said of a run.
 
     Args:
@@ -60,6 +95,7 @@ def judge(case: Case, correct: Sequence[float], start: int, diagnoses: Sequence[
         correct: true share of right answers of each rollout.
         start: rollouts trained on before the sabotage began.
         diagnoses: in order, with ``diagnosis``, ``step`` and ``severity``; those of severity ``info`` are no alarms.
+        twin: true share of right answers of the healthy run on the same questions, where the two are to be compared.
 
     Returns:
         ``onset`` and ``lost`` (steps from 1); ``detected``; ``diagnosis``, the one that a run is judged by: the first
@@ -70,7 +106,8 @@ def judge(case: Case, correct: Sequence[float], start: int, diagnoses: Sequence[
     alarms = [d for d in diagnoses if d["severity"] != "info"]
     early = [d for d in alarms if case.healthy or d["step"] <= start]
     true = [d for d in alarms if d not in early]
-    onset, fall = onset_of(case, correct, start), reward_fall(correct)
+    fall = reward_fall(correct) if twin is None else fall_beside(correct, twin)
+    onset = onset_after(case, fall, start)
     verdict = next((d for d in true if d["severity"] == "critical"), true[0] if true else None)
     lost = None if fall is None or case.healthy else fall.lost
     step = true[0]["step"] if true else None

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 from scripts.diagnosis import sabotage as sab
 from scripts.diagnosis.cases import FOUR_UPDATES, Case
 
-TUNING, HELD_OUT = "tuning", "heldout"
+TUNING, HELD_OUT, FRESH, UNSEEN = "tuning", "heldout", "fresh", "unseen"
+HALF_NAMES = (TUNING, HELD_OUT, FRESH, UNSEEN)
 HALVES: dict[str, dict[int, str]] = {
-    "qwen_gsm8k": {0: TUNING, 100: HELD_OUT},
+    "qwen_gsm8k": {0: TUNING, 100: HELD_OUT, 200: UNSEEN},
     "smol_sums": {100: HELD_OUT, 101: HELD_OUT},
-    "char_tags": {0: TUNING, 1: TUNING},
-    "char_countdown": {100: HELD_OUT, 101: HELD_OUT},
+    "char_tags": {0: TUNING, 1: TUNING, 200: FRESH, 300: UNSEEN},
+    "char_countdown": {100: HELD_OUT, 101: HELD_OUT, 200: FRESH, 300: UNSEEN},
 }
 """Set by setting and seed: thresholds may be chosen on ``tuning`` alone. Two tasks are held out whole; of the real
-model one half of the runs is."""
+model one half of the runs is. ``fresh`` was recorded after the held-out half had been looked at, and ``unseen`` after
+``fresh`` had been."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ PLAN: dict[str, dict[str, str]] = {
     "qwen_gsm8k": {
         "0": "grpo grpo_four_updates dapo lora rate_10 nl low_entropy hacked stale cut_off high_entropy",
         "100": "grpo gspo_four_updates ppo staleness rate_30 pl low_entropy noise temperature paid_length nan inverted",
+        "200": "grpo dapo rate_10 nl pl high_entropy low_entropy hacked noise stale inverted cut_off nan paid_length",
     },
     "smol_sums": {
         "100": "grpo dapo lora gspo_four_updates rate_30 pl nl noise stale high_entropy",
@@ -136,12 +139,20 @@ PLAN: dict[str, dict[str, str]] = {
         "0": "grpo dapo gspo_four_updates ppo rate_10 nl temperature noise hacked stale inverted cut_off bad_critic",
         "1": "grpo_four_updates dr_grpo staleness grpo_slow rate_30 pl cl high_entropy coin paid_length hopeless"
         " dropped_eos",
+        "200": "grpo dapo gspo_four_updates ppo grpo_four_updates dr_grpo staleness grpo_slow rate_10 rate_30 nl pl cl"
+        " high_entropy coin noise hacked stale temperature inverted cut_off bad_critic paid_length dropped_eos",
+        "300": "grpo dapo gspo_four_updates ppo grpo_four_updates dr_grpo staleness grpo_slow rate_10 rate_30 nl pl cl"
+        " high_entropy coin noise hacked stale temperature inverted cut_off bad_critic paid_length dropped_eos",
     },
     "char_countdown": {
         "100": "grpo dapo gspo_four_updates ppo rate_30 pl high_entropy coin paid_length temperature solved nan"
         " shifted",
         "101": "grpo_four_updates dr_grpo staleness grpo_slow rate_10 nl low_entropy noise hacked bad_critic cut_off"
         " shuffled",
+        "200": "grpo dapo gspo_four_updates ppo grpo_four_updates dr_grpo staleness grpo_slow rate_10 rate_30 nl pl"
+        " high_entropy low_entropy coin noise hacked temperature cut_off bad_critic paid_length solved shuffled",
+        "300": "grpo dapo gspo_four_updates ppo grpo_four_updates dr_grpo staleness grpo_slow rate_10 rate_30 nl pl"
+        " high_entropy low_entropy coin noise hacked temperature cut_off bad_critic paid_length solved shuffled",
     },
 }
 

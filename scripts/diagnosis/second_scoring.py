@@ -12,7 +12,8 @@ from lit_grpo.callbacks.monitors.facts import facts_of
 from lit_grpo.objectives.objective import Objective
 from scripts.diagnosis.recording import read_trace
 from scripts.diagnosis.scoring import judge
-from scripts.diagnosis.second_cases import CASES
+from scripts.diagnosis.second_cases import CASES, SecondCase
+from scripts.diagnosis.settings import SETTINGS
 
 COUNTS = frozenset({"truncation", "no_signal"})
 """Warnings that state an exact count, such as that most completions were cut: they are true of healthy runs too, so
@@ -35,10 +36,20 @@ def replay(path: Path) -> dict[str, Any]:
     said = [monitor.observe(step, metrics)[1] for step, metrics in enumerate(trace["metrics"], 1)]
     alarms = [diagnosis.to_dict() for diagnosis in said if diagnosis is not None]
     alarms = [a for a in alarms if a["severity"] == "critical" or a["diagnosis"] not in COUNTS - case.right]
-    found = judge(case, trace["correct"], trace["start"], alarms)
+    found = judge(case, trace["correct"], trace["start"], alarms, twin_of(path, case, trace["seed"]))
     unharmed = not case.healthy and case.onset == "reward" and found["onset"] is None
     state = "healthy" if case.healthy else "unharmed" if unharmed else "sick"
     return {"name": trace["name"], "seed": trace["seed"], "half": trace["seeds"], "state": state, **found}
+
+
+def twin_of(path: Path, case: SecondCase, seed: int) -> list[float] | None:
+    """Return the share of right answers of the healthy run on the same questions, where the setting asks for it."""
+    twin = path.with_name(f"{case.setting}__grpo_seed{seed}.json.gz")
+    if not SETTINGS[case.setting].few_questions or twin == path:
+        return None
+    if not twin.exists():
+        raise FileNotFoundError(f"{path.name} is judged beside {twin.name}, which is not there")
+    return [float(share) for share in read_trace(twin)["correct"]]
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -130,3 +130,23 @@ def test_a_rollout_without_gradient_runs_the_sample_alone(monkeypatch):
 def test_a_negative_number_is_refused():
     with pytest.raises(UserError, match="zero_advantage_samples is -1"):
         tiny.module(zero_advantage_samples=-1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_two_of_a_group_have_no_bias_either_and_read_half_as_many_prompts(count):
+    lengths = [1, 9, 4, 0, 2, 2, 7, 5, 3, 3, 1, 6]
+    batch = rollout(rewards=[0.0] * 12, lengths=lengths, group_size=4)
+    multiplicity = torch.tensor([1.0, 2.0] * 6, dtype=torch.float64)
+    worth = torch.tensor([3.0, 1.0, -2.0, 50.0, 5.0, 0.5, 4.0, 1.0, -3.0, 2.0, 8.0, 0.2], dtype=torch.float64)
+    n = torch.tensor(lengths, dtype=torch.float64)
+    values, pairs = [], 0
+    for seed in range(3000):
+        rows, weights = shape.probe(batch, torch.arange(12), count, seed, multiplicity, per_group=2)
+        assert 1 <= len(rows) <= count
+        assert len({int(row) // 4 for row in rows}) <= count // 2
+        assert float((weights * n[rows]).sum()) == pytest.approx(float((multiplicity * n).sum()))
+        pairs += len(rows) > count // 2
+        values.append(float((weights * worth[rows]).sum()))
+    found, expected = torch.tensor(values), float((multiplicity * worth)[n > 0].sum())
+    assert abs(float(found.mean()) - expected) < 4 * float(found.std()) / 3000**0.5
+    assert pairs > 2000, "mostly two different completions of a group"

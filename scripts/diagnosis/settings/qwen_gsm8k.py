@@ -30,6 +30,7 @@ class QwenGsm8k(Setting):
     lr: float = 2e-6
     max_new_tokens: int = 260
     jobs: int = 5
+    few_questions: bool = True
 
     def policy(self, models: Path) -> PolicyConfig:
         # Not compiled: with five runs on one machine the compiler would take longer than it saves in 60 rollouts.
@@ -49,7 +50,7 @@ class QwenGsm8k(Setting):
         args = {
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
             # A fixed cache: measuring what is free fails while other runs on the card start and end.
-            "kv_cache_memory_bytes": 4 << 30,
+            "kv_cache_memory_bytes": 2 << 30,
         }
         return EngineConfig(name="vllm", max_num_seqs=128, gpu_memory_utilization=0.1, args=args)
 
@@ -61,7 +62,7 @@ class QwenGsm8k(Setting):
         return {"accelerator": "gpu", "devices": 1, "strategy": FSDP2Strategy()}
 
     def module(self) -> dict[str, Any]:
-        return {"micro_batch_tokens": 4096}
+        return {"micro_batch_tokens": 2048}
 
     def critic(self) -> CriticConfig | None:
         return CriticConfig(optimizer=OptimizerConfig(lr=1e-5, warmup_steps=5))

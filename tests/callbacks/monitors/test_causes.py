@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.callbacks import HealthMonitor, monitors
+from lit_grpo.callbacks import Diagnosis, HealthMonitor, monitors
 from lit_grpo.objectives import Objective
 from scripts import false_alarms
 from tests.callbacks.synthetic import healthy, replay
@@ -237,6 +237,50 @@ def test_negatives_alone_that_cut_more_and_more_completions_are_told_before_the_
     assert rising == [], "longer answers that pay are how a task is learned"
 
 
+def test_a_shape_names_its_cause_by_what_the_loss_pushes_and_leaves_the_name_to_causes_where_it_pushes_both_ways():
+    """Entropy, length and diversity fall with the reward, and before that the steps had become too large."""
+
+    def at(upward: float, t: int) -> Step:
+        done = min(1.0, max(0, t - 20) / 10)
+        return {
+            "policy/entropy": 1.2 - 0.8 * done,
+            "completions/length": 100 - 80 * done,
+            "groups/distinct_frac": 0.9 - 0.6 * done,
+            "reward": 0.6 - 0.5 * done + 0.01 * (-1) ** t,
+            "policy/upward_frac": upward,
+            "policy/step_kl": 1e-3 if t < 16 else 0.3,
+        }
+
+    def last_critical(upward: float, step_kl: bool) -> Diagnosis:
+        monitor = HealthMonitor()
+        seen = [{k: v for k, v in at(upward, t).items() if step_kl or k != "policy/step_kl"} for t in range(45)]
+        said = [monitor.observe(step, metrics)[1] for step, metrics in enumerate(seen, 1)]
+        return [diagnosis for diagnosis in said if diagnosis and diagnosis.severity == "critical"][-1]
+
+    assert last_critical(1.0, step_kl=True).name == "C_PL"
+    assert last_critical(0.5, step_kl=True).name == "learning_rate_too_high"
+    shapes = {finding.kind for finding in last_critical(0.5, step_kl=True).findings}
+    assert "minimal_entropy" in shapes
+    assert "c_pl" not in shapes
+
+
+def test_more_and_more_cut_completions_are_said_although_the_reward_rises():
+    draw = random.Random(3)
+
+    def at(rise: float, t: int) -> Step:
+        cut = 0.45 + rise * max(0, t - 20) / 20
+        return {
+            "completions/truncated_frac": min(1.0, cut + draw.gauss(0, 0.05)),
+            "completions/length": 230.0 + draw.gauss(0, 5),
+            "reward": 2.4 + 0.01 * t,
+        }
+
+    found = said(monitors.LengthMonitor(), lambda t: at(0.5, t), 60)
+    assert ("length_growing", "warning") in [(kind, severity) for _, kind, severity in found]
+    steady = said(monitors.LengthMonitor(), lambda t: at(0.0, t), 60)
+    assert "length_growing" not in [kind for _, kind, _ in steady]
+
+
 # What is learned looks like a collapse.
 
 
@@ -256,7 +300,7 @@ def test_a_signature_says_nothing_while_the_reward_is_at_its_best(scale):
 
     assert said(monitors.CollapseDetector(), lambda t: at(0.0, t), 60) == []
     found = said(monitors.CollapseDetector(), lambda t: at(-0.3, t), 60)
-    assert ("c_pl", "critical") in [(kind, severity) for _, kind, severity in found]
+    assert ("minimal_entropy", "critical") in [(kind, severity) for _, kind, severity in found]
 
 
 # The sampler.

@@ -54,6 +54,39 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("GradientNormMonitor", "updates_too_large", "critical", grows(optim__update_to_weight_ratio=0.4)),
     (
         "CollapseDetector",
+        "minimal_entropy",
+        "critical",
+        grows(
+            policy__entropy=ramp(0.3, 0.02),
+            completions__length=ramp(110, 20),
+            groups__distinct_frac=ramp(0.8, 0.1),
+            reward=ramp(0.8, 0.1),
+        ),
+    ),
+    (
+        "CollapseDetector",
+        "maximal_entropy",
+        "critical",
+        grows(
+            policy__entropy=ramp(0.3, 3),
+            completions__length=ramp(110, 480),
+            optim__grad_norm=ramp(1, 9),
+            reward=ramp(0.8, 0),
+        ),
+    ),
+    (
+        "CollapseDetector",
+        "maximal_entropy",
+        "critical",
+        grows(
+            policy__entropy=ramp(0.3, 3),
+            completions__truncated_frac=ramp(0, 0.9),
+            completions__repetition_frac=ramp(0.1, 0.9),
+            reward=ramp(0.8, 0),
+        ),
+    ),
+    (
+        "CollapseDetector",
         "c_pl",
         "critical",
         grows(
@@ -61,6 +94,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
             completions__length=ramp(110, 20),
             groups__distinct_frac=ramp(0.8, 0.1),
             reward=ramp(0.8, 0.1),
+            policy__upward_frac=1,
         ),
     ),
     (
@@ -72,6 +106,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
             completions__length=ramp(110, 480),
             optim__grad_norm=ramp(1, 9),
             reward=ramp(0.8, 0),
+            policy__upward_frac=0,
         ),
     ),
     (
@@ -83,6 +118,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
             completions__truncated_frac=ramp(0, 0.9),
             completions__repetition_frac=ramp(0.1, 0.9),
             reward=ramp(0.8, 0),
+            policy__upward_frac=0,
         ),
     ),
     ("CollapseDetector", "unstable", "critical", grows(reward=ramp(0.8, 0.3))),
@@ -453,10 +489,10 @@ def test_plumbing_is_named_before_theory_and_the_rest_is_evidence():
     diagnosis = merge(together)
     assert diagnosis is not None
     assert diagnosis.name == "stale_or_mismatched_sampler"
-    assert "c_nl" in {f.kind for f in diagnosis.findings}
+    assert "maximal_entropy" in {f.kind for f in diagnosis.findings}
     without = merge([f for f in together if f.monitor != "MismatchMonitor"])
     assert without is not None
-    assert without.name == "C_NL"
+    assert without.name == "entropy_explosion"
     assert "entropy" in without.explanation
     assert "→" in without.explanation
 

@@ -13,7 +13,7 @@ from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import PolicyConfig, TinyModel
 from scripts.diagnosis.cases import CASES as FIRST
 from scripts.diagnosis.recording import columns_of, is_recorded, main, read_trace
-from scripts.diagnosis.second_cases import CASES, HALVES, second_plan
+from scripts.diagnosis.second_cases import CASES, HALF_NAMES, HALVES, second_plan
 from scripts.diagnosis.settings import SETTINGS, char_tags
 
 
@@ -26,7 +26,7 @@ def test_the_plan_is_large_enough_and_both_halves_have_healthy_and_sick_runs():
     assert len({CASES[job.name].kind for job in jobs if not CASES[job.name].healthy}) >= 12
     for half in ("tuning", "heldout"):
         assert {CASES[job.name].healthy for job in jobs if job.seeds == half} == {True, False}
-    assert {half for seeds in HALVES.values() for half in seeds.values()} == {"tuning", "heldout"}
+    assert {half for seeds in HALVES.values() for half in seeds.values()} == set(HALF_NAMES)
 
 
 def test_every_sick_case_has_a_diagnosis_that_exists():
