@@ -178,7 +178,7 @@ def test_a_cut_run_goes_on_over_the_same_base_and_is_exported_whole(path: str, t
     [
         ({"lora": None}, r"only adapters(.|\n)*add model.policy.lora"),
         ({"path": None, "tiny": SHAPE}, "tiny model is made on the spot"),
-        ({"model_args": {"quantization_config": {}}}, "both quantization"),
+        ({"model_args": {"quantization_config": {}}}, "decided elsewhere"),
     ],
 )
 def test_wrong_settings_are_named(path: str, changes: Any, words: str) -> None:
