@@ -105,6 +105,7 @@ def check_model_args(config: PolicyConfig) -> None:
             raise UserError(f"{name} is decided elsewhere", where=f"{KEY}.{name}", remedy=_ELSEWHERE[name])
         kinds = (_ACCESS | _PLACE).get(name)
         if kinds and value is not None and not isinstance(value, kinds):
+            words = {"str": "a text", "bool": "true or false", "dict": "a mapping"}
             names = " or ".join(
                 {"str": "a text", "bool": "true or false", "dict": "a mapping"}[k.__name__] for k in kinds
             )

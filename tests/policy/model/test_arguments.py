@@ -70,7 +70,7 @@ def test_a_critic_of_another_folder_is_reached_alike(own, plain):
 
 def test_every_loader_is_told_where_the_model_is(plain, monkeypatch):
     place = {
-        "revision": "abc", "subfolder": "weights", "token": "secret", "cache_dir": "somewhere", "local_files_only": True,
+        "revision": "abc", "subfolder": "weights", "token": "secret", "cache_dir": "there", "local_files_only": True,
         "code_revision": "def", "proxies": {"https": "p"}, "trust_remote_code": True,
     }  # fmt: skip
     shutil.copytree(plain, plain / "weights", dirs_exist_ok=True)

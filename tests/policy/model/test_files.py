@@ -169,7 +169,7 @@ def test_a_folder_that_is_no_model_is_named_as_what_it_is(tmp_path, make, what, 
 def test_an_index_without_its_shards(tmp_path, index):
     made("config.json")(tmp_path)
     (tmp_path / index).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(UserError, match="lacks model-00001-of-00002.safetensors"):
+    with pytest.raises(UserError, match=r"lacks model-00001-of-00002\.safetensors"):
         check_policy(settings(tmp_path))
 
 
