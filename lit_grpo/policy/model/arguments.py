@@ -46,7 +46,7 @@ _ELSEWHERE = {
     "adapter_kwargs": "give the folder of the adapter as model.policy.path",
     "gguf_file": "give a folder with weights in safetensors: those of GGUF files are rounded for another program",
     "ignore_mismatched_sizes": "leave it out: weights of another shape would be replaced by random ones",
-    "config": "give single fields of the configuration by their names, as in model_args: {max_position_embeddings: 4096}",
+    "config": "give fields of the configuration by their names, as in model_args: {max_position_embeddings: 4096}",
     "state_dict": "leave it out: weights are read from the model's folder",
     "output_loading_info": "leave it out",
     "return_unused_kwargs": "leave it out",
@@ -106,9 +106,7 @@ def check_model_args(config: PolicyConfig) -> None:
         kinds = (_ACCESS | _PLACE).get(name)
         if kinds and value is not None and not isinstance(value, kinds):
             words = {"str": "a text", "bool": "true or false", "dict": "a mapping"}
-            names = " or ".join(
-                {"str": "a text", "bool": "true or false", "dict": "a mapping"}[k.__name__] for k in kinds
-            )
+            names = " or ".join(words[kind.__name__] for kind in kinds)
             shown = MASK if name == "token" else repr(value)
             raise UserError(f"{name} is {shown}, not {names}", where=f"{KEY}.{name}", remedy=f"give {names}")
 
