@@ -79,15 +79,8 @@ def goes_on_from(trainer: Trainer, checkpoint: Path) -> None:
 
 _MARK = ".lit-grpo-run"
 """Empty file in a folder that a run has taken for its own."""
-_FILES_OF_A_RUN = (
-    "checkpoints",
-    "objective.json",
-    "curves.png",
-    "rollback",
-    "flight",
-    "predictions.jsonl",
-    REPORT_FILE,
-)
+_FOLDERS_OF_A_RUN = ("checkpoints", "rollback", "flight")
+_FILES_OF_A_RUN = ("objective.json", "curves.png", "predictions.jsonl", REPORT_FILE)
 # Asked for by many callbacks, and the answer must stay the same for all of them.
 _chosen: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 _going_on: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
@@ -104,7 +97,8 @@ def _own_folder(root: Path, checkpoint: Path | None) -> Path:
         # A folder that nothing can be written in is refused by whoever writes first, with its own words.
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            taken = any((folder / name).exists() for name in _FILES_OF_A_RUN)
+            taken = any((folder / name).is_file() for name in _FILES_OF_A_RUN)
+            taken |= any((folder / name).is_dir() for name in _FOLDERS_OF_A_RUN)
             # Exclusively, so that of two runs that begin at the same moment one takes the next folder.
             os.close(os.open(folder / _MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:

@@ -285,12 +285,12 @@ def mlflow_name(key: str) -> str:
     has to be replaced, the name ends in a hash of the key, so that two keys that differ in such signs alone stay two.
     """
     # A key that is written like a replaced one must not become the same name.
-    name = key if re.search(r"_at_\d", key) else re.sub(r"@(?=\d)", "_at_", key)
-    replaced = re.sub(r"[^\w/. -]+", "_", name.replace("@", "_at_"))
+    unclear = "_at_" in key
+    name = key.replace("@", "_at_")
     # MLflow refuses what would be another path, such as a//b, and names that end in space are cut by some stores.
-    parts = [part.strip() if part.strip(" .") else "_" for part in replaced.split("/")]
+    parts = [part.strip() if part.strip(" .") else "_" for part in re.sub(r"[^\w/. -]+", "_", name).split("/")]
     readable = "/".join(parts)
-    if readable == name and len(readable) <= _LENGTH and (name != key or not re.search(r"_at_\d", key)):
+    if readable == name and not unclear and len(readable) <= _LENGTH:
         return readable
     mark = "-" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return readable[: _LENGTH - len(mark)] + mark

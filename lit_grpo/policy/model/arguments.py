@@ -94,7 +94,7 @@ def check_model_args(config: PolicyConfig) -> None:
     Raises:
         UserError: as said; it names the option that does it.
     """
-    if config.model_args and config.tiny is not None:
+    if config.tiny is not None and config.model_args.keys() - _ACCESS:
         raise UserError(
             "a tiny model is made on the spot: there is nothing that model_args could load",
             where=KEY,
