@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Functions of a user that give what is no reward, or one in an odd form; the text of the completion says which."""
 
 from decimal import Decimal

@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from lit_grpo.rewards import ChoiceReward, ExactMatch, MathReward, NumericReward
+from lit_grpo.rewards import ChoiceReward, ExactMatch, MathReward, NumericReward, Reward, score_all
 from lit_grpo.types import Completion, Prompt, RewardInput
 
 RIGHT = [
@@ -132,6 +132,10 @@ def value(text, gold="B", **arguments):
     return ChoiceReward("ABCD", **arguments).score([item(text, gold)])[0].value
 
 
+def value_by(reward: Reward, text: str, gold: str) -> float:
+    return score_all([reward], [item(text, gold)])[reward.name][0].value
+
+
 @pytest.mark.parametrize("text", RIGHT)
 def test_what_chooses_is_paid(text):
     assert value(text) == 1.0
@@ -192,7 +196,7 @@ def test_all_rewards_find_the_same_final_answer(form, extract):
     ]
     expected = float(extract in ("auto", form))
     for reward, gold in rewards:
-        assert reward.score([item(FORMS[form].format(gold), gold)])[0].value == expected, type(reward)
+        assert value_by(reward, FORMS[form].format(gold), gold) == expected, type(reward)
         reward.close()
 
 

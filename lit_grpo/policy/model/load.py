@@ -393,6 +393,14 @@ def _generation_config(config: PolicyConfig) -> Any:
     return GenerationConfig.from_pretrained(_location(config), **arguments)
 
 
+def generation_file(config: PolicyConfig) -> Path | None:
+    """Return the generation configuration of a model that is a folder, or None."""
+    if config.path is None:
+        return None
+    file = Path(_location(config)) / (config.model_args.get("subfolder") or "") / "generation_config.json"
+    return file if file.is_file() else None
+
+
 def _location(config: PolicyConfig) -> str:
     """Return the folder or hub name that configuration and weights are read from: below adapters, their model's."""
     assert config.path is not None
