@@ -88,7 +88,10 @@ def _hint(given: Any) -> str:
     if isinstance(given, str | bytes):
         return " but text"
     if given is None:
-        return ": is a return missing?"
+        return (
+            ": is a return missing? What another reward should judge is left to it by lit_grpo.rewards.RewardBySource, "
+            "and 0 pays nothing"
+        )
     return ""
 
 

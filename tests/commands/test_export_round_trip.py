@@ -104,9 +104,10 @@ def test_plain_transformers_loads_what_was_trained(folder, tmp_path, settings):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     prompt = trainer.datamodule.train_prompts[0]  # type: ignore[attr-defined]
-    ids = tokenizer.apply_chat_template(
+    encoded: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt.question}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
+    )
+    ids = encoded["input_ids"]
     assert tuple(ids) == prompt.token_ids
     batch = torch.tensor([[*ids, 3, 4, 5]])
     with torch.no_grad():

@@ -8,6 +8,7 @@ import string
 import pytest
 
 from lit_grpo.rewards import ChoiceReward, ExactMatch, MathReward, NumericReward, Reward, score_all
+from lit_grpo.rewards.code.reward import program_in
 from lit_grpo.types import Completion, Prompt, RewardInput
 
 RIGHT = [
@@ -206,3 +207,13 @@ def test_exact_match_takes_the_last_line_and_the_whole():
     assert ExactMatch().score([item(text, "seven")])[0].value == 0.0
     assert ExactMatch().score([item("seven ", "seven")])[0].value == 1.0
     assert ExactMatch(extract="last_line").score([item(text, "seven", "length")])[0].no_answer
+
+
+def test_a_program_in_the_last_answer_tag_is_the_one():
+    def block(text):
+        return f"```python\n{text}\n```\n"
+
+    assert program_in(f"<answer>{block('a')}{block('b')}</answer> For comparison: {block('c')}") == "b\n"
+    assert program_in(f"<answer>{block('a')}</answer><answer>{block('b')}</answer>{block('c')}") == "b\n"
+    assert program_in(f"<answer>in words</answer>{block('c')}") == "c\n"
+    assert program_in(f"{block('a')}<answer>{block('b')}") == "b\n"
