@@ -311,6 +311,8 @@ def _update(file: Path, values: dict[str, Any]) -> None:
     saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     new = {name: value for name, value in values.items() if not _says(saved, name, value)}
     if new:
+        # With this mark transformers would go by the model's configuration and not by this file.
+        saved.pop("_from_model_config", None)
         merged = {name: value for name, value in (saved | new).items() if value is not None}
         file.write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

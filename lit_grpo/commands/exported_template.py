@@ -71,6 +71,8 @@ def _around(template: str, system: str, before: str, after: str, variables: Mapp
 
 def _text(text: str) -> str:
     """Return Jinja for a text with the system prompt in it."""
+    if not text:
+        return ""
     return "".join(
         f"{{{{- {_literal(part)} -}}}}" if index == 0 else f"{{{{- ns.system -}}}}{{{{- {_literal(part)} -}}}}"
         for index, part in enumerate(text.split(_SYSTEM))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from lit_grpo.engines.vllm.settings import runs_own_code
 from lit_grpo.errors import UserError
 from lit_grpo.policy import CriticConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.critic import check_critic, make_critic, model_settings
@@ -129,6 +131,12 @@ def test_an_unknown_argument_is_refused_before_weights_are_read(plain):
     with pytest.raises(UserError, match="no argument of the loader") as caught:
         load_model_config(PolicyConfig(path=str(plain), model_args={"revison": "main"}))
     assert caught.value.remedy == "did you mean revision?"
+
+
+@pytest.mark.parametrize(("arguments", "runs"), [({}, False), (TRUSTED, True), ({"trust_remote_code": False}, False)])
+def test_the_engine_runs_the_models_code_where_the_learner_may(arguments, runs):
+    context: Any = SimpleNamespace(policy_config=PolicyConfig(path="x", model_args=arguments))
+    assert runs_own_code(context) is runs
 
 
 def test_a_tiny_model_takes_no_arguments():
