@@ -77,8 +77,10 @@ def loader_arguments(config: PolicyConfig) -> LoaderArguments:
     """
     # A checkpoint holds secrets masked; without its token the hub's client takes the one of this machine.
     given = {name: value for name, value in config.model_args.items() if value != MASK}
-    place = {"trust_remote_code": False} | {n: v for n, v in given.items() if n in _ACCESS or n in _PLACE}
-    fields = {name: value for name, value in given.items() if name not in place and name not in _WEIGHTS}
+    known = {*_ACCESS, *_PLACE}
+    # Of nothing transformers would make a question again.
+    place = {"trust_remote_code": False} | {n: v for n, v in given.items() if n in known and v is not None}
+    fields = {name: value for name, value in given.items() if name not in known and name not in _WEIGHTS}
     weights = {name: value for name, value in given.items() if name in _WEIGHTS}
     return LoaderArguments(place, {**place, **fields}, {**place, **fields, **weights})
 

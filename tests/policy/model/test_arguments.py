@@ -40,10 +40,13 @@ def nobody_is_asked(monkeypatch):
     monkeypatch.setattr(builtins, "input", asked)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"trust_remote_code": False}, {"trust_remote_code": None}, {"revision": "a"}]
+)
 @pytest.mark.parametrize("load", [load_tokenizer, load_model_config, load_model])
-def test_code_of_a_model_is_refused_without_a_question(own, load):
+def test_code_of_a_model_is_refused_without_a_question(own, load, arguments):
     with pytest.raises(UserError, match="brings code of its own") as caught:
-        load(PolicyConfig(path=str(own)))
+        load(PolicyConfig(path=str(own), model_args=arguments))
     assert caught.value.where == "model.policy.model_args.trust_remote_code"
     assert "model.policy.model_args.trust_remote_code: true" in (caught.value.remedy or "")
 
