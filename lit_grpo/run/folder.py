@@ -77,8 +77,6 @@ def goes_on_from(trainer: Trainer, checkpoint: Path) -> None:
     _going_on[trainer] = checkpoint
 
 
-_MARK = ".lit-grpo-run"
-"""Empty file in a folder that a run has taken for its own."""
 _FOLDERS_OF_A_RUN = ("checkpoints", "rollback", "flight")
 _FILES_OF_A_RUN = ("objective.json", "curves.png", "predictions.jsonl", REPORT_FILE)
 # Asked for by many callbacks, and the answer must stay the same for all of them.
@@ -87,29 +85,22 @@ _going_on: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 
 
 def _own_folder(root: Path, checkpoint: Path | None) -> Path:
-    """Take the first folder that is no other run's: ``root`` itself, else a numbered one below it."""
+    """Return the first folder that is no other run's: ``root`` itself, else a numbered one below it."""
     if checkpoint is not None and checkpoint.parent.name == "checkpoints":
         folder = checkpoint.parent.parent
         if folder.resolve() == root.resolve() or folder.resolve().parent == root.resolve():
             return folder
+    # Nothing is made here: many a run with callbacks writes nothing at all.
     candidates = chain([root], (root / f"run-{number}" for number in count(2)))
-    for folder in candidates:
-        # A folder that nothing can be written in is refused by whoever writes first, with its own words.
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            taken = any((folder / name).is_file() for name in _FILES_OF_A_RUN)
-            taken |= any((folder / name).is_dir() for name in _FOLDERS_OF_A_RUN)
-            # Exclusively, so that of two runs that begin at the same moment one takes the next folder.
-            os.close(os.open(folder / _MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        except FileExistsError:
-            continue
-        except OSError:
-            return folder
-        if not taken:
-            break
+    folder = next(folder for folder in candidates if not _holds_a_run(folder))
     if folder != root:
         log.info("%s holds another run: this one is kept in %s", shown(root), shown(folder))
     return folder
+
+
+def _holds_a_run(folder: Path) -> bool:
+    files = any((folder / name).is_file() for name in _FILES_OF_A_RUN)
+    return files or any((folder / name).is_dir() for name in _FOLDERS_OF_A_RUN)
 
 
 def run_logger(trainer: Trainer) -> Any:

@@ -71,7 +71,10 @@ def test_the_folder_is_that_of_our_logger_and_else_lightnings(tmp_path):
     assert run_folder(trainer(object(), record)) == Path("/runs/mine")
     assert run_folder(trainer(log_dir=str(tmp_path / "logs"))) == tmp_path / "logs"
     first, second = trainer(root=str(tmp_path / "root")), trainer(root=str(tmp_path / "root"))
-    assert run_folder(first) == run_folder(first) == tmp_path / "root"
+    assert run_folder(first) == tmp_path / "root"
+    assert not (tmp_path / "root").exists(), "nothing is made before something is written"
+    (tmp_path / "root" / "checkpoints").mkdir(parents=True)
+    assert run_folder(first) == tmp_path / "root"
     assert run_folder(second) == run_folder(second) == tmp_path / "root" / "run-2"
 
 
