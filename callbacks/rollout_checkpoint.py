@@ -170,7 +170,7 @@ class RolloutCheckpoint(Checkpoint):
         assert self.dirpath is not None
         folder = self.dirpath
         try:
-            on_rank_zero(trainer, lambda: self._make_ready(folder))
+            on_rank_zero(trainer, lambda: self._make_ready(folder, trainer.ckpt_path))
         except OSError as error:
             raise UserError(
                 f"no checkpoint can be written into {shown(folder)}: {error.strerror or error}",
@@ -180,8 +180,9 @@ class RolloutCheckpoint(Checkpoint):
             ) from error
         self._say_what_it_takes(trainer, folder)
 
-    def _make_ready(self, folder: Path) -> None:
+    def _make_ready(self, folder: Path, going_on: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._refuse_another_runs(folder, going_on)
         # A run is not to find out after its first fifty rollouts that this folder is not its own.
         try:
             (folder / PROBE).write_bytes(b"")
@@ -193,6 +194,20 @@ class RolloutCheckpoint(Checkpoint):
         if left := remove_half_written(folder):
             log.warning("removed what a killed run left half-written in %s: %s", shown(folder), ", ".join(left))
         self._remove_surplus(folder)
+
+    def _refuse_another_runs(self, folder: Path, going_on: Any) -> None:
+        """Refuse a folder with the checkpoints of another run, which would be replaced one by one."""
+        # A run that goes on from an earlier checkpoint of its own makes the later ones anew.
+        if going_on is not None and Path(str(going_on)).resolve().parent == folder.resolve():
+            return
+        others = sorted(path.name for path in folder.glob("rollout-*.ckpt") if path.name not in self._saved)
+        if others:
+            raise UserError(
+                f"{shown(folder)} holds checkpoints of another run ({others[0]}), which this one would replace",
+                where="checkpoint.dirpath",
+                remedy="name another folder or remove that one; to go on with that run, "
+                f"--ckpt_path {shown(folder / others[-1])}",
+            )
 
     def _remove_surplus(self, folder: Path) -> None:
         """Remove what the newest checkpoint has made surplus, which a killed run may not have come to."""

@@ -30,7 +30,7 @@ from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
-from lit_grpo.run.folder import check_can_be_made
+from lit_grpo.run.folder import check_can_be_made, goes_on_from
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
@@ -277,7 +277,11 @@ class TrainingCLI(LightningCLI):
         # Before anything asks the logger for its folder, which is made at the first use.
         self._continue_run(config.get("logger"))
         try:
-            return super()._instantiate_trainer(config, added)
+            trainer = super()._instantiate_trainer(config, added)
+            # With a logger of Lightning's, too, a run goes on in its folder, and is evaluated there.
+            if (path := self.config[self._command].get("ckpt_path")) is not None:
+                goes_on_from(trainer, Path(path).absolute())
+            return trainer
         except UserError:
             raise
         # Lightning checks many of its arguments by using them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -44,20 +45,30 @@ def run(command: str, argv: list[str]) -> int:
     parser = CommandParser(
         command,
         "Write the policy of a checkpoint as a Hugging Face model folder: weights, configuration, generation\n"
-        "configuration and tokenizer. Only the checkpoint is read, and the configuration and tokenizer of the model\n"
-        "that training began with.",
+        "configuration and tokenizer, which makes prompts as the run did. Only the checkpoint is read, and the\n"
+        "configuration and tokenizer of the model that training began with.",
         "example:\n  lit-grpo export --checkpoint runs/NAME --output models/mine --dtype bfloat16",
     )
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="checkpoint, or the folder of a run")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="number format of the weights; as trained if left out")
     parser.add_argument("--base", metavar="DIR", help="where the model that training began with is now, if it moved")
+    parser.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them (LoRA)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model's folder brings")
     parser.add_argument("--force", action="store_true", help="replace a model folder that is there")
     options = parser.parse_args(argv)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    exported = export(options.checkpoint, options.output, dtype=options.dtype, base=options.base, force=options.force)
+    exported = export(
+        options.checkpoint,
+        options.output,
+        dtype=options.dtype,
+        base=options.base,
+        force=options.force,
+        adapter=options.adapter,
+        trust_remote_code=options.trust_remote_code,
+    )
     print(f"{options.output}: {exported.architecture}, {exported.parameters / 1e6:.3g} M parameters, {exported.dtype}")
     return 0
 
@@ -69,6 +80,8 @@ def export(
     dtype: str | None = None,
     base: str | os.PathLike[str] | None = None,
     force: bool = False,
+    adapter: bool = False,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write the policy in ``checkpoint`` to the folder ``output``, whole or not at all.
 
@@ -78,6 +91,9 @@ def export(
         dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the dtype of training.
         base: the folder of the model that training began with, if it has moved since.
         force: replace ``output`` if it holds a model.
+        adapter: write the adapters alone, as peft does, instead of merging them.
+        trust_remote_code: run the code that the model's folder brings. A checkpoint that says so is not enough, since
+            it may be anybody's.
 
     Raises:
         UserError: the checkpoint does not exist or is of something else, or the output folder is not empty.
@@ -87,10 +103,16 @@ def export(
     _check_target(target, force)
     content = _read(path)
     policy = _policy_config(content, path, base)
+    policy = replace(policy, model_args=policy.model_args | {"trust_remote_code": trust_remote_code}
+                     if policy.path else {})  # fmt: skip
     log.debug("the checkpoint %s is read", path)
     weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
     if not weights:
         raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
+    if adapter:
+        from lit_grpo.commands.exported_adapter import write_adapter
+
+        return write_adapter(weights, policy, _tokenizer(policy, content), dtype, target)
     # Adapters on 4-bit weights cannot be merged from the checkpoint alone, which does not hold the weights under them.
     if policy.quantization is not None:
         weights = _dequantized_weights(policy, content["state_dict"])
@@ -103,7 +125,7 @@ def export(
         policy = replace(policy, lora=None)
     model = _model(policy, weights, dtype, path)
     log.debug("writing %s", target)
-    _write(model, policy, target)
+    _write(model, policy, content, target)
     count = sum(parameter.numel() for parameter in model.parameters())
     return Exported(target, type(model).__name__, count, str(model.dtype).removeprefix("torch."))
 
@@ -202,17 +224,21 @@ def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, 
     import torch
     from transformers import AutoModelForCausalLM
 
+    from lit_grpo.policy.model.arguments import TRUST, loader_arguments
     from lit_grpo.policy.model.load import load_model_config
 
     try:
         config = load_model_config(policy)
     except UserError as error:
         remedy = "if the folder has moved, say where it is now with --base"
+        if error.where == TRUST:
+            remedy = "read the code, then add --trust-remote-code"
         raise UserError(error.what, where=f"policy of {path}", remedy=remedy) from error
     to_dtype = getattr(torch, dtype) if dtype else next(iter(weights.values())).dtype
     # On the meta device: no time and memory for weights that are replaced at once.
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=to_dtype)
+        known = {k: v for k, v in loader_arguments(policy).place.items() if k in ("trust_remote_code", "code_revision")}
+        model = AutoModelForCausalLM.from_config(config, dtype=to_dtype, **known)
     weights = {name: tensor.to(to_dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
     # Assigned tensors are not tied, and a tied weight may be there under one of its names only.
@@ -229,19 +255,71 @@ def _model(policy: PolicyConfig, weights: dict[str, Tensor], dtype: str | None, 
     return model
 
 
-def _write(model: PreTrainedModel, policy: PolicyConfig, target: Path) -> None:
+def _tokenizer(policy: PolicyConfig, content: dict[str, Any]) -> Any:
+    """Return the tokenizer with the chat template of the run, whose prompts plain transformers then makes alike."""
+    from lit_grpo.commands.exported_template import template_for
     from lit_grpo.policy.model.load import load_tokenizer
 
     tokenizer = load_tokenizer(policy)
+    identity = content.get("RolloutDataModule", {}).get("format")
+    # Runs of one's own programs may have other data.
+    if isinstance(identity, dict):
+        tokenizer.chat_template = template_for(identity, tokenizer)
+    return tokenizer
+
+
+def _generation(policy: PolicyConfig, content: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return what the generation configuration says anew: where a text ends, and how the run sampled."""
+    from lit_grpo.policy.model.load import end_token_ids
+
+    settings = content.get("callbacks", {}).get("RunSettings", {}).get("settings", {})
+    ends = {*end_token_ids(policy, tokenizer), *(settings.get("data.sampling.stop_token_ids") or ())}
+    found: dict[str, Any] = {"eos_token_id": sorted(ends)}
+    if tokenizer.pad_token_id is not None:
+        found["pad_token_id"] = tokenizer.pad_token_id
+    if (temperature := settings.get("data.sampling.temperature")) is not None:
+        found["do_sample"] = temperature > 0
+        names = {"top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_new_tokens"}
+        sampled = {name: settings.get(f"data.sampling.{key}") for name, key in names.items()}
+        found |= {name: value for name, value in sampled.items() if value is not None}
+        # Of greedy decoding transformers wants no temperature.
+        found |= {"temperature": temperature if temperature > 0 else None}
+    return found
+
+
+def _write(model: PreTrainedModel, policy: PolicyConfig, content: dict[str, Any], target: Path) -> None:
+    from lit_grpo.policy.model.load import generation_file
+
+    tokenizer = _tokenizer(policy, content)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        base = Path(policy.path).expanduser() / "generation_config.json" if policy.path else None
-        if base is not None and base.is_file():
+        base, written = generation_file(policy), temporary / "generation_config.json"
+        if base is not None:
             # Copied as a file: transformers refuses to write some of the configurations that it reads.
-            shutil.copy(base, temporary / base.name)
+            shutil.copy(base, written)
+        _update(written, _generation(policy, content, tokenizer))
         move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _update(file: Path, values: dict[str, Any]) -> None:
+    """Set values of a JSON file; one that says all of them already stays as it is, byte for byte."""
+    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    new = {name: value for name, value in values.items() if not _says(saved, name, value)}
+    if new:
+        # With this mark transformers would go by the model's configuration and not by this file.
+        saved.pop("_from_model_config", None)
+        merged = {name: value for name, value in (saved | new).items() if value is not None}
+        file.write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _says(saved: dict[str, Any], name: str, value: Any) -> bool:
+    given = saved.get(name)
+    if name == "eos_token_id" and given is not None:
+        return sorted(given if isinstance(given, list) else [given]) == value
+    # A padding token that nobody has named is the tokenizer's.
+    return name == "pad_token_id" or given == value

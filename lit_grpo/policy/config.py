@@ -74,7 +74,8 @@ class PolicyConfig:
     """The model that is trained, from ``path`` or ``tiny``.
 
     Attributes:
-        path: folder of a Hugging Face model, or its name on the hub.
+        path: folder of a Hugging Face model, or its name on the hub; or a folder of adapters (LoRA) that peft wrote,
+            which are merged into the model that they name.
         tiny: a tiny model to be made instead.
         dtype: number format of weights and computation.
         attention: ``sdpa`` works everywhere; ``varlen``, torch's variable-length flash attention, on packed rows (CUDA,
@@ -92,7 +93,10 @@ class PolicyConfig:
             None: with ``varlen`` attention, models of ``path`` without experts and without ``quantization``.
         lora: low-rank adapters to train instead of the weights; a separate critic then has some of its own.
         quantization: 4-bit format of the weights under the adapters.
-        model_args: further arguments of ``AutoModelForCausalLM.from_pretrained``.
+        model_args: further arguments of ``from_pretrained``. What says where the model is and who may read it
+            (``trust_remote_code``, ``revision``, ``code_revision``, ``subfolder``, ``token``, ``cache_dir``,
+            ``local_files_only``, ``force_download``, ``proxies``) goes to every loader: weights, configuration,
+            tokenizer, generation configuration. Fields of the model's configuration replace those of config.json.
     """
 
     path: str | None = None
@@ -174,6 +178,8 @@ class CriticConfig:
         path: folder or hub name of the model that a separate critic begins as; None: a copy of the policy's. Its
             tokens must be the policy's. Number format, attention, checkpointing and adapters are set by ``policy``.
         tiny: a tiny model to be made instead.
+        model_args: arguments of the loaders for ``path``, such as ``revision``. How models are reached
+            (``trust_remote_code``, ``token``, ``cache_dir``, ``local_files_only``, ``proxies``) is as for the policy.
         detach: whether a shared backbone learns nothing from the value loss. Otherwise it does, in the measure of
             ``objective.value_coef``.
         optimizer: optimizer of the critic, with a shared backbone of the head alone; None: as the policy's.
@@ -192,6 +198,7 @@ class CriticConfig:
     backbone: Literal["separate", "shared"] = "separate"
     path: str | None = None
     tiny: TinyModel | None = None
+    model_args: dict[str, Any] = field(default_factory=dict)
     detach: bool = False
     optimizer: OptimizerConfig | None = None
     max_grad_norm: Annotated[float | None, Bound(above=0)] = 1.0

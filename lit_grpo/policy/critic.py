@@ -15,6 +15,7 @@ from lit_grpo.policy.config import CriticConfig, PolicyConfig
 from lit_grpo.policy.forward.attention import probe_ids
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import backbone, hidden_states, switch_off_dropout
+from lit_grpo.policy.model.arguments import arguments_of_another
 from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
@@ -126,9 +127,10 @@ def model_settings(policy: PolicyConfig, config: CriticConfig) -> PolicyConfig:
     """Return the settings that a separate critic's backbone is made from: the policy's, with the critic's own model."""
     if config.path is None and config.tiny is None:
         return policy
-    # A tiny model is made and not loaded, so nothing quantizes it; model_args are those of the policy's own model.
+    # A tiny model is made and not loaded, so nothing quantizes it, and there are no arguments of a loader.
     quantization = None if config.tiny is not None else policy.quantization
-    return replace(policy, path=config.path, tiny=config.tiny, quantization=quantization, model_args={})
+    arguments = {} if config.tiny is not None else arguments_of_another(policy, config.model_args)
+    return replace(policy, path=config.path, tiny=config.tiny, quantization=quantization, model_args=arguments)
 
 
 def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
@@ -142,6 +144,8 @@ def check_critic(policy: PolicyConfig, config: CriticConfig | None) -> None:
     check_fields(config, KEY)
     shared = config.backbone == "shared"
     model_key = next((key for key in ("path", "tiny") if getattr(config, key) is not None), None)
+    if config.model_args and config.path is None:
+        _refuse("model_args", "model_args without path load nothing", "add path, or set model.policy.model_args")
     if shared and model_key:
         remedy = f"remove {model_key}, or set backbone: separate"
         _refuse(model_key, "a critic on the policy's backbone has no model of its own", remedy)

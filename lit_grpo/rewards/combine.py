@@ -9,6 +9,7 @@ from typing import Literal
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import HungRewardError, Reward, answers_within, score_within
+from lit_grpo.rewards.returned import NoScoreError, given_score
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.text import shorten
 
@@ -189,15 +190,14 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
 
 def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
     # A reward may put the error of one completion in the place of its score: the others need not be scored anew.
-    if isinstance(score, Exception):
+    if isinstance(score, Exception) and not isinstance(score, NoScoreError):
         if on_error == "raise":
             raise _error_of(reward, item, f"raised {_describe(score)}") from score
         return Score(0.0, failed=True)
     try:
-        checked = _as_score(score)
-    except Exception:
-        # A reward of the user may return anything: None, text, a tensor of several values.
-        problem = f"gave {_both_ends(repr(score), 80)}, which is not a number"
+        checked = given_score(score)
+    except NoScoreError as error:
+        problem = str(error)
     else:
         size = abs(checked.value) * max(1.0, abs(reward.weight))
         bad = next((key for key, value in (checked.details or {}).items() if not math.isfinite(value)), None)
@@ -212,21 +212,6 @@ def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: 
     if on_error == "raise":
         raise _error_of(reward, item, problem)
     return Score(0.0, failed=True)
-
-
-def _as_score(score: Score | float) -> Score:
-    if not isinstance(score, tuple):
-        return Score(float(score))
-    given = Score(*score)
-    details = None if given.details is None else {str(key): float(value) for key, value in given.details.items()}
-    return Score(
-        float(given.value),
-        bool(given.timed_out),
-        bool(given.failed),
-        bool(given.no_answer),
-        details,
-        float(given.seconds),
-    )
 
 
 def _error_of(reward: Reward, item: RewardInput, problem: str) -> RewardError:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
+from lit_grpo.rewards.math.answer import check_extract, final_answer
 from lit_grpo.types import RewardInput, Score
+
+ExactExtract = Literal["whole", "auto", "boxed", "tag", "last_number", "last_line"]
 
 
 class ExactMatch(Reward):
-    """Reward of 1 if the completion, or what ``pattern`` finds in it, equals the gold answer, else 0.
+    """Reward of 1 if the completion, or the final answer in it, equals the gold answer, else 0.
 
     Space around either is ignored.
 
     Args:
         pattern: regular expression, dots match newlines; its last match is the answer: its first group, or the whole
-            match if it has none. No match scores 0. Left out, the whole completion is the answer. Run by the package
+            match if it has none. No match scores 0. Left out, ``extract`` says what the answer is. Run by the package
             ``regex``, whose syntax is that of ``re`` and more.
+        extract: form in which an answer counts: ``auto``, ``boxed``, ``tag`` or ``last_number``, as in
+            :class:`lit_grpo.rewards.MathReward`; ``last_line``: the last line that is not empty, unless the completion
+            was cut off; ``whole``: the completion.
+        answer_tag: name of the tag around an answer.
         ignore_case: compare after Unicode case folding.
         limit: seconds for ``pattern`` on one completion, since an expression such as ``(a+)+b`` may take for ever; past
             it the completion scores 0 with ``timed_out``.
@@ -27,7 +34,8 @@ class ExactMatch(Reward):
         name: key under which the reward is logged.
 
     Raises:
-        UserError: ``pattern`` is not a regular expression, or ``limit`` is not positive.
+        UserError: ``pattern`` is not a regular expression or stands beside ``extract``, ``limit`` is not positive, or
+            ``extract`` or ``answer_tag`` is none.
     """
 
     needs_answer = True
@@ -37,6 +45,8 @@ class ExactMatch(Reward):
         self,
         pattern: str | None = None,
         ignore_case: bool = False,
+        extract: ExactExtract = "whole",
+        answer_tag: str = "answer",
         limit: float = 1.0,
         weight: float = 1.0,
         name: str | None = None,
@@ -55,8 +65,16 @@ class ExactMatch(Reward):
                 where="ExactMatch.pattern",
                 remedy="in YAML, write it in single quotes so that backslashes stay",
             ) from error
+        check_extract(extract, answer_tag, "ExactMatch", get_args(ExactExtract))
+        if pattern and extract != "whole":
+            raise UserError(
+                f"both pattern and extract: {extract} say where the answer is",
+                where="ExactMatch.extract",
+                remedy="keep one of them",
+            )
         self._ignore_case, self._limit = ignore_case, limit
-        self.extracts_answer = self._pattern is not None
+        self._extract, self._answer_tag = extract, answer_tag
+        self.extracts_answer = self._pattern is not None or extract != "whole"
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         return [self._score(item) for item in batch]
@@ -64,25 +82,30 @@ class ExactMatch(Reward):
     def _score(self, item: RewardInput) -> Score:
         began = time.perf_counter()
         try:
-            answer = self._answer(item.text)
+            answer = self._answer(item)
         except TimeoutError:
             return Score(0.0, timed_out=True, no_answer=True, seconds=time.perf_counter() - began)
         value = float(self._normalise(answer) == self._normalise(item.prompt.answer))
         return Score(value, no_answer=answer is None)
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None]:
-        return [self._vote(x.text) for x in batch]
+        return [self._vote(x) for x in batch]
 
-    def _vote(self, text: str) -> str | None:
+    def _vote(self, item: RewardInput) -> str | None:
         try:
-            answer = self._answer(text)
+            answer = self._answer(item)
         except TimeoutError:
             return None
         return None if answer is None else str(self._normalise(answer))
 
-    def _answer(self, text: str) -> str | None:
+    def _answer(self, item: RewardInput) -> str | None:
+        text = item.text
         if self._pattern is None:
-            return text
+            if self._extract == "whole":
+                return text
+            if self._extract == "last_line":
+                return None if item.completion.truncated else (text.strip().rpartition("\n")[2] or None)
+            return final_answer(text, "words", item.completion.truncated, self._extract, self._answer_tag)
         last = None
         # The last match counts, as with every other reward: a withdrawn first guess is not the answer. With concurrent,
         # other threads go on meanwhile.

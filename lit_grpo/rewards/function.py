@@ -13,8 +13,9 @@ from typing import Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
-from lit_grpo.rewards.function_call import Call, NoNumber, Reply, call_function, call_isolated
+from lit_grpo.rewards.function_call import Call, Reply, call_function, call_isolated
 from lit_grpo.rewards.isolation.pool import WorkerPool
+from lit_grpo.rewards.returned import NoScoreError
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.imports import import_by_path
 from lit_grpo.utils.threads import call_within
@@ -42,7 +43,8 @@ class FunctionReward(Reward):
 
     The names of its parameters say what it gets. For one completion: ``text``, ``answer``, ``question``, ``extra`` (the
     other columns of the row), ``prompt_id``, ``truncated``, ``tokens`` (their number), ``item`` (the whole
-    :class:`lit_grpo.types.RewardInput`); it returns a number or a :class:`lit_grpo.types.Score`. A batch: ``texts``,
+    :class:`lit_grpo.types.RewardInput`); it returns a number or a :class:`lit_grpo.types.Score`, nothing else. A
+    batch: ``texts``,
     ``answers``, ``questions``, ``extras``, ``prompt_ids``, ``items``, and ``truncated`` or ``tokens`` beside one of
     these; it returns one number for each, in order. Either may be ``async def``; single ones then run together, at most
     ``concurrency`` at a time.
@@ -115,7 +117,9 @@ class FunctionReward(Reward):
         if range is not None:
             self.range = (range[0], range[1])
         self.needs_tokens = "tokens" in self._parameters
-        self._in_process = in_process or not (isinstance(function, str) or _is_importable(function))
+        # By its path, too, a function of a notebook or script is not found by a worker, whose main program is another.
+        importable = not path.startswith("__main__.") if isinstance(function, str) else _is_importable(function)
+        self._in_process = in_process or not importable
         self._hung = itertools.count(1)
         self._gave_up = ""
         self._pool: WorkerPool | None = None
@@ -260,7 +264,7 @@ def _is_importable(function: Callable[..., Any]) -> bool:
 def _unpacked(sent: Any) -> Any:
     if isinstance(sent, list):
         return Score(*sent)
-    return NoNumber(sent["text"]) if isinstance(sent, dict) else sent
+    return NoScoreError(sent["problem"]) if isinstance(sent, dict) else sent
 
 
 def _with_time(score: Any, seconds: float) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lit_grpo.rewards.returned import NoScoreError, as_score
 from lit_grpo.types import Score
 from lit_grpo.utils.imports import import_by_path
 from lit_grpo.utils.text import shorten
@@ -40,21 +41,11 @@ class Reply(NamedTuple):
     """What came of a call."""
 
     scores: list[Any]
-    """What the function returned for each completion: a number, a Score, or a :class:`NoNumber`."""
+    """What the function returned for each completion: a number, a Score, or a NoScoreError in its place."""
     timed_out: bool
     seconds: float
     error: str = ""
     """What went wrong, for a person to read; there are no scores then."""
-
-
-class NoNumber:
-    """Stand-in for what a function returned in place of a number, which cannot leave its worker; only shown."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 def call_isolated(call: Call) -> dict[str, Any]:
@@ -111,15 +102,12 @@ def _listed(returned: Any, count: int) -> list[Any]:
 def _packed(value: Any) -> Any:
     """Turn a score into what JSON can hold: a number, a list for a Score, a text for what is neither."""
     try:
-        if not isinstance(value, tuple):
-            return float(value)
-        score = Score(*value)
-        details = None if score.details is None else {str(k): float(v) for k, v in score.details.items()}
-        flags = bool(score.timed_out), bool(score.failed), bool(score.no_answer)
-        return [float(score.value), *flags, details, float(score.seconds)]
-    # What a user's function returns may raise anything.
-    except Exception:
-        return {"text": _shown(value)}
+        score = as_score(value)
+    except NoScoreError as error:
+        return {"problem": str(error)}
+    if not isinstance(value, Score):
+        return score.value
+    return [*score[:4], score.details, score.seconds]
 
 
 def _shown(value: Any) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward, score_within
+from lit_grpo.rewards.returned import given_score
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.files import write_atomically
 
@@ -176,7 +177,7 @@ class JudgeReward(Reward):
         value = self._grades[verdict.grade]
         details = {"cached": float(verdict.cached), "attempts": float(verdict.attempts)}
         if other is not None and self._compare is not None:
-            theirs = self._compare.correct(other.value if isinstance(other, Score) else float(other))
+            theirs = self._compare.correct(given_score(other).value)
             details["agreement"] = float(self.correct(value) == theirs)
         return Score(value, details=details, seconds=seconds)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rewards.base import Reward, answers_within, score_within
+from lit_grpo.rewards.returned import given_score
 from lit_grpo.types import RewardInput, Score
 
 
@@ -68,7 +69,7 @@ class WrappingReward(Reward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         scores = []
         for item, given in zip(batch, score_within(self.reward, batch), strict=True):
-            score = given if isinstance(given, Score) else Score(float(given))
+            score = given_score(given)
             details = {**(score.details or {}), "inner": score.value}
             scores.append(score._replace(value=self.change(item, score), details=details))
         return scores
@@ -168,7 +169,7 @@ class GatedReward(WrappingReward):
 
     def _open(self, batch: Sequence[RewardInput]) -> list[bool]:
         """Say for each completion whether its gate is open."""
-        values = [s.value if isinstance(s, Score) else float(s) for s in score_within(self.gate, batch)]
+        values = [given_score(one).value for one in score_within(self.gate, batch)]
         # The same allowance as in `Reward.correct`: sums of shares may miss full marks by a rounding error.
         return [value >= self._at_least - 1e-9 for value in values]
 
@@ -263,7 +264,7 @@ class RewardBySource(Reward):
         scores: dict[int, Score] = {}
         for reward, indices in self._split(batch):
             for i, score in zip(indices, score_within(reward, [batch[i] for i in indices]), strict=True):
-                scores[i] = score if isinstance(score, Score) else Score(float(score))
+                scores[i] = given_score(score)
         return [scores[i] for i in range(len(batch))]
 
     def final_answers(self, batch: Sequence[RewardInput]) -> list[str | None] | None:

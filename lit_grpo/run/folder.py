@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+log = logging.getLogger(__name__)
 
 MOST_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and a number may be added."""
@@ -46,13 +51,56 @@ class RunRecord(ABC):
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of the run, equal on all ranks, each of which must call this.
 
-    It is the folder of a :class:`RunRecord` among the loggers, else ``trainer.log_dir``, else ``default_root_dir``.
+    It is the folder of a :class:`RunRecord` among the loggers, or of a first logger that makes one for every run
+    (TensorBoard, CSV). With other loggers, or none, it is ``trainer.log_dir`` or else ``default_root_dir`` for the
+    first run there, and ``run-2``, ``run-3`` and so on below it for those that follow; :func:`goes_on_from` keeps a
+    run in the folder that it began in.
     """
     logger = run_logger(trainer)
     if logger is not None:
         # Rank 0 alone makes the folder and sends its path: a name from the clock would differ from rank to rank.
         return Path(trainer.strategy.broadcast(str(logger.run_dir)))
-    return Path(trainer.log_dir or trainer.default_root_dir)
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    root = Path(trainer.log_dir or trainer.default_root_dir)
+    first = trainer.loggers[0] if trainer.loggers else None
+    if isinstance(first, CSVLogger | TensorBoardLogger) or getattr(trainer, "fast_dev_run", False):
+        return root
+    if trainer not in _chosen:
+        chosen = str(_own_folder(root, _going_on.get(trainer))) if trainer.is_global_zero else ""
+        _chosen[trainer] = Path(trainer.strategy.broadcast(chosen))
+    return _chosen[trainer]
+
+
+def goes_on_from(trainer: Trainer, checkpoint: Path) -> None:
+    """Tell, before the fit, which checkpoint a run goes on from: Lightning itself says so only after the set-up."""
+    _going_on[trainer] = checkpoint
+
+
+_FOLDERS_OF_A_RUN = ("checkpoints", "rollback", "flight")
+_FILES_OF_A_RUN = ("objective.json", "curves.png", "predictions.jsonl", REPORT_FILE)
+# Asked for by many callbacks, and the answer must stay the same for all of them.
+_chosen: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+_going_on: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+
+
+def _own_folder(root: Path, checkpoint: Path | None) -> Path:
+    """Return the first folder that is no other run's: ``root`` itself, else a numbered one below it."""
+    if checkpoint is not None and checkpoint.parent.name == "checkpoints":
+        folder = checkpoint.parent.parent
+        if folder.resolve() == root.resolve() or folder.resolve().parent == root.resolve():
+            return folder
+    # Nothing is made here: many a run with callbacks writes nothing at all.
+    candidates = chain([root], (root / f"run-{number}" for number in count(2)))
+    folder = next(folder for folder in candidates if not _holds_a_run(folder))
+    if folder != root:
+        log.info("%s holds another run: this one is kept in %s", shown(root), shown(folder))
+    return folder
+
+
+def _holds_a_run(folder: Path) -> bool:
+    files = any((folder / name).is_file() for name in _FILES_OF_A_RUN)
+    return files or any((folder / name).is_dir() for name in _FOLDERS_OF_A_RUN)
 
 
 def run_logger(trainer: Trainer) -> Any:

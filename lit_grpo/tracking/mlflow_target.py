@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -210,7 +211,7 @@ class MlflowTarget:
             step, timestamp = int(record.get("step") or 0), max(0, int(record["wall_time"] * 1000))
             for key, value in record.items():
                 if key not in ("step", "wall_time") and isinstance(value, int | float):
-                    metrics.append(Metric(_clean(key), float(value), timestamp, step))
+                    metrics.append(Metric(mlflow_name(key), float(value), timestamp, step))
         for start in range(0, len(metrics), 1000):
             with _final_errors():
                 self.client.log_batch(self._id, metrics=metrics[start : start + 1000])
@@ -220,7 +221,7 @@ class MlflowTarget:
 
         # MLflow refuses to change a parameter. After a resume with other settings the first value stays, and a tag
         # names what changed.
-        shown = {_clean(key): shorten(value, PARAM_LENGTH, CUT_MARK) for key, value in params.items()}
+        shown = {mlflow_name(key): shorten(value, PARAM_LENGTH, CUT_MARK) for key, value in params.items()}
         new = {key: value for key, value in shown.items() if key not in self._params}
         changed = sorted(key for key, value in shown.items() if self._params.get(key, value) != value)
         items = [Param(key, value) for key, value in new.items()]
@@ -273,6 +274,23 @@ def _final_errors() -> Iterator[None]:
         raise
 
 
-def _clean(key: str) -> str:
-    """Turn a key into a name that MLflow takes: ``pass@8`` becomes ``pass_at_8``."""
-    return re.sub(r"[^a-zA-Z0-9_/. -]+", "_", key.replace("@", "_at_"))[:250]
+_LENGTH = 250
+"""Characters of the longest name that every MLflow server takes."""
+
+
+def mlflow_name(key: str) -> str:
+    """Return the name under which MLflow keeps a metric or parameter; different keys have different names.
+
+    ``pass@8`` becomes ``pass_at_8``. Letters and digits of every script stay, as MLflow takes them. Where another sign
+    has to be replaced, the name ends in a hash of the key, so that two keys that differ in such signs alone stay two.
+    """
+    # A key that is written like a replaced one must not become the same name.
+    unclear = "_at_" in key
+    name = key.replace("@", "_at_")
+    # MLflow refuses what would be another path, such as a//b, and names that end in space are cut by some stores.
+    parts = [part.strip() if part.strip(" .") else "_" for part in re.sub(r"[^\w/. -]+", "_", name).split("/")]
+    readable = "/".join(parts)
+    if readable == name and not unclear and len(readable) <= _LENGTH:
+        return readable
+    mark = "-" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return readable[: _LENGTH - len(mark)] + mark

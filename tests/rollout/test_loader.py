@@ -438,18 +438,18 @@ def test_metrics_of_all_rounds_are_added_up():
 
 
 def test_objectives_with_dynamic_sampling_get_rollouts_of_mixed_groups_and_resume_to_the_bit(tmp_path):
-    def run(rollouts: int, path: Any = None) -> tuple[Any, Any]:
-        recorder, checkpoint = tiny.Recorder(), RolloutCheckpoint(dirpath=str(tmp_path))
+    def run(rollouts: int, folder: str, path: Any = None) -> tuple[Any, Any]:
+        recorder, checkpoint = tiny.Recorder(), RolloutCheckpoint(dirpath=str(tmp_path / folder))
         module = tiny.module(objective=ObjectiveConfig(recipe="dapo", overlong_penalty=False))
         trainer = tiny.trainer(callbacks=[recorder, checkpoint], enable_checkpointing=True)
         trainer.fit(module, datamodule=tiny.data(rollouts=rollouts, group_size=2), ckpt_path=path)
         return recorder, tiny.weights(module)
 
-    whole, expected = run(4)
+    whole, expected = run(4, "whole")
     assert all(m["groups/zero_std_frac"] == 0 and m["sampling/short"] == 0 for m in whole.metrics)
     assert max(m["sampling/rounds"] for m in whole.metrics) > 1
-    run(2)
-    rest, weights = run(4, tmp_path / "last.ckpt")
+    run(2, "cut")
+    rest, weights = run(4, "cut", tmp_path / "cut" / "last.ckpt")
     assert rest.ids == whole.ids[2:]
     assert rest.prompts == whole.prompts[2:]
     assert torch.equal(weights, expected)

@@ -26,12 +26,19 @@ class Record(RunRecord):
         self.tags |= tags
 
 
-def trainer(*loggers: Any, step: int = 7, log_dir: str | None = None) -> Any:
-    return SimpleNamespace(
+class Running(SimpleNamespace):
+    """A stand-in for a trainer, which like one is equal to itself alone."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def trainer(*loggers: Any, step: int = 7, log_dir: str | None = None, root: str = "/root") -> Any:
+    return Running(
         loggers=list(loggers),
         should_stop=False,
         log_dir=log_dir,
-        default_root_dir="/root",
+        default_root_dir=root,
+        is_global_zero=True,
         strategy=SimpleNamespace(broadcast=lambda value: value),
         fit_loop=SimpleNamespace(
             epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(ready=step)))
@@ -58,12 +65,17 @@ def test_a_run_without_our_logger_is_stopped_too():
     assert stop_reason(running) is not None
 
 
-def test_the_folder_is_that_of_our_logger_and_else_lightnings():
+def test_the_folder_is_that_of_our_logger_and_else_lightnings(tmp_path):
     record = Record()
     assert run_logger(trainer(object(), record)) is record
     assert run_folder(trainer(object(), record)) == Path("/runs/mine")
-    assert run_folder(trainer(log_dir="/logs")) == Path("/logs")
-    assert run_folder(trainer()) == Path("/root")
+    assert run_folder(trainer(log_dir=str(tmp_path / "logs"))) == tmp_path / "logs"
+    first, second = trainer(root=str(tmp_path / "root")), trainer(root=str(tmp_path / "root"))
+    assert run_folder(first) == tmp_path / "root"
+    assert not (tmp_path / "root").exists(), "nothing is made before something is written"
+    (tmp_path / "root" / "checkpoints").mkdir(parents=True)
+    assert run_folder(first) == tmp_path / "root"
+    assert run_folder(second) == run_folder(second) == tmp_path / "root" / "run-2"
 
 
 def test_a_path_is_shown_as_it_would_be_typed(tmp_path, monkeypatch):

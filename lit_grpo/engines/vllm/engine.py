@@ -18,7 +18,7 @@ from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.requests import check_requests
-from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings
+from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, runs_own_code, sampling_settings
 from lit_grpo.engines.vllm.start import (
     KEY,
     check_in_process,
@@ -169,6 +169,7 @@ class VLLMEngine:
             "max_num_seqs": config.max_num_seqs,
             "load_format": "dummy",
             "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
+            "trust_remote_code": runs_own_code(context),
             **config.args,
         }
         with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:

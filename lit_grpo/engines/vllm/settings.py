@@ -61,3 +61,8 @@ def model_config_of(context: EngineContext) -> Any:
         names = [c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP")]
         model_config.architectures = names[:1]
     return model_config
+
+
+def runs_own_code(context: EngineContext) -> bool:
+    """Tell whether the code that a model's folder brings may be run in the engine, as the learner may run it."""
+    return bool(context.policy_config.model_args.get("trust_remote_code", False))

@@ -17,7 +17,13 @@ from lit_grpo.engines.completion_checks import check_completion
 from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.requests import check_requests
-from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, sampling_settings, stop_settings
+from lit_grpo.engines.vllm.settings import (
+    engine_dtype,
+    model_config_of,
+    runs_own_code,
+    sampling_settings,
+    stop_settings,
+)
 from lit_grpo.engines.vllm.start import KEY
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, field, metric
@@ -151,7 +157,7 @@ class VLLMServer:
             max_num_seqs=config.max_num_seqs,
             gpu_memory_utilization=config.gpu_memory_utilization,
             seed=context.seed,
-            engine_args=config.args,
+            engine_args={**({"trust_remote_code": True} if runs_own_code(context) else {}), **config.args},
             # A server without a tokenizer starts and samples faster, and few runs need one.
             tokenizer=context.tokenizer if context.wants_stop_strings else None,
             # A quantized weight has the shape of what it stands for elsewhere.

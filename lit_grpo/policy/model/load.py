@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,14 @@ import torch
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import PolicyConfig, TinyModel
 from lit_grpo.policy.forward import attention
+from lit_grpo.policy.model.adapter_folder import base_of, has_tokenizer, is_adapter, merge_into
+from lit_grpo.policy.model.arguments import TRUST, check_model_args, loader_arguments, refuse_unknown
 from lit_grpo.policy.model.compiling import compile_blocks
 from lit_grpo.policy.model.files import check_folder
 from lit_grpo.policy.model.lora import add_adapters, check_lora
 from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
 from lit_grpo.utils.bounds import check_fields
 from lit_grpo.utils.hub import from_cache_alone, why_unreachable
-from lit_grpo.utils.secrets import MASK
 from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 KEY = "model.policy"
 _MOST_TINY_WEIGHTS = 10**9
+_WHOLE = "give a folder on this machine that is whole, or a hub name while the hub can be reached"
 
 
 def check_policy(config: PolicyConfig) -> None:
@@ -51,17 +54,49 @@ def check_policy(config: PolicyConfig) -> None:
             where=f"{KEY}.share_prompts",
             remedy="set share_prompts: false, or attention: sdpa",
         )
+    # transformers takes the package "kernels" as well, which fetches such a kernel.
+    if config.attention == "flash_attention_2" and not (find_spec("flash_attn") or find_spec("kernels")):
+        raise UserError(
+            "flash_attention_2 needs the package flash_attn, which is not installed",
+            where=f"{KEY}.attention",
+            remedy="set attention: auto, which takes torch's own flash attention on CUDA, or pip install flash-attn",
+        )
     if config.attention == "varlen":
         _check_varlen(config)
+    check_model_args(config)
     if config.lora is not None:
         check_lora(config.lora)
     check_quantization(config)
     if config.tiny is not None:
         _check_tiny(config.tiny)
     elif config.path is not None and _is_folder_name(config.path):
-        check_folder(Path(config.path), f"{KEY}.path")
+        folder = Path(config.path).expanduser()
+        if is_adapter(folder):
+            _check_adapter(config, folder)
+        else:
+            check_folder(folder / (config.model_args.get("subfolder") or ""), f"{KEY}.path")
     else:
         _check_hub(config)
+
+
+def _check_adapter(config: PolicyConfig, folder: Path) -> None:
+    """Check a folder of adapters and the model that they belong to."""
+    base = base_of(folder, f"{KEY}.path")
+    if config.quantization is not None:
+        raise UserError(
+            f"the folder {folder} holds adapters (LoRA) of {base}: merged into weights of 4 bits they would be rounded",
+            where=f"{KEY}.quantization",
+            remedy="leave quantization out; or merge them first (peft: merge_and_unload, save_pretrained) and give the "
+            "folder of the result",
+        )
+    try:
+        check_policy(replace(config, path=base))
+    except UserError as error:
+        raise UserError(
+            f"the folder {folder} holds adapters (LoRA) of the model {base}, and {error.what}",
+            where=f"{KEY}.path",
+            remedy=f"put the model there, or correct base_model_name_or_path in {folder / 'adapter_config.json'}",
+        ) from error
 
 
 def _check_varlen(config: PolicyConfig) -> None:
@@ -184,7 +219,7 @@ def _is_folder_name(path: str) -> bool:
 def _check_hub(config: PolicyConfig) -> None:
     """Refuse at once a hub name that is neither in the cache nor can be asked for."""
     assert config.path is not None
-    if _in_cache(config.path) or not _asks_nobody():
+    if _in_cache(config) or not _asks_nobody():
         return
     raise UserError(
         f"the model {config.path} is no folder on this machine and not in the hub's cache, and {_asks_nobody()}",
@@ -203,15 +238,22 @@ def _asks_nobody() -> str | None:
 
 def _unreachable_hub(config: PolicyConfig) -> bool:
     """Tell whether a model is one of a hub that cannot be asked: its client would try, for each file in the cache."""
-    return config.path is not None and not _is_folder_name(config.path) and _asks_nobody() is not None
+    if config.path is None:
+        return False
+    location = _location(config)
+    return not _is_folder_name(location) and _asks_nobody() is not None
 
 
-def _in_cache(name: str) -> bool:
+def _in_cache(config: PolicyConfig) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    assert config.path is not None
+    folder, place = config.model_args.get("subfolder"), ("cache_dir", "revision")
+    given = {name: config.model_args[name] for name in place if config.model_args.get(name)}
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+        found = try_to_load_from_cache(config.path, f"{folder}/config.json" if folder else "config.json", **given)
+        return isinstance(found, str)
     except HFValidationError:
         return False
 
@@ -225,8 +267,11 @@ def load_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
         return char_tokenizer(config.tiny.alphabet)
     from transformers import AutoTokenizer
 
+    location = _location(config)
+    if config.path is not None and is_adapter(own := Path(config.path).expanduser()) and has_tokenizer(own):
+        location = str(own)
     with _named_errors(config):
-        return AutoTokenizer.from_pretrained(_location(config))
+        return AutoTokenizer.from_pretrained(location, **loader_arguments(config).place)
 
 
 def load_model_config(config: PolicyConfig) -> Any:
@@ -237,7 +282,10 @@ def load_model_config(config: PolicyConfig) -> Any:
     from transformers import AutoConfig
 
     with _named_errors(config):
-        return AutoConfig.from_pretrained(_location(config))
+        arguments = loader_arguments(config).config
+        loaded, unused = AutoConfig.from_pretrained(_location(config), **arguments, return_unused_kwargs=True)
+        refuse_unknown(unused, vars(loaded))
+        return loaded
 
 
 def load_model(config: PolicyConfig) -> PreTrainedModel:
@@ -264,6 +312,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     elif torch.empty(0).is_meta:
         model = _skeleton(config, dtype, implementation)
     else:
+        # Read first, since it says which arguments nobody knows.
+        load_model_config(config)
         with _named_errors(config):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 _location(config),
@@ -271,10 +321,12 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
                 attn_implementation=implementation,
                 output_loading_info=True,
                 **loading_arguments(config.quantization, dtype),
-                **_model_args(config),
+                **loader_arguments(config).model,
             )
             model, report = loaded
             _check_loaded(config, report)
+            if config.path is not None and is_adapter(folder := Path(config.path).expanduser()):
+                model = merge_into(model, folder).eval()
         if config.quantization is not None:
             after_loading(model)
     # Compiled last: the compiler must see the blocks as they will run, with checkpointing and adapters.
@@ -285,11 +337,6 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     if config.compile:
         compile_blocks(model)
     return model
-
-
-def _model_args(config: PolicyConfig) -> dict[str, Any]:
-    """Return the further arguments without those that a checkpoint holds masked, such as a token of the hub."""
-    return {name: value for name, value in config.model_args.items() if value != MASK}
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:
@@ -304,13 +351,13 @@ def checkpoint_blocks(model: PreTrainedModel) -> None:
 
 
 def _skeleton(config: PolicyConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    model_config = load_model_config(config)
+    arguments = loader_arguments(config).place
+    # The configuration is read, so that only the model's code is still to be found.
+    known = {key: arguments[key] for key in ("trust_remote_code", "code_revision") if key in arguments}
     with _named_errors(config):
-        arguments = {**_model_args(config), "return_unused_kwargs": True}
-        model_config, unused = AutoConfig.from_pretrained(_location(config), **arguments)
-        # Of the arguments that are no part of the configuration, from_config takes this one.
-        known = {key: unused[key] for key in ("trust_remote_code",) if key in unused}
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=implementation, **known)
     return model.eval()
 
@@ -319,12 +366,10 @@ def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> t
     """Return all ids that end a completion, sorted: the tokenizer's and those of the generation configuration."""
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if config.path is not None:
-        from transformers import GenerationConfig
-
         # Chat models often end a turn with another token than the tokenizer's; some have no generation_config.json.
         try:
             with from_cache_alone() if _unreachable_hub(config) else nullcontext():
-                eos = GenerationConfig.from_pretrained(_location(config)).eos_token_id
+                eos = _generation_config(config).eos_token_id
         except OSError:
             eos = None
         # Folders without that file name them in config.json, where transformers looks as well.
@@ -339,9 +384,32 @@ def end_token_ids(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> t
     return tuple(sorted(int(i) for i in ids))
 
 
+def _generation_config(config: PolicyConfig) -> Any:
+    from transformers import GenerationConfig
+
+    arguments = loader_arguments(config).place
+    # It has no code, and takes what it does not know for settings of generation.
+    arguments = {name: value for name, value in arguments.items() if name not in ("trust_remote_code", "code_revision")}
+    return GenerationConfig.from_pretrained(_location(config), **arguments)
+
+
+def generation_file(config: PolicyConfig) -> Path | None:
+    """Return the generation configuration of a model that is a folder, or None."""
+    if config.path is None:
+        return None
+    file = Path(_location(config)) / (config.model_args.get("subfolder") or "") / "generation_config.json"
+    return file if file.is_file() else None
+
+
 def _location(config: PolicyConfig) -> str:
+    """Return the folder or hub name that configuration and weights are read from: below adapters, their model's."""
     assert config.path is not None
-    return str(Path(config.path).expanduser()) if _is_folder_name(config.path) else config.path
+    if not _is_folder_name(config.path):
+        return config.path
+    folder = Path(config.path).expanduser()
+    if not is_adapter(folder):
+        return str(folder)
+    return _location(replace(config, path=base_of(folder, f"{KEY}.path")))
 
 
 def _check_loaded(config: PolicyConfig, report: Mapping[str, Any]) -> None:
@@ -374,12 +442,22 @@ class _named_errors:  # noqa: N801 - reads as a statement
             text = str(error).strip()
             # Of several lines the one that says something: transformers begins some messages with a headline.
             first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+            where, remedy = f"{KEY}.path", _WHOLE
             if "ignore_mismatched_sizes" in text:
                 first = "its weights have other shapes than its config.json says"
+            elif "trust_remote_code" in text:
+                raise UserError(
+                    f"the model {self.path} brings code of its own, which is run only where you allow it",
+                    where=TRUST,
+                    remedy=f"read the code, then set {TRUST}: true",
+                ) from error
+            elif "attn_implementation" in text or "scaled_dot_product_attention" in text:
+                where, remedy = f"{KEY}.attention", "set model.policy.attention: eager"
+            elif "Unrecognized configuration class" in text:
+                first = "it is no causal language model (transformers has no AutoModelForCausalLM for its model_type)"
+                remedy = "give a model that continues a text; encoders, encoder-decoders and classifiers do not"
             raise UserError(
-                f"the model {self.path} cannot be loaded: {shorten(first, 300)}",
-                where=f"{KEY}.path",
-                remedy="give a folder on this machine that is whole, or a hub name while the hub can be reached",
+                f"the model {self.path} cannot be loaded: {shorten(first, 300)}", where=where, remedy=remedy
             ) from error
 
 

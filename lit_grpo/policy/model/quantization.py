@@ -37,9 +37,6 @@ def check_quantization(config: PolicyConfig) -> None:
     if config.tiny is not None:
         raise UserError("a tiny model is made on the spot, and only weights that are loaded are quantized", where=KEY,
                         remedy="give model.policy.path, or leave quantization out")  # fmt: skip
-    if "quantization_config" in config.model_args:
-        raise UserError("both quantization and model_args.quantization_config are set", where=KEY,
-                        remedy="leave model_args.quantization_config out")  # fmt: skip
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise UserError(
             f"quantized weights need {' and '.join(missing)}, not installed here",

@@ -13,6 +13,7 @@ from lit_grpo.rewards.code import worker as code_worker
 from lit_grpo.rewards.code.worker import Job
 from lit_grpo.rewards.isolation import sandbox
 from lit_grpo.rewards.isolation.pool import Outcome, WorkerPool
+from lit_grpo.rewards.math.answer import last_tag
 from lit_grpo.types import RewardInput, Score
 
 _FENCE = "```"
@@ -162,7 +163,15 @@ class CodeReward(Reward):
 
 
 def program_in(text: str) -> str | None:
-    """Return the last closed code block that is Python or names no language; None if there is none."""
+    """Return the last closed code block that is Python or names no language; None if there is none.
+
+    Where the last complete ``<answer>...</answer>`` holds one, the program is the last in it.
+    """
+    tagged, _ = last_tag(text, "answer")
+    return (_last_block(tagged) if tagged is not None else None) or _last_block(text)
+
+
+def _last_block(text: str) -> str | None:
     # By str.find, not by a regular expression: linear in the length of a hostile text.
     program, position = None, 0
     while (start := text.find(_FENCE, position)) >= 0:

@@ -140,6 +140,12 @@ def final_answer(
     return _end_of_last_sentence(text, kind)
 
 
+def has_form(text: str, extract: Extract = "auto", answer_tag: str = "answer") -> bool:
+    """Say whether a text has a tag or a box in which its answer would stand, whatever is in it."""
+    tagged = extract in ("auto", "tag") and (f"<{answer_tag}>" in text or f"</{answer_tag}>" in text)
+    return tagged or (extract in ("auto", "boxed") and _BOX.search(text) is not None)
+
+
 def gold_answer(gold: str) -> str:
     """Return the answer within a gold, which may be a whole solution with an ``<answer>`` tag, a box or ``####``."""
     tagged, _ = last_tag(gold, "answer")

@@ -320,7 +320,7 @@ def test_an_engine_made_for_a_policy_waits_for_its_weights(tied: bool) -> None:
         EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26}),
         EngineContext(
             policy=cast(Any, SimpleNamespace(model=model)),
-            policy_config=SimpleNamespace(dtype="float32"),
+            policy_config=SimpleNamespace(dtype="float32", model_args={}),
             tokenizer=None,
             end_token_ids=(EOS,),
             max_model_len=128,

@@ -117,3 +117,63 @@ def test_memory_that_runs_out_is_no_fault_of_the_files(folder, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(torch.OutOfMemoryError):
         load_model(settings(folder))
+
+
+def made(*files):
+    def make(path):
+        for file in files:
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / file).write_text("{}")
+        return path
+
+    return make
+
+
+def in_a_model(path):
+    made("config.json", "model.safetensors")(path)
+    (path / "tokenizer").mkdir()
+    return path / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "remedy"),
+    [
+        (made("checkpoints/last.ckpt", "config.yaml"), "that of a run", "lit-grpo export --checkpoint"),
+        (made("rollout-000002.ckpt", "last.ckpt"), "holds checkpoints", "last.ckpt"),
+        (made("meta.pt", ".metadata", "__0_0.distcp"), "checkpoint in shards", "lit-grpo export"),
+        (made("zero_to_fp32.py", "latest"), "DeepSpeed", "convert"),
+        (made("model_index.json", "unet/config.json"), "pipeline of diffusers", "language model"),
+        (made("model.Q4_K_M.gguf"), "GGUF", "safetensors"),
+        (made("model.onnx"), "ONNX", "safetensors"),
+        (made("config.json", "onnx/model.onnx"), "ONNX", "safetensors"),
+        (made("config.json", "tf_model.h5"), "TensorFlow", "safetensors"),
+        (made("consolidated.00.pth", "params.json"), "Meta", "convert"),
+        (made("inner/config.json"), "one lies below it", "inner"),
+        (made("snapshots/abc/config.json", "refs/main"), "one lies below it", "snapshots/abc"),
+        (in_a_model, "lies in a model folder", "did you mean"),
+        (made("model.safetensors"), "no config.json", "copy the whole folder"),
+        (made("adapter_model.safetensors", "README.md"), "no config.json", "copy"),
+        (made("adapter_config.json", "config.json"), "a model and adapters beside it", "move"),
+        (made("adapter_config.json"), "holds adapters of the kind None", "merge"),
+        (made("README.md"), "no Hugging Face model", "save_pretrained"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_named_as_what_it_is(tmp_path, make, what, remedy):
+    with pytest.raises(UserError, match=what) as caught:
+        check_policy(settings(make(tmp_path)))
+    assert caught.value.where == "model.policy.path"
+    assert remedy in (caught.value.remedy or "")
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_without_its_shards(tmp_path, index):
+    made("config.json")(tmp_path)
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(UserError, match=r"lacks model-00001-of-00002\.safetensors"):
+        check_policy(settings(tmp_path))
+
+
+def test_a_pointer_to_weights_is_no_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match="Git LFS"):
+        check_policy(settings(folder))

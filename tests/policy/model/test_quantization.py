@@ -140,18 +140,18 @@ def test_adapters_are_trained_against_the_quantized_base_as_reference(path: str)
 def test_a_cut_run_goes_on_over_the_same_base_and_is_exported_whole(path: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    def part(rollouts: int, resume: Any = None, policy: Any = None) -> tuple[Any, Any]:
+    def part(rollouts: int, resume: Any = None, policy: Any = None, folder: str = "c") -> tuple[Any, Any]:
         made = tiny.module(
             policy=policy or config(path),
             objective=ObjectiveConfig(recipe="ppo"),
             critic=CriticConfig(warmup_rollouts=1),
         )
-        saver = RolloutCheckpoint(dirpath=str(tmp_path / "c"))
+        saver = RolloutCheckpoint(dirpath=str(tmp_path / folder))
         trainer = tiny.trainer(callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path, **WHERE)
         trainer.fit(made, datamodule=tiny.data(rollouts=rollouts), ckpt_path=resume)
         return made, saver.last_path
 
-    whole, _ = part(4)
+    whole, _ = part(4, folder="whole")
     _, last = part(2)
     content = torch.load(last, weights_only=True)["state_dict"]
     assert not any("base_layer.weight" in key for key in content)
@@ -178,7 +178,7 @@ def test_a_cut_run_goes_on_over_the_same_base_and_is_exported_whole(path: str, t
     [
         ({"lora": None}, r"only adapters(.|\n)*add model.policy.lora"),
         ({"path": None, "tiny": SHAPE}, "tiny model is made on the spot"),
-        ({"model_args": {"quantization_config": {}}}, "both quantization"),
+        ({"model_args": {"quantization_config": {}}}, "decided elsewhere"),
     ],
 )
 def test_wrong_settings_are_named(path: str, changes: Any, words: str) -> None:
