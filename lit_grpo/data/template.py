@@ -160,7 +160,7 @@ class PromptFormat:
                 remedy="raise max_prompt_tokens, or leave such rows out with on_long: drop",
             )
         name = row.source or source
-        return Prompt(row.id, row.question, tuple(ids), row.answer, name, row.extra, row.messages)
+        return Prompt(row.id, row.question, tuple(ids), row.answer, name, row.extra, row.messages, row.other_answers)
 
     def encode_all(self, rows: Iterable[Row], tokenizer: Any, source: str = "") -> EncodedPrompts:
         """Encode every row, in order; with ``on_long: drop`` too long ones are left out and given back.
