@@ -49,15 +49,14 @@ def files_of(given: Sequence[str], endings: Sequence[str], key: str) -> list[str
 
 
 def _files_in(folder: str, endings: Sequence[str], key: str) -> list[str]:
-    inside = sorted(p for p in Path(folder).expanduser().rglob("*") if p.is_file())
-    # Hidden files and folders are of tools, as .cache and .git, and metadata of the package datasets are no rows.
-    inside = [
-        p for p in inside if not any(part.startswith(".") for part in p.relative_to(Path(folder).expanduser()).parts)
-    ]
+    root = Path(folder).expanduser()
+    inside = sorted(p for p in root.rglob("*") if p.is_file())
+    # Hidden files and folders are those of tools, as .cache and .git.
+    inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     fitting = [str(p) for p in inside if p.name.removesuffix(".gz").endswith(tuple(endings))]
     if fitting:
         return fitting
-    names = ", ".join(str(p.relative_to(Path(folder).expanduser())) for p in inside[:5]) or "nothing"
+    names = ", ".join(str(p.relative_to(root)) for p in inside[:5]) or "nothing"
     raise UserError(
         f"the folder {folder} holds no file of the kind {' or '.join(endings)}; it holds {names}",
         where=key,

@@ -77,8 +77,7 @@ def read_golds(value: Any, column: str, where: str, *, as_json: bool = False) ->
             golds = [gold for item in items for gold in read_golds(item, column, where)]
             return tuple(dict.fromkeys(golds))
     raise UserError(
-        f"the answer in column {column!r} is neither text nor a number, nor a list of these, but "
-        f"{type(value).__name__}",
+        f"the answer in column {column!r} is neither text nor a number but {type(value).__name__}",
         where=where,
         remedy="write it as text, and several right answers as a list of texts",
     )

@@ -11,7 +11,7 @@ from lit_grpo.data.sources.golds import plain
 from lit_grpo.errors import UserError
 from lit_grpo.types import Message
 
-_AS_TEXT = tuple(f"[{{{quote}{key}{quote}" for quote in ('"', "'") for key in ("role", "content", "from", "value"))
+_AS_TEXT = tuple(f"[{{{quote}{key}{quote}" for quote in ('"', "'") for key in ("role", "content", "from"))
 """Beginnings of a text that is a written-out list of messages, white space left out."""
 _SHAREGPT_ROLES = {
     "human": "user",
