@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 _PROBE = "QUESTION17"
 TURN_MARKS = (
@@ -92,7 +92,9 @@ def variables_of(template: str) -> frozenset[str] | None:
     class Generation(jinja2.ext.Extension):
         """The tag ``generation`` that transformers adds, around what the assistant writes."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        def __init__(self, environment: jinja2.Environment) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
 
         def parse(self, parser: Parser) -> Node:
             line = next(parser.stream).lineno

@@ -14,6 +14,8 @@ from lit_grpo.utils.text import shorten
 
 _ROLE_AT_THE_END = re.compile(r"(?:^|\n)\s*(?:assistant|response|answer|gpt|bot|solution)\s*:\s*\Z", re.IGNORECASE)
 """A question that ends as a chat in plain text does, where the model is to write."""
+_WRITTEN_LIST = re.compile(r"\[\s*([\"']).*\1\s*,?\s*\]", re.DOTALL)
+"""A list of texts as JSON or Python writes it."""
 _LOOKED_AT = 2_000
 """Number of prompts whose text is looked at; what is wrong with a set is wrong with its first ones."""
 _REPEATED = 0.5
@@ -37,7 +39,12 @@ def doubts_of(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any, end
         tokenizer: the policy's tokenizer.
         ends: ids that end a completion.
     """
-    found = [_repeated(prompts), _ended(prompts, ends), *_in_the_text(prompts[:_LOOKED_AT], form, tokenizer)]
+    found = [
+        _repeated(prompts),
+        *_in_the_columns(prompts[:_LOOKED_AT]),
+        _ended(prompts, ends),
+        *_in_the_text(prompts[:_LOOKED_AT], form, tokenizer),
+    ]
     return [doubt for doubt in found if doubt is not None]
 
 
@@ -56,6 +63,27 @@ def _repeated(prompts: Sequence[Prompt]) -> Doubt | None:
         f"{which}, with {len(golds):,} answers: {shorten(question, 60)!r}",
         "the question stands in another column: question_column",
     )
+
+
+def _in_the_columns(prompts: Sequence[Prompt]) -> list[Doubt | None]:
+    """Find columns that are read otherwise than they were written."""
+    written = images = None
+    for prompt in prompts:
+        if written is None and any(_WRITTEN_LIST.fullmatch(gold.strip()) for gold in prompt.golds):
+            written = Doubt(
+                "columns",
+                f"the answer of row {prompt.id!r} is a list written as text, and is compared as that text: "
+                f"{shorten(str(prompt.answer), 60)!r}",
+                "store several right answers as a list (JSON Lines or Parquet), unless the answer is that list",
+            )
+        seen = next((column for column in ("images", "image", "videos") if prompt.extra.get(column)), None)
+        if images is None and seen is not None:
+            images = Doubt(
+                "columns",
+                f"row {prompt.id!r} has {seen}, which the model does not get",
+                "take questions that need none",
+            )
+    return [written, images]
 
 
 def _ended(prompts: Sequence[Prompt], ends: Sequence[int]) -> Doubt | None:

@@ -331,8 +331,8 @@ class PromptFormat:
                 text = self._plain_text(question, system)
                 ids = list(tokenizer(text, add_special_tokens=True)["input_ids"])
                 # A finished chat writes its beginning itself, and the tokenizer writes one more.
-                bos = getattr(tokenizer, "bos_token", None)
-                twice = bool(bos) and row.question.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2
+                bos: str | None = getattr(tokenizer, "bos_token", None)
+                twice = bos and row.question.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2
                 return ids[1:] if twice and self._text is None else ids
             # Where the row says how the completion begins, the assistant's turn is open already.
             begun = messages[-1]["role"] == "assistant"
@@ -480,5 +480,5 @@ class PromptFormat:
 
 def _ends_turn(after: str, tokenizer: Any) -> bool:
     """Say whether what follows a question ends in a token that ends texts, and so begins nothing."""
-    eos = getattr(tokenizer, "eos_token", None)
-    return bool(eos) and after.rstrip().endswith(eos)
+    eos: str | None = getattr(tokenizer, "eos_token", None)
+    return bool(eos) and after.rstrip().endswith(str(eos))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def tests_of(value: Any) -> Tests | None:
         inside = parsed(value)
         if inside is not None:
             return tests_of(inside)
-        return Tests([], [value]) if _is_test(value) else None
+        return Tests([], [_without_import(value)]) if _is_test(value) else None
     if isinstance(value, Mapping):
         inner = next((value[key] for key in ("test_cases", "tests") if value.get(key)), None)
         if inner is not None:
@@ -60,7 +61,7 @@ def tests_of(value: Any) -> Tests | None:
         return None
     items = [plain(item) for item in value]
     if all(isinstance(item, str) for item in items):
-        return Tests([], items) if all(_is_test(item) for item in items) else None
+        return Tests([], list(map(_without_import, items))) if all(map(_is_test, items)) else None
     if all(isinstance(item, Mapping) and "input" in item and "output" in item for item in items):
         first = items[0]
         name = first.get("fn_name") or first.get("func_name")
@@ -79,6 +80,11 @@ def _is_test(source: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
+
+
+def _without_import(source: str) -> str:
+    """Leave out the import of the program under the name that KodCode gives it: tests see its names anyway."""
+    return re.sub(r"^from solution import (?:\([^)]*\)|.*)$", "", source, flags=re.MULTILINE)
 
 
 def _tests(pairs: Sequence[tuple[Any, Any]], function: Any) -> Tests:
