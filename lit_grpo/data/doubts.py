@@ -16,6 +16,10 @@ _ROLE_AT_THE_END = re.compile(r"(?:^|\n)\s*(?:assistant|response|answer|gpt|bot|
 """A question that ends as a chat in plain text does, where the model is to write."""
 _WRITTEN_LIST = re.compile(r"\[\s*([\"']).*\1\s*,?\s*\]", re.DOTALL)
 """A list of texts as JSON or Python writes it."""
+_OFTEN_NEEDED = (
+    *("images", "image", "videos", "context", "passage", "article", "system", "system_prompt", "tools", "starter_code"),
+)
+"""Columns without which many a question cannot be answered."""
 _LOOKED_AT = 2_000
 """Number of prompts whose text is looked at; what is wrong with a set is wrong with its first ones."""
 _REPEATED = 0.5
@@ -67,7 +71,7 @@ def _repeated(prompts: Sequence[Prompt]) -> Doubt | None:
 
 def _in_the_columns(prompts: Sequence[Prompt]) -> list[Doubt | None]:
     """Find columns that are read otherwise than they were written."""
-    written = images = None
+    written = unread = None
     for prompt in prompts:
         if written is None and any(_WRITTEN_LIST.fullmatch(gold.strip()) for gold in prompt.golds):
             written = Doubt(
@@ -76,14 +80,22 @@ def _in_the_columns(prompts: Sequence[Prompt]) -> list[Doubt | None]:
                 f"{shorten(str(prompt.answer), 60)!r}",
                 "store several right answers as a list (JSON Lines or Parquet), unless the answer is that list",
             )
-        seen = next((column for column in ("images", "image", "videos") if prompt.extra.get(column)), None)
-        if images is None and seen is not None:
-            images = Doubt(
+        seen = next((column for column in _OFTEN_NEEDED if _is_left_behind(prompt, column)), None)
+        if unread is None and seen is not None:
+            unread = Doubt(
                 "columns",
-                f"row {prompt.id!r} has {seen}, which the model does not get",
-                "take questions that need none",
+                f"row {prompt.id!r} has the column {seen}, which is no part of the prompt",
+                "put it into the question, unless the question needs none of it",
             )
-    return [written, images]
+    return [written, unread]
+
+
+def _is_left_behind(prompt: Prompt, column: str) -> bool:
+    value = prompt.extra.get(column)
+    if not value:
+        return False
+    texts = [prompt.question] if prompt.messages is None else [str(m["content"]) for m in prompt.messages]
+    return not (isinstance(value, str) and any(value.strip() in text for text in texts))
 
 
 def _ended(prompts: Sequence[Prompt], ends: Sequence[int]) -> Doubt | None:

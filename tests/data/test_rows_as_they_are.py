@@ -113,6 +113,21 @@ def test_sharegpt_is_read_in_every_way_it_is_written() -> None:
     assert text(read({"conversations": tools})) == "<system>s;<user>a;<observation>3;<assistant>"
 
 
+def test_a_system_prompt_beside_a_chat_is_its_first_message() -> None:
+    source = InMemoryPrompts([{"system": "s", "conversations": SHAREGPT}, {"system": "", "conversations": SHAREGPT}])
+    first, second = map(text, source.rows())
+    assert (first, second) == ("<system>s;" + second, "<user>a;<assistant>b;<user>c;<assistant>")
+    assert "the system message of 1 from system" in source.columns_taken()[0]
+    own = [said("system", "own"), said("user", "a")]
+    assert text(read({"system": "s", "prompt": own})) == "<system>own;<user>a;<assistant>"
+
+
+def test_where_no_usual_column_is_there_the_candidates_are_named() -> None:
+    error = refused(InMemoryPrompts([{"text": "q", "level": 3, "story": "s"}]))
+    assert error.remedy == "say which holds the question: question_column: text or story"
+    assert read({"Problem": "q", "Answer": 34, "Solution": "so it is"}).golds == ("34",)
+
+
 def test_lists_of_messages_in_the_ways_that_tables_store_them(tmp_path: Path) -> None:
     turns = [said("system", "s"), said("user", "it's")]
     wanted = "<system>s;<user>it's;<assistant>"
@@ -228,8 +243,10 @@ def test_columns_that_are_read_otherwise_than_meant_are_said() -> None:
         assert "is a list written as text" in of(written)[0]
     for fine in ("[1, 2]", ["2", "two"], "a [b] 'c'", "2"):
         assert of(fine) == []
-    assert "has images, which the model does not get" in of("2", images=["a.png"])[0]
-    assert of("2", images=None) == []
+    for column, value in (("images", ["a.png"]), ("context", "long ago"), ("system", "be brief"), ("tools", [{}])):
+        assert f"has the column {column}, which is no part of the prompt" in of("2", **{column: value})[0]
+        assert of("2", **{column: None}) == []
+    assert of("2", context="q") == [], "the question holds it already"
 
 
 def test_a_template_that_begins_no_turn_is_said() -> None:

@@ -20,7 +20,7 @@ AUTO: Final = "auto"
 MISSING: Any = object()
 
 _PROMPT = "prompt"
-_QUESTIONS = ("question", "problem", "input", "query", "instruction", "question_stem")
+_QUESTIONS = ("question", "problem", "input", "query", "instruction", "question_stem", "question_content")
 """Columns of questions, of which one must be there alone; ``prompt`` goes before them all, conversations behind."""
 _ANSWERS = (
     *("reward_model.ground_truth", "verification_info.ground_truth", "answer", "ground_truth", "final_answer", "label"),
@@ -200,8 +200,16 @@ def check_columns(record: Mapping[str, Any], needed: Sequence[str], where: str) 
             raise UserError(
                 f"there is no column {column!r}; the columns are {columns_of(record)}",
                 where=where,
-                remedy=f"did you mean {guess!r}?" if guess else "name one of them (question_column, ...)",
+                remedy=f"did you mean {guess!r}?" if guess else _remedy(column, record),
             )
+
+
+def _remedy(column: str, record: Mapping[str, Any]) -> str:
+    """Name the columns that could hold the question where the usual ones are missing."""
+    texts = [name for name, value in record.items() if is_chat(value) or isinstance(value, str)]
+    if column != _PROMPT or not texts:
+        return "name one of them (question_column, ...)"
+    return f"say which holds the question: question_column: {' or '.join(texts[:6])}"
 
 
 def behind_hashes(text: str) -> str | None:
@@ -222,7 +230,7 @@ def disagree(answer: str, other: str, column: str) -> bool:
     """
     ours, theirs = _plain(answer), _plain(other)
     numbers = _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs)
-    if column == _SOLUTION and not numbers:
+    if column.lower() == _SOLUTION and not numbers:
         return False
     return float(ours) != float(theirs) if numbers else ours != theirs
 

@@ -26,7 +26,7 @@ from lit_grpo.data.sources.layout import (
     find_layout,
     value_of,
 )
-from lit_grpo.data.sources.messages import LastAssistant, is_chat, question_of, read_chat
+from lit_grpo.data.sources.messages import LastAssistant, is_chat, question_of, read_chat, system_of
 from lit_grpo.errors import UserError
 from lit_grpo.types import Message
 from lit_grpo.utils.text import shorten
@@ -35,6 +35,8 @@ Record = tuple[Mapping[str, Any], str]
 """The columns of one row, and the file and line (or row) that they stand in."""
 
 _ID = "id"
+_SYSTEM = "system"
+"""Column of the system prompt beside a chat, as in ShareGPT's form."""
 MOST_CHARACTERS = 5_000_000
 """Longest prompt, in characters: more than fit into a million tokens."""
 
@@ -168,6 +170,8 @@ class TableSource(PromptSource):
         prompt = f"prompt from {columns.question} ({forms})"
         if columns.options is not None and seen.options:
             prompt += f", with the options from {columns.options} below it"
+        if seen.systems:
+            prompt += f", the system message of {seen.systems:,} from {_SYSTEM}"
         if seen.left_out:
             prompt += f", the assistant's last message left out of {seen.left_out:,} and kept as solution"
         answer = "no answer"
@@ -324,6 +328,7 @@ class TableSource(PromptSource):
             raise UserError(f"the prompt in column {column!r} is empty", where=where, remedy="mend or remove the row")
         if is_chat(question):
             messages, left_out = read_chat(question, column, where, self.last_assistant)
+            messages = self._with_system(messages, record)
             for message in messages:
                 encodable(message["content"], column, where)
             return question_of(messages), messages, left_out
@@ -341,6 +346,14 @@ class TableSource(PromptSource):
             )
         self._check_whose_text(column, record, where)
         return encodable(question, column, where), None, None
+
+    def _with_system(self, messages: tuple[Message, ...], record: Mapping[str, Any]) -> tuple[Message, ...]:
+        """Put the row's system prompt first where it stands in a column beside a chat that has none."""
+        system = record.get(_SYSTEM)
+        if not isinstance(system, str) or not system.strip() or system_of(messages) is not None:
+            return messages
+        self._seen.systems += 1
+        return ({"role": "system", "content": system}, *messages)
 
     def _check_whose_text(self, column: str, record: Mapping[str, Any], where: str) -> None:
         """Refuse a column that is one message of a list, and not the one that asks."""
@@ -373,6 +386,8 @@ class _Seen:
     """Golds of the row that has most of them."""
     tests: int = 0
     options: int = 0
+    systems: int = 0
+    """Chats whose system message stands in a column of its own."""
     left_out: int = 0
     """Chats whose last message, of the assistant, is no part of the prompt."""
 
