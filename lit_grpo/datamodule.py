@@ -28,6 +28,7 @@ from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import judges_of, primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
+from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
 from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
@@ -53,7 +54,7 @@ class RolloutDataModule(pl.LightningDataModule):
         prompts: source of the training questions; ``validate`` and ``test`` need none. In Python it may also be a list
             of rows, a data set of the package datasets, a table of pandas, or a path, and a dictionary may stand for
             each group of settings: ``sampling={"max_new_tokens": 64}``.
-        rewards: score the completions; the total is their weighted sum.
+        rewards: score the completions; the total is their weighted sum. In Python a function may stand for a reward.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
         rollouts: length of the run.
@@ -124,7 +125,8 @@ class RolloutDataModule(pl.LightningDataModule):
         prompts = as_source(prompts, "data.prompts")
         val_prompts = as_source(val_prompts, "data.val_prompts")
         test_prompts = as_source(test_prompts, "data.test_prompts")
-        self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
+        self.prompts, self.engine_config, self.format = prompts, engine, format
+        self.rewards = as_rewards(rewards, "data.rewards")
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
         self.sampling, self.clean, self.curriculum = sampling, clean, curriculum
         self.val, self.test = val, test

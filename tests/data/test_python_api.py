@@ -13,6 +13,7 @@ from lit_grpo import RolloutDataModule
 from lit_grpo.data import AdditionPrompts, PromptFormat
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.rewards import ExactMatch, FunctionReward
 from lit_grpo.types import Sampling
 from tests import tiny
 
@@ -63,6 +64,8 @@ def test_paths_data_sets_and_evaluation_sets_in_a_word(tmp_path: Path) -> None:
         ({"format": "chat"}, "format is 'chat', and no PromptFormat", "give PromptFormat(...)"),
         ({"prompts": AdditionPrompts}, "AdditionPrompts is a class", "make one of it: AdditionPrompts(...)"),
         ({"prompts": ["1+1="]}, "item 0 of the prompts is a str", "{'prompt': ..., 'answer': ...}"),
+        ({"rewards": [ExactMatch]}, "ExactMatch is a class, not a reward", "make one of it: ExactMatch(...)"),
+        ({"rewards": ["MathReward"]}, "'MathReward' is no reward", "give rewards, as MathReward()"),
         ({"val": {"a": {"sample": 3}}}, "EvaluationSet has no 'sample'", "did you mean 'samples'?"),
     ],
 )
@@ -72,6 +75,22 @@ def test_what_is_none_of_these_is_refused_in_one_sentence(arguments: dict[str, A
     assert what in caught.value.what
     assert remedy in str(caught.value.remedy)
     assert str(caught.value.where).startswith("data.")
+
+
+def ends_in_answer(text: str, answer: str) -> float:
+    return float(text.endswith(answer))
+
+
+def test_functions_are_rewards_and_one_needs_no_list() -> None:
+    (reward,) = tiny.data(rewards=ends_in_answer).rewards
+    assert (type(reward), reward.name) == (FunctionReward, "ends_in_answer")
+    assert [r.name for r in tiny.data(rewards=[ExactMatch(), ends_in_answer]).rewards] == [
+        "exact_match", "ends_in_answer",
+    ]  # fmt: skip
+    assert len(tiny.data(rewards=ExactMatch()).rewards) == 1
+    with pytest.raises(UserError, match="asks for 'other', which is nothing a reward gets"):
+        tiny.data(rewards=lambda text, other: 1.0)
+    fit(prompts=ROWS, rewards=[ends_in_answer])
 
 
 def test_a_run_warns_of_what_the_preflight_warns_of() -> None:
