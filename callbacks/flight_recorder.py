@@ -179,7 +179,7 @@ class FlightRecorder(pl.Callback):
         rollout = {
             "group_size": size,
             "temperature": batch.temperature,
-            "prompts": [{"id": p.id, "question": p.question, "answer": p.answer} for p in prompts],
+            "prompts": [{"id": p.id, "question": p.question, "answer": p.answer_column} for p in prompts],
             "texts": list(batch.texts[:count]),
         }
         # With one reward its scores are the total itself, and safetensors refuses two names for one memory.

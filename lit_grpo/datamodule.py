@@ -16,7 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.context import LearnerRequirements, RolloutLearner, RunContext, as_learner
 from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
+from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
+from lit_grpo.data.sources.given import as_source
 from lit_grpo.engines import EngineContext, check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
@@ -26,6 +28,7 @@ from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import judges_of, primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
+from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
 from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
@@ -35,6 +38,10 @@ from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, e
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments
+from lit_grpo.utils.dataclasses import from_arguments
+
+_SHOWN_CHARACTERS = 400
+"""Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -44,8 +51,10 @@ class RolloutDataModule(pl.LightningDataModule):
     Data, rewards and limits are checked in ``setup``, before any model is loaded.
 
     Args:
-        prompts: source of the training questions; ``validate`` and ``test`` need none.
-        rewards: score the completions; the total is their weighted sum.
+        prompts: source of the training questions; ``validate`` and ``test`` need none. In Python it may also be a list
+            of rows, a data set of the package datasets, a table of pandas, or a path, and a dictionary may stand for
+            each group of settings: ``sampling={"max_new_tokens": 64}``.
+        rewards: score the completions; the total is their weighted sum. In Python a function may stand for a reward.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
         rollouts: length of the run.
@@ -101,10 +110,26 @@ class RolloutDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         check_arguments(RolloutDataModule.__init__, locals(), "data")
-        self.prompts, self.rewards, self.engine_config, self.format = prompts, list(rewards or []), engine, format
+        # In Python a dictionary may stand for settings, and rows or a path for a source.
+        engine = from_arguments(EngineConfig, engine, "data.engine")
+        sampling = from_arguments(Sampling, sampling, "data.sampling")
+        format = from_arguments(PromptFormat, format, "data.format")
+        clean = from_arguments(CleanConfig, clean, "data.clean")
+        demonstrations = from_arguments(DemonstrationFormat, demonstrations, "data.demonstrations")
+        if curriculum is not None:
+            curriculum = from_arguments(CurriculumConfig, curriculum, "data.curriculum")
+        if eval_sampling is not None:
+            eval_sampling = from_arguments(Sampling, eval_sampling, "data.eval_sampling")
+        val = {name: _evaluation_set(one, f"data.val.{name}") for name, one in (val or {}).items()}
+        test = {name: _evaluation_set(one, f"data.test.{name}") for name, one in (test or {}).items()}
+        prompts = as_source(prompts, "data.prompts")
+        val_prompts = as_source(val_prompts, "data.val_prompts")
+        test_prompts = as_source(test_prompts, "data.test_prompts")
+        self.prompts, self.engine_config, self.format = prompts, engine, format
+        self.rewards = as_rewards(rewards, "data.rewards")
         self.group_size, self.prompts_per_rollout, self.rollouts = group_size, prompts_per_rollout, rollouts
         self.sampling, self.clean, self.curriculum = sampling, clean, curriculum
-        self.val, self.test = dict(val or {}), dict(test or {})
+        self.val, self.test = val, test
         self.val_prompts, self.test_prompts = val_prompts, test_prompts
         self.eval_sampling, self.eval_group_size = eval_sampling, eval_group_size
         self.demonstrations = demonstrations
@@ -113,6 +138,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.on_reward_error, self.rejudge_every = on_reward_error, rejudge_every
         self.max_sampling_rounds, self.on_incomplete_rollout = max_sampling_rounds, on_incomplete_rollout
         self._sets: dict[str, PromptSet] = {}
+        self._doubts: dict[str, list[Doubt]] = {}
+        """What looks wrong with the prompts under each key."""
         self._hashed: tuple[Any, str] | None = None
         """The tokenizer whose words were hashed last, and their hash."""
         self._encoded_for: dict[str, Any] = {}
@@ -330,10 +357,17 @@ class RolloutDataModule(pl.LightningDataModule):
             )
             # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
+        self._doubts[key] = doubts_of(found.prompts, form, self.learner.tokenizer, self._end_tokens)
         self._sets[key], self._encoded_for[key] = found, identity
         read = (source, *(self.clean.decontaminate if training else ()))
         for line in (*(line for one in read for line in one.columns_taken()), *found.summary_lines()):
             rank_zero_info(line)
+
+    @property
+    def _end_tokens(self) -> tuple[int, ...]:
+        """Ids that end a training completion."""
+        own = end_token_ids(self.learner.policy_config, self.learner.tokenizer)
+        return (*own, *self.sampling.stop_token_ids)
 
     def _held_out(self) -> list[PromptSource]:
         """Return the sources of all evaluation sets, also of those that this stage does not use."""
@@ -347,8 +381,14 @@ class RolloutDataModule(pl.LightningDataModule):
         """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
         tokenizer = self.learner.tokenizer
         rank_zero_info(f"prompts are made with {self.format.describe(tokenizer)}")
-        for doubt in self.format.warnings(tokenizer):
-            rank_zero_warn(f"data.format: {doubt}.")
+        for sentence in self.format.warnings(tokenizer):
+            rank_zero_warn(f"data.format: {sentence}.")
+        for key, one in self._sets.items():
+            for doubt in self._doubts[key]:
+                rank_zero_warn(f"{one.name}: {doubt.what}. Remedy: {doubt.remedy}.")
+        if self._sets:
+            first = self._sets.get("train") or next(iter(self._sets.values()))
+            rank_zero_info(shown_prompt(first.prompts[0], tokenizer, _SHOWN_CHARACTERS))
         for key, held_out in self._sets.items() if "train" in self._sets else ():
             if key != "train" and (count := in_both(self._sets["train"].prompts, held_out.prompts)):
                 rank_zero_info(
@@ -534,6 +574,14 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))
+
+
+def _evaluation_set(given: Any, key: str) -> EvaluationSet:
+    """Return an evaluation set, also where its settings or its questions alone are given in its place."""
+    if isinstance(given, (EvaluationSet, dict)):
+        made = from_arguments(EvaluationSet, given, key)
+        return replace(made, prompts=as_source(made.prompts, f"{key}.prompts"))
+    return EvaluationSet(prompts=as_source(given, key))
 
 
 class _Gather:

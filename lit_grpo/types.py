@@ -44,6 +44,19 @@ class Prompt:
     """The other columns of the row, for rewards that need them."""
     messages: tuple[Message, ...] | None = None
     """The turns of the chat where the source has them; None where it has a text."""
+    other_answers: tuple[str, ...] = ()
+    """Further gold answers, any of which is as right as ``answer``. A reward that compares with the gold is asked once
+    for each, as ``answer``, and its best score counts (:func:`lit_grpo.rewards.base.score_within`)."""
+
+    @property
+    def golds(self) -> tuple[str, ...]:
+        """All gold answers, any of which is right; empty where there is none."""
+        return () if self.answer is None else (self.answer, *self.other_answers)
+
+    @property
+    def answer_column(self) -> str | list[str] | None:
+        """The gold as the column of a row says it: one text, or a list of those that are right."""
+        return list(self.golds) if self.other_answers else self.answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,11 +197,13 @@ def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> Rewa
             f"the line {what}", where=where, remedy=f"it has the fields {', '.join(map(repr, row)) or '(none)'}"
         )
     answer = row.get("answer", row.get("gold"))
-    if isinstance(answer, (bool, list, dict)):
+    golds = answer if isinstance(answer, list) else [] if answer is None else [answer]
+    odd = next((gold for gold in golds if isinstance(gold, (bool, list, dict)) or gold is None), None)
+    if odd is not None or None in golds or answer == []:
         raise UserError(
-            f"the line has an `answer` that is {_json_type(answer)}, not text or a number",
+            f"the line has an `answer` that is {_json_type(answer)}, not text or a number, nor a list of these",
             where=where,
-            remedy='write it as text, as in "answer": "1, 2"',
+            remedy='write it as text, as in "answer": "1, 2", and several right answers as ["1/2", "0.5"]',
         )
     if answer is None and comparing is not None:
         raise UserError(
@@ -226,9 +228,10 @@ def _item(row: Mapping[str, Any], where: str, rewards: Sequence[Reward]) -> Rewa
         id=str(row.get("id", where)),
         question=question if isinstance(question, str) else "",
         token_ids=(),
-        answer=None if answer is None else str(answer),
+        answer=str(golds[0]) if golds else None,
         source=source,
         extra=dict(row),
+        other_answers=tuple(str(gold) for gold in golds[1:]),
     )
     return RewardInput(prompt, completion, text)
 

@@ -2,6 +2,7 @@
 
 from lit_grpo.data.cleaning import CleanConfig, Dropped, decontaminate, deduplicate
 from lit_grpo.data.sources.addition import AdditionPrompts
+from lit_grpo.data.sources.any_file import FilePrompts
 from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.data.sources.benchmarks import BENCHMARKS, BenchmarkPrompts
 from lit_grpo.data.sources.countdown import CountdownPrompts
@@ -26,6 +27,7 @@ __all__ = [
     "CsvPrompts",
     "Dropped",
     "EncodedPrompts",
+    "FilePrompts",
     "FileSource",
     "HubPrompts",
     "InMemoryPrompts",

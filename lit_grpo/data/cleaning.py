@@ -64,14 +64,15 @@ def deduplicate(rows: Sequence[Row]) -> tuple[list[Row], list[Dropped]]:
         by_question[_asked(row)].append(row)
     dropped: dict[str, Dropped] = {}
     for group in by_question.values():
-        answers: dict[str, Row] = {}
+        answers: dict[frozenset[str], Row] = {}
         for row in group:
             if row.answer and row.answer.strip():
-                answers.setdefault(normal(row.answer), row)
-        # Nobody knows which of two answers is right, so none of the rows can be trained on.
-        if len(answers) > 1:
+                answers.setdefault(_golds(row), row)
+        # Nobody knows which of two answers is right, so none of the rows can be trained on. Rows with several golds
+        # agree where one gold is in all of them.
+        if len(answers) > 1 and not frozenset.intersection(*answers):
             for row in group:
-                other = next(r for answer, r in answers.items() if answer != normal(row.answer))
+                other = next(r for golds, r in answers.items() if golds != _golds(row))
                 dropped[row.id] = Dropped(row, CONFLICT, other.id)
         else:
             first = next(iter(answers.values()), group[0])
@@ -142,6 +143,10 @@ def _asked(row: Row) -> str:
     if row.messages is None or len(row.messages) == 1:
         return normal(row.question)
     return "\n".join(f"{message['role']}: {normal(message['content'])}" for message in row.messages)
+
+
+def _golds(row: Row) -> frozenset[str]:
+    return frozenset(normal(gold) for gold in row.golds)
 
 
 def normal(text: str | None) -> str:

@@ -47,7 +47,8 @@ class PromptSet:
         removed = [prompt for prompt in self.prompts if prompt.id not in ids]
         self.prompts = [prompt for prompt in self.prompts if prompt.id in ids]
         for p in removed:
-            row = Row(p.id, p.question, p.answer, p.extra, self.locations.get(p.id, ""), p.source, p.messages)
+            where = self.locations.get(p.id, "")
+            row = Row(p.id, p.question, p.answer, p.extra, where, p.source, p.messages, p.other_answers)
             self.dropped.append(Dropped(row, reason))
 
     def summary_lines(self) -> list[str]:
@@ -71,6 +72,9 @@ class PromptSet:
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             digest.update(repr((prompt.id, prompt.question, prompt.answer)).encode())
+            # Left out where there are none, as in checkpoints of a time when there could be none.
+            if prompt.other_answers:
+                digest.update(repr(prompt.other_answers).encode())
             if prompt.messages is not None:
                 digest.update(repr([sorted(message.items()) for message in prompt.messages]).encode())
         return {"count": len(self.prompts), "digest": digest.hexdigest(), "weights": dict(self.weights or {})}
@@ -215,7 +219,8 @@ def _check_answers(rows: Sequence[Row], rewards: Sequence[Reward], name: str, so
             )
         for reward in of_row:
             # Found now, and not in the rollout that comes to the row.
-            if (problem := reward.row_problem(row.answer, row.extra)) is not None:
+            problems = (reward.row_problem(gold, row.extra) for gold in row.golds or (None,))
+            if (problem := next((p for p in problems if p is not None), None)) is not None:
                 raise UserError(
                     f"the reward {reward.name!r} cannot score row {row.id!r}: {problem}",
                     where=row.where or name,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from lit_grpo.data.chat_template import PLAIN_FRAME, ChatFrame, frame_of, variables_of
 from lit_grpo.data.sources.base import Row
 from lit_grpo.data.sources.messages import system_of, with_question
 from lit_grpo.errors import UserError, nearest
@@ -122,6 +123,8 @@ class PromptFormat:
             raise UserError(f"on_long is {self.on_long!r}", where="on_long", remedy="write error or drop")
         self._jinja: str | None = None
         self._text: NamedTemplate | None = None
+        self._frame: tuple[Any, Any, ChatFrame] | None = None
+        """Tokenizer and template that the frame was found for last, and the frame."""
         self._default_system: str | None = None
         """System prompt that the name of the template stands for, for the tokenizer's own chat template."""
         self._read_template()
@@ -140,8 +143,10 @@ class PromptFormat:
             UserError: no chat template where one is needed, a system message beside ``system_prompt``, text the
                 tokenizer refuses, an empty prompt, or two beginning-of-sequence tokens.
         """
-        ids = self._token_ids(tokenizer, row)
         where = row.where or row.id
+        self._check_variables(tokenizer)
+        self._check_not_finished(tokenizer, row)
+        ids = self._token_ids(tokenizer, row)
         if not ids:
             raise UserError(f"row {row.id!r} gives an empty prompt", where=where, remedy="mend or remove the row")
         # A tokenizer that adds one to a template that writes one gives the model a start that it has never seen.
@@ -160,7 +165,7 @@ class PromptFormat:
                 remedy="raise max_prompt_tokens, or leave such rows out with on_long: drop",
             )
         name = row.source or source
-        return Prompt(row.id, row.question, tuple(ids), row.answer, name, row.extra, row.messages)
+        return Prompt(row.id, row.question, tuple(ids), row.answer, name, row.extra, row.messages, row.other_answers)
 
     def encode_all(self, rows: Iterable[Row], tokenizer: Any, source: str = "") -> EncodedPrompts:
         """Encode every row, in order; with ``on_long: drop`` too long ones are left out and given back.
@@ -205,6 +210,10 @@ class PromptFormat:
             )
         return self.chat_template != "none" and bool(own)
 
+    def wraps(self, tokenizer: Any) -> bool:
+        """Say whether a template is put around questions, be it a chat or plain text."""
+        return self._text is not None or self.uses_chat(tokenizer)
+
     def describe(self, tokenizer: Any) -> str:
         """Say in words which template prompts go through."""
         if self.chat_template in NAMED_TEMPLATES:
@@ -240,18 +249,74 @@ class PromptFormat:
                 sentences.append(
                     f"the template {self.chat_template} uses {marker}, which is no token of this tokenizer"
                 )
-        if self.uses_chat(tokenizer):
-            template = self.identity(tokenizer)["chat_template"]
-            sentences += [
-                f"the chat template does not read {name}, which chat_template_kwargs sets"
-                for name in self.chat_template_kwargs
-                if not re.search(rf"\b{re.escape(name)}\b", template)
-            ]
+        frame = self.frame(tokenizer)
+        if self.uses_chat(tokenizer) and frame.same_without_turn and _ends_turn(frame.after, tokenizer):
+            sentences.append(
+                f"the chat template ends the user's turn with {frame.after.strip()!r} and begins none of the "
+                "assistant's (it does not read add_generation_prompt)"
+            )
         if self.uses_chat(tokenizer) and "strftime_now" in self.identity(tokenizer)["chat_template"]:
             sentences.append(
                 "the chat template writes the date into every prompt, so a run resumed tomorrow has others"
             )
         return sentences
+
+    def frame(self, tokenizer: Any) -> ChatFrame:
+        """Return what the template puts around a question."""
+        if not self.uses_chat(tokenizer):
+            return PLAIN_FRAME
+        key = tokenizer, getattr(tokenizer, "chat_template", None)
+        # Asked for every row, and the same for all of them.
+        if self._frame is None or self._frame[0] is not key[0] or self._frame[1] != key[1]:
+
+            def render(messages: list[dict[str, str]], begin: bool) -> str:
+                return str(
+                    tokenizer.apply_chat_template(
+                        messages,
+                        chat_template=self._jinja,
+                        add_generation_prompt=begin,
+                        tokenize=False,
+                        **self.chat_template_kwargs,
+                    )
+                )
+
+            self._frame = *key, frame_of(render, tokenizer)
+        return self._frame[2]
+
+    def _check_variables(self, tokenizer: Any) -> None:
+        """Refuse variables that the chat template does not read: they would do nothing."""
+        if not (self.chat_template_kwargs and self.uses_chat(tokenizer)):
+            return
+        template = self.identity(tokenizer)["chat_template"]
+        known = variables_of(template)
+        unread = [
+            name
+            for name in self.chat_template_kwargs
+            if (name not in known if known is not None else not re.search(rf"\b{re.escape(name)}\b", template))
+        ]
+        if unread:
+            reads = ", ".join(sorted(known or ())) or "none"
+            guess = nearest(unread[0], known or ())
+            raise UserError(
+                f"the chat template does not read {unread[0]}, which chat_template_kwargs sets; it reads {reads}",
+                where="data.format.chat_template_kwargs",
+                remedy=f"did you mean {guess}?" if guess else "leave it out, or name one that the template reads",
+            )
+
+    def _check_not_finished(self, tokenizer: Any, row: Row) -> None:
+        """Refuse a text that is a whole chat already: the template would be put around it a second time."""
+        if not self.wraps(tokenizer):
+            return
+        frame = self.frame(tokenizer)
+        texts = [row.question] if row.messages is None else [str(message["content"]) for message in row.messages]
+        mark = next((found for text in texts if (found := frame.finished_by(text)) is not None), None)
+        if mark is not None:
+            raise UserError(
+                f"the prompt of row {row.id!r} holds {mark!r}, which marks the turns of a chat: it looks finished, and "
+                f"{self.describe(tokenizer)} would be put around it a second time",
+                where=row.where or row.id,
+                remedy="set data.format.chat_template: none, which takes the text as it is, or take the marks out",
+            )
 
     def _token_ids(self, tokenizer: Any, row: Row) -> list[int]:
         chat = self.uses_chat(tokenizer)
@@ -263,12 +328,20 @@ class PromptFormat:
             system = self._system_of_plain_text(row, tokenizer)
         try:
             if not chat:
-                return list(tokenizer(self._plain_text(question, system), add_special_tokens=True)["input_ids"])
+                text = self._plain_text(question, system)
+                ids = list(tokenizer(text, add_special_tokens=True)["input_ids"])
+                # A finished chat writes its beginning itself, and the tokenizer writes one more.
+                bos: str | None = getattr(tokenizer, "bos_token", None)
+                twice = bos and row.question.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2
+                return ids[1:] if twice and self._text is None else ids
+            # Where the row says how the completion begins, the assistant's turn is open already.
+            begun = messages[-1]["role"] == "assistant"
             # The template writes its special tokens itself, so none are added here, unlike for plain text above.
             encoded = tokenizer.apply_chat_template(
                 messages,
                 chat_template=self._jinja,
-                add_generation_prompt=True,
+                add_generation_prompt=not begun,
+                continue_final_message=begun,
                 tokenize=True,
                 return_dict=True,
                 **self.chat_template_kwargs,
@@ -403,3 +476,9 @@ class PromptFormat:
                 where="system_prompt",
                 remedy="set system_prompt, or take {system} out",
             )
+
+
+def _ends_turn(after: str, tokenizer: Any) -> bool:
+    """Say whether what follows a question ends in a token that ends texts, and so begins nothing."""
+    eos: str | None = getattr(tokenizer, "eos_token", None)
+    return bool(eos) and after.rstrip().endswith(str(eos))

@@ -185,7 +185,7 @@ def records(batch: Rollout) -> list[dict[str, Any]]:
                 "greedy": graded.part.sampling.temperature <= 0,
                 "seed": graded.seeds[i] if graded.seeds else None,
                 "question": prompt.question,
-                "answer": prompt.answer,
+                "answer": prompt.answer_column,
                 "completion": text,
                 "final_answer": None if graded.answers is None else graded.answers[i],
                 "correct": None if graded.correct is None else bool(graded.correct[i]),

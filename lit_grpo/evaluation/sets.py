@@ -6,8 +6,10 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
+from lit_grpo.data.sources.any_file import FilePrompts
 from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.data.sources.benchmarks import BENCHMARKS, BenchmarkPrompts
 from lit_grpo.data.sources.jsonl import JsonlPrompts
@@ -27,7 +29,7 @@ class EvaluationSet:
 
     Attributes:
         prompts: source of the questions; None: the benchmark that the set is named after, from the hub.
-        path: a JSONL file with ``prompt`` and ``answer`` instead; short for ``prompts`` with JsonlPrompts.
+        path: a file of questions instead; short for ``prompts`` with FilePrompts.
         limit: number of questions to evaluate on; None: all.
         limit_seed: seed to draw ``limit`` questions with, the same ones on every machine; None: the first ones.
         samples: number of completions of each question; None: ``data.eval_group_size``.
@@ -203,7 +205,9 @@ def _source(name: str, settings: EvaluationSet, where: str) -> PromptSource:
     elif name in BENCHMARKS:
         source = BenchmarkPrompts(name, path=settings.path)
     elif settings.path is not None:
-        source = JsonlPrompts(settings.path, name=name)
+        # A name that does not say what kind of file it is is one of JSON.
+        known = settings.path.removesuffix(".gz").endswith(FilePrompts.endings) or Path(settings.path).is_dir()
+        source = FilePrompts(settings.path, name=name) if known else JsonlPrompts(settings.path, name=name)
     else:
         close = nearest(name, BENCHMARKS)
         raise UserError(

@@ -152,13 +152,20 @@ def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int,
     return CompletionView(
         step=record.step,
         prompt=visible(str(prompt.get("question") or "")),
-        answer=None if prompt.get("answer") is None else visible(str(prompt["answer"])),
+        answer=_gold(prompt.get("answer")),
         facts=facts,
         # Without the texts the tokens would be bare numbers, and the page shows the plain text.
         tokens=tokens if token_texts else [],
         more=max(0, len(ids) - LONGEST),
         text=visible(record.texts[i])[: 4 * LONGEST],
     )
+
+
+def _gold(answer: Any) -> str | None:
+    """Return the gold as it is shown: of several, each of which is right, all of them."""
+    if answer is None:
+        return None
+    return visible(" or ".join(map(str, answer)) if isinstance(answer, list) else str(answer))
 
 
 def _token_view(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from lit_grpo.types import RewardInput, Score
+from lit_grpo.types import Prompt, RewardInput, Score
 from lit_grpo.utils.threads import call_within
 
 T = TypeVar("T")
@@ -57,6 +58,11 @@ class Reward:
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
         self.weight = weight
         self.name = name or _snake_case(type(self).__name__)
+
+    @property
+    def compares_with_answer(self) -> bool:
+        """True if a score depends on the gold answer: of a row with several it is then asked once for each."""
+        return self.needs_answer
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
         """Return one score for each input, in order. May be called from several threads at once.
@@ -110,16 +116,59 @@ class HungRewardError(RuntimeError):
 def score_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
     """Call a reward's ``score``, and give the call up when ``score_limit`` is over.
 
+    Where prompts have several gold answers, any of which is right, a reward that compares with the gold is called once
+    for each of them, and the best score of a completion counts.
+
     Raises:
         HungRewardError: it has not returned by then.
         RuntimeError: the reward raised a TimeoutError itself. Whatever else it raises comes as it is.
     """
-    return _within(reward, reward.score, batch)
+    if not (reward.compares_with_answer and any(item.prompt.other_answers for item in batch)):
+        return _within(reward, reward.score, batch)
+    return _best_of_golds(reward, batch)
 
 
 def answers_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[str | None] | None:
     """Call a reward's ``final_answers`` as :func:`score_within` calls its ``score``."""
     return _within(reward, reward.final_answers, batch)
+
+
+def _best_of_golds(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
+    best: dict[int, Score | float] = {}
+    for turn in range(max(len(item.prompt.golds) for item in batch)):
+        # A completion with full marks is asked about no more.
+        asked = [
+            i for i, item in enumerate(batch)
+            if i not in best or (turn < len(item.prompt.golds) and not _full_marks(reward, best[i]))
+        ]  # fmt: skip
+        part = [replace(batch[i], prompt=_with_gold(batch[i].prompt, turn)) for i in asked]
+        given = list(_within(reward, reward.score, part)) if part else []
+        # Which score is whose cannot be known then; who called refuses the number.
+        if len(given) != len(part):
+            return given
+        for i, one in zip(asked, given, strict=True):
+            if i not in best or _value_of(one) > _value_of(best[i]):
+                best[i] = one
+    return [best[i] for i in range(len(batch))]
+
+
+def _with_gold(prompt: Prompt, number: int) -> Prompt:
+    gold = prompt.golds[number] if number < len(prompt.golds) else prompt.answer
+    return replace(prompt, answer=gold, other_answers=())
+
+
+def _full_marks(reward: Reward, score: Any) -> bool:
+    top, value = reward.range[1], _value_of(score)
+    return value >= top - 1e-9 if math.isfinite(top) else reward.correct(value)
+
+
+def _value_of(score: Any) -> float:
+    """Return the value of what a reward gave; less than any number where it is none (an exception, None)."""
+    try:
+        value = float(score.value if isinstance(score, Score) else score)
+    except (TypeError, ValueError):
+        return -math.inf
+    return -math.inf if math.isnan(value) else value
 
 
 def _within(reward: Reward, method: Callable[[Sequence[RewardInput]], T], batch: Sequence[RewardInput]) -> T:

@@ -136,6 +136,10 @@ class FunctionReward(Reward):
                 max_bytes=16_000_000,
             )
 
+    @property
+    def compares_with_answer(self) -> bool:
+        return self.needs_answer or bool({"answer", "answers", "item", "items"} & set(self._parameters))
+
     def score(self, batch: Sequence[RewardInput]) -> list[Any]:
         if self._batch:
             lists = {name: [_SINGLE[_BATCH[name]](item) for item in batch] for name in self._parameters}

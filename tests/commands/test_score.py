@@ -54,6 +54,12 @@ def score(tmp_path, capsys):
     return score
 
 
+def test_any_of_several_golds_is_right(score):
+    rows = [{"prediction": r"so \boxed{4}", "answer": golds} for golds in (["5", 4], ["5", "6"], [4])]
+    code, out, _ = score(rows)
+    assert (code, [line["correct"] for line in out]) == (0, [True, False, True])
+
+
 def test_lines_come_back_in_order_with_the_math_verifier(score):
     rows = [
         {"prediction": r"so \boxed{4}", "answer": "4", "id": "a"},
@@ -117,7 +123,7 @@ def test_a_reward_that_fails_ends_it_or_scores_zero(score):
         ('{"answer": "1"}', ("pairs.jsonl:1", "no field `prediction`", "'answer'")),
         ('{"prediction": 5, "answer": "1"}', ("pairs.jsonl:1", "that is a number, not text")),
         ('{"prediction": "x"}', ("pairs.jsonl:1", "no field `answer`", "'math'")),
-        ('{"prediction": "x", "answer": [1, 2]}', ("pairs.jsonl:1", "`answer` that is a list")),
+        ('{"prediction": "x", "answer": [1, true]}', ("pairs.jsonl:1", "`answer` that is a list")),
         ('{"prediction": "x", "answer": "1", "tokens": -2}', ("pairs.jsonl:1", "`tokens` is '-2'")),
     ],
 )

@@ -288,9 +288,11 @@ def test_a_layout_that_is_asked_for_needs_its_columns() -> None:
 
 
 def test_golds_that_are_no_text_name_the_way_out() -> None:
-    error = refused(InMemoryPrompts([{"prompt": "q", "reward_model": {"ground_truth": {"target": ["5", "6"]}}}]))
-    assert error.remedy == "name a column inside it: answer_column: reward_model.ground_truth.target"
-    assert "but list" in refused(InMemoryPrompts([{"prompt": "q", "answer": ["5", "6"]}])).what
+    error = refused(InMemoryPrompts([{"prompt": "q", "answer": {"answer": "5", "value": "6"}}]))
+    assert "has several fields: answer, value" in error.what
+    assert error.remedy == "say which one is the answer: answer_column: answer.answer"
+    assert read({"prompt": "q", "answer": {"answer": "5", "value": "6"}}, answer_column="answer.value").answer == "6"
+    assert "but list" in refused(InMemoryPrompts([{"prompt": "q", "answer": ["5", {"a": 1}]}])).what
 
 
 def test_a_single_message_must_be_the_one_that_asks() -> None:
@@ -335,7 +337,7 @@ def test_rows_that_are_not_laid_out_like_the_first_are_named() -> None:
     )
 
 
-def test_of_several_golds_the_error_says_how_to_take_one() -> None:
+def test_of_several_golds_one_may_be_taken() -> None:
     row = {"prompt": "q", "answer": ["2", "two"]}
-    assert "answer_column: answer.0" in str(refused(InMemoryPrompts([row])).remedy)
-    assert read(row, answer_column="answer.0").answer == "2"
+    assert read(row).golds == ("2", "two")
+    assert read(row, answer_column="answer.0").golds == ("2",)

@@ -88,7 +88,7 @@ def test_a_checkpoint_of_other_prompts_is_refused_by_name():
 
     def chat(*messages: str, **form: Any) -> dict[str, Any]:
         turns = [{"role": "system" if i < len(messages) - 1 else "user", "content": m} for i, m in enumerate(messages)]
-        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}{% endif %}"
         return state(InMemoryPrompts([{"prompt": turns, "answer": "1"}]), chat_template=template, **form)
 
     check_resumed(chat("1", "1+1="), chat("1", "1+1="))

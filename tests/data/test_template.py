@@ -117,8 +117,9 @@ def test_variables_of_the_chat_template(plain, chat):
     assert text_of(ROW, chat, **off) == "<user>1+1=\n<assistant><think>"
     assert text_of(ROW, plain, chat_template=THINK, **off) == "<user>1+1=\n<assistant><think>"
     assert PromptFormat(**off).warnings(chat) == []
-    (doubt,) = PromptFormat(chat_template_kwargs={"thinking": False}).warnings(chat)
-    assert "does not read thinking" in doubt
+    with pytest.raises(UserError, match=r"does not read thinking, .* it reads enable_thinking") as caught:
+        PromptFormat(chat_template_kwargs={"thinking": False}).encode(ROW, chat)
+    assert caught.value.remedy == "did you mean enable_thinking?"
     assert PromptFormat(**off).identity(chat)["chat_template_kwargs"] == '{"enable_thinking": false}'
     assert "chat_template_kwargs" not in PromptFormat().identity(chat), "as in older checkpoints"
     refused: tuple[dict[str, Any], ...] = ({}, {"chat_template": "r1"}, {"chat_template": "none"})

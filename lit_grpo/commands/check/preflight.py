@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_grpo.commands.check import cost, prompts, rollout
 from lit_grpo.commands.check.result import Result
+from lit_grpo.data.doubts import doubts_of
 from lit_grpo.policy.config import PolicyConfig
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.types import Rollout
@@ -43,10 +44,11 @@ class Preflight(Callback):
         tokenizer = module.tokenizer
         ends = (*end_token_ids(module.policy_config, tokenizer), *data.sampling.stop_token_ids)
         encoded = data.train_prompts
+        doubts = doubts_of(encoded, data.format, tokenizer, ends)
         self.results += [
-            *prompts.columns(data.prompts.columns_taken(), encoded),
-            prompts.template(encoded, data.format, tokenizer),
-            prompts.special_tokens(encoded, tokenizer, ends),
+            *prompts.columns(data.prompts.columns_taken(), doubts),
+            prompts.template(encoded, data.format, tokenizer, doubts),
+            prompts.special_tokens(encoded, tokenizer, ends, doubts),
         ]
         self._announce(trainer, "testing the verifier on the golds")
         self.results += prompts.verifier(encoded, data.rewards, tokenizer, self.gold_format)

@@ -8,6 +8,8 @@ from typing import Any
 from lit_grpo.commands.check.asked_form import asked_forms
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data import PromptFormat
+from lit_grpo.data.chat_template import TURN_MARKS
+from lit_grpo.data.doubts import Doubt, shown_prompt
 from lit_grpo.rewards import Reward
 from lit_grpo.rewards.base import verdicts
 from lit_grpo.rewards.combine import score_all
@@ -17,26 +19,27 @@ from lit_grpo.utils.text import completion_text, shorten
 GOLD_FORMATS = ("{answer}", r"\boxed{{answer}}", "#### {answer}", "The answer is {answer}.", ":{answer}", "={answer}",
                 "<answer>{answer}</answer>")  # fmt: skip
 """Ways to write a right answer where the prompts ask for none; the one that the verifier accepts best is used."""
+_SHOWN_CHARACTERS = 2_000
+"""Most characters of the first prompt that are shown."""
 GOLDS = 64
 """Number of gold answers that are tried at most."""
 
 
-def columns(taken: Sequence[str], prompts: Sequence[Prompt]) -> list[Result]:
-    """Show what was read from which column, and check that not all prompts came out the same.
+def columns(taken: Sequence[str], doubts: Sequence[Doubt]) -> list[Result]:
+    """Show what was read from which column, and check that not most prompts came out the same.
 
     Args:
         taken: what the sources say, a line each; nothing where there are no columns.
-        prompts: the training prompts.
+        doubts: what looks wrong with the training prompts.
     """
-    golds = {p.answer for p in prompts}
-    if taken and len(golds) > 1 and len({p.token_ids for p in prompts}) == 1:
-        return [Result("columns", "warn", f"{'; '.join(taken)}; all prompts are the same, with {len(golds)} answers",
-                       "the question stands in another column: question_column")]  # fmt: skip
+    for doubt in doubts:
+        if doubt.about == "columns":
+            return [Result("columns", "warn", "; ".join([*taken, doubt.what]), doubt.remedy)]
     return [Result("columns", "pass", line) for line in taken]
 
 
-def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> Result:
-    """Check that prompts are chats where the model was trained on chats."""
+def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any, doubts: Sequence[Doubt] = ()) -> Result:
+    """Check that prompts are chats where the model was trained on chats, and that nothing is twice in them."""
     lengths = sorted(len(p.token_ids) for p in prompts)
     size = f"{len(prompts)} prompts, median {lengths[len(lengths) // 2]} tokens, longest {lengths[-1]}"
     description = form.describe(tokenizer)
@@ -47,10 +50,17 @@ def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> R
         "longest": lengths[-1],
         "first": prompts[0].id,
         "rendered": tokenizer.decode(prompts[0].token_ids),
+        "shown": shown_prompt(prompts[0], tokenizer, _SHOWN_CHARACTERS),
     }
-    if doubts := form.warnings(tokenizer):
-        return Result("template", "warn", f"{description}; {'; '.join(doubts)}; {size}",
+    if sentences := form.warnings(tokenizer):
+        return Result("template", "warn", f"{description}; {'; '.join(sentences)}; {size}",
                       "choose another data.format.chat_template, unless that is meant", values)  # fmt: skip
+    for doubt in doubts:
+        if doubt.about == "template":
+            return Result("template", "warn", f"{description}; {doubt.what}; {size}", doubt.remedy, values)
+    finished = all(any(mark in p.question for mark in TURN_MARKS) for p in prompts)
+    if form.chat_template == "none" and finished:
+        return Result("template", "pass", f"plain text, and the texts are finished chats; {size}", values=values)
     if form.chat_template == "none" and getattr(tokenizer, "chat_template", None):
         return Result("template", "warn", f"plain text, though the tokenizer has a chat template; {size}",
                       "set data.format.chat_template: auto, unless that is meant", values)  # fmt: skip
@@ -59,31 +69,27 @@ def template(prompts: Sequence[Prompt], form: PromptFormat, tokenizer: Any) -> R
     return Result("template", "pass", f"{description}; {size}", values=values)
 
 
-def rendered(results: Sequence[Result], limit: int = 2_000) -> str:
+def rendered(results: Sequence[Result]) -> str:
     """Show the first prompt as the model reads it, special tokens included; empty if no prompt was made."""
-    values = next((r.values for r in results if r.name == "template"), None)
-    if values is None:
-        return ""
-    text = values["rendered"]
-    if len(text) > limit:
-        text = f"{text[: limit // 2]}\n[... {len(text) - limit} characters ...]\n{text[-limit // 2 :]}"
-    lines = "\n".join(f"  | {line}" for line in text.split("\n"))
-    return f"the first prompt ({values['first']}), as the model reads it:\n{lines}"
+    return next((str(r.values["shown"]) for r in results if r.name == "template"), "")
 
 
-def special_tokens(prompts: Sequence[Prompt], tokenizer: Any, ends: Sequence[int]) -> Result:
+def special_tokens(prompts: Sequence[Prompt], tokenizer: Any, ends: Sequence[int], doubts: Sequence[Doubt]) -> Result:
     """Check for one beginning-of-sequence token where the tokenizer adds one, and for no end token at the end."""
     bos = getattr(tokenizer, "bos_token_id", None)
     leading = [_leading(p.token_ids, bos) for p in prompts]
-    ended = [p.id for p in prompts if p.token_ids[-1] in ends]
-    values = {"bos": bos, "most_bos": max(leading), "closed": len(ended)}
+    values = {
+        "bos": bos,
+        "most_bos": max(leading),
+        "closed": sum(p.token_ids[-1] in ends for p in prompts),
+    }
     if max(leading) > 1:
         worst = prompts[leading.index(max(leading))].id
         return Result("bos", "fail", f"prompt {worst!r} begins with {max(leading)} beginning-of-sequence tokens",
                       "take it out of the template or the text: the tokenizer adds one by itself", values)  # fmt: skip
-    if ended:
-        return Result("bos", "fail", f"{len(ended)} prompts end in an end-of-sequence token, as {ended[0]!r}",
-                      "switch off add_eos_token in tokenizer_config.json, or mend the template", values)  # fmt: skip
+    for doubt in doubts:
+        if doubt.about == "ends":
+            return Result("bos", "fail", doubt.what, doubt.remedy, values)
     if bos is None:
         return Result("bos", "pass", "the tokenizer has no beginning-of-sequence token", values=values)
     if 0 in leading and _leading(list(tokenizer("a")["input_ids"]), bos):
@@ -111,7 +117,7 @@ def round_trip(
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
     unknown_in = [p.id for p in prompts if unknown is not None and unknown in p.token_ids]
-    golds = {p.answer for p in prompts[:GOLDS] if p.answer}
+    golds = {gold for p in prompts[:GOLDS] for gold in p.golds if gold}
     unwritable = sorted(gold for gold in golds if _round_trip(gold, tokenizer) != gold.strip())
     bad_end = sum(c.finish_reason == "stop" and (not c.token_ids or c.token_ids[-1] not in ends)
                   and not any(text in tokenizer.decode(c.token_ids) for text in stop)
@@ -174,13 +180,15 @@ def verifier(prompts: Sequence[Prompt], rewards: Sequence[Reward], tokenizer: An
 
 def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, form: str | None) -> Result:
     name = f"verifier {reward.name}" if len(reward.name) < 8 else "verifier"
-    answers = [str(p.answer) for p in prompts]
+    # Of several golds any is right, so each must be taken.
+    answers = [gold for p in prompts for gold in p.golds]
+    prompts = [p for p in prompts for _ in p.golds]
     asked = () if form else asked_forms([tokenizer.decode(p.token_ids) for p in prompts])
-    best, accepted = _best_form(reward, prompts, (form,) if form else asked or GOLD_FORMATS, tokenizer)
+    best, accepted = _best_form(reward, prompts, answers, (form,) if form else asked or GOLD_FORMATS, tokenizer)
     values: dict[str, Any] = {"reward": reward.name, "format": best, "asked": bool(asked), "golds": len(prompts),
                               "taken": sum(accepted)}  # fmt: skip
     if not any(accepted) and asked:
-        other, taken = _best_form(reward, prompts, GOLD_FORMATS, tokenizer)
+        other, taken = _best_form(reward, prompts, answers, GOLD_FORMATS, tokenizer)
         reads = f", but {sum(taken)} as {other!r}" if any(taken) else ""
         return Result(name, "fail", f"the prompts ask for {best!r}, and {reward.name} takes none of {len(prompts)} "
                       f"golds in that form{reads}", "let both name one form: the prompts in data.format, the reward by "
@@ -197,8 +205,11 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
                       "mend the row or choose a verifier that reads it; else such prompts are never right",
                       values)  # fmt: skip
     # For each prompt a wrong answer that looks right: the next gold that differs from its own.
-    others = [next((a for a in answers[i + 1 :] + answers[:i] if a.strip() != answers[i].strip()), None)
-              for i in range(len(answers))]  # fmt: skip
+    rights = [{gold.strip() for gold in p.golds} for p in prompts]
+    others = [
+        next((a for a in answers[i + 1 :] + answers[:i] if a.strip() not in rights[i]), None)
+        for i in range(len(answers))
+    ]
     pairs = [(p, other) for p, other in zip(prompts, others, strict=True) if other is not None]
     fooled = _accepts(reward, [p for p, _ in pairs], [best.replace("{answer}", o) for _, o in pairs], tokenizer)
     values |= {"wrong": len(pairs), "fooled": sum(fooled)}
@@ -207,7 +218,7 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
         prompt, other = pairs[fooled.index(True)]
         return Result(name, "fail" if sum(fooled) > 0.05 * len(fooled) else "warn",
                       f"{reward.name} takes {sum(fooled)} of {len(fooled)} wrong answers: {shorten(other, 40)!r} for "
-                      f"{prompt.id!r}, whose gold is {shorten(str(prompt.answer), 40)!r}",
+                      f"{prompt.id!r}, whose gold is {shorten(' or '.join(prompt.golds), 40)!r}",
                       "equal in value? Else the verifier is too lenient and will be exploited", values)  # fmt: skip
     asked_for = ", which the prompts ask for," if asked else ""
     found = f"{reward.name} takes all {len(prompts)} golds as {best!r}{asked_for} and none of {len(pairs)} wrong ones"
@@ -215,12 +226,12 @@ def _test_verifier(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, fo
 
 
 def _best_form(
-    reward: Reward, prompts: Sequence[Prompt], forms: Sequence[str], tokenizer: Any
+    reward: Reward, prompts: Sequence[Prompt], answers: Sequence[str], forms: Sequence[str], tokenizer: Any
 ) -> tuple[str, list[bool]]:
     """Return the form in which the reward takes most golds, and which ones it takes."""
     best, accepted = "", [False] * len(prompts)
     for candidate in forms:
-        texts = [candidate.replace("{answer}", str(prompt.answer)) for prompt in prompts]
+        texts = [candidate.replace("{answer}", answer) for answer in answers]
         tried = _accepts(reward, prompts, texts, tokenizer)
         # Of forms that do equally well the first one is taken, which is the plainest.
         if not best or sum(tried) > sum(accepted):

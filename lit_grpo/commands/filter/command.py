@@ -97,7 +97,7 @@ def record(prompt: Prompt, rate: Rate) -> dict[str, Any]:
     # A column of the user's that has the name of one of ours would come back as the prompt itself.
     extra = {f"{key}_column" if key in _RESERVED else key: value for key, value in prompt.extra.items()}
     asked = prompt.question if prompt.messages is None else [dict(message) for message in prompt.messages]
-    row = {"id": prompt.id, "prompt": asked, "answer": prompt.answer, "source": prompt.source, **extra}
+    row = {"id": prompt.id, "prompt": asked, "answer": prompt.answer_column, "source": prompt.source, **extra}
     return row | {"pass_rate": rate.pass_rate, "samples": rate.samples}
 
 

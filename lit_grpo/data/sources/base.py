@@ -26,6 +26,13 @@ class Row:
     """Name of the source; empty: the name of the source that returned the row."""
     messages: tuple[Message, ...] | None = None
     """The turns of the chat where the source has them, each with ``role`` and ``content``; None: a text."""
+    other_answers: tuple[str, ...] = ()
+    """Further gold answers, any of which is as right as ``answer``."""
+
+    @property
+    def golds(self) -> tuple[str, ...]:
+        """All gold answers, any of which is right; empty where there is none."""
+        return () if self.answer is None else (self.answer, *self.other_answers)
 
 
 class PromptSource:

@@ -21,6 +21,8 @@ class CsvPrompts(FileSource):
         delimiter: one character between two fields; ``"\t"`` for tab-separated files.
     """
 
+    endings = (".csv", ".tsv")
+
     def __init__(self, path: str | list[str], delimiter: str = ",", **columns: Any) -> None:
         super().__init__(path, **columns)
         if len(delimiter) != 1:

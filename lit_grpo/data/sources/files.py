@@ -3,18 +3,117 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, Literal, cast
 
 from lit_grpo.errors import UserError
 
 # By content and not by name: a downloaded file may be packed whatever its name ends in.
 _GZIP_MAGIC = b"\x1f\x8b"
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+def files_of(given: Sequence[str], endings: Sequence[str], key: str) -> list[str]:
+    """Return the files that paths, folders and patterns name, in their order.
+
+    A folder that ``save_to_disk`` wrote stands for itself: :func:`read_saved` reads it.
+
+    Args:
+        given: paths of files and folders, and patterns such as ``train-*.parquet``.
+        endings: endings of the names that are taken from a folder, ``.gz`` behind them left out.
+        key: key of the configuration that holds the paths, for messages.
+
+    Raises:
+        UserError: a pattern fits nothing, or a folder holds no such file.
+    """
+    found: list[str] = []
+    for path in given:
+        file = Path(path).expanduser()
+        # A file whose own name has such a sign comes before a pattern of that spelling.
+        if file.exists() or not glob.has_magic(path):
+            found += _files_in(path, endings, key) if file.is_dir() and saved_kind(path) is None else [path]
+            continue
+        # Path.glob takes no absolute pattern.
+        fitting = sorted(glob.glob(str(file), recursive=True))  # noqa: PTH207
+        if not fitting:
+            raise UserError(f"no file fits {path!r}", where=key, remedy="check the folder and the pattern")
+        for one in fitting:
+            whole = not Path(one).is_dir() or saved_kind(one) is not None
+            found += [one] if whole else _files_in(one, endings, key)
+    return found
+
+
+def _files_in(folder: str, endings: Sequence[str], key: str) -> list[str]:
+    root = Path(folder).expanduser()
+    inside = sorted(p for p in root.rglob("*") if p.is_file())
+    # Hidden files and folders are those of tools, as .cache and .git.
+    inside = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    fitting = [str(p) for p in inside if p.name.removesuffix(".gz").endswith(tuple(endings))]
+    if fitting:
+        return fitting
+    names = ", ".join(str(p.relative_to(root)) for p in inside[:5]) or "nothing"
+    raise UserError(
+        f"the folder {folder} holds no file of the kind {' or '.join(endings)}; it holds {names}",
+        where=key,
+        remedy="choose the class for these files (JsonlPrompts, CsvPrompts, ParquetPrompts; FilePrompts reads all of "
+        "them), or name a file",
+    )
+
+
+def saved_kind(path: str) -> Literal["Dataset", "DatasetDict"] | None:
+    """Say which kind of data set ``save_to_disk`` wrote into a folder; None where it is no such folder."""
+    folder = Path(path).expanduser()
+    if (folder / "dataset_dict.json").is_file():
+        return "DatasetDict"
+    return "Dataset" if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else None
+
+
+def read_saved(path: str, split: str | None, key: str) -> Any:
+    """Return the rows of a folder that ``save_to_disk`` wrote.
+
+    Args:
+        path: the folder.
+        split: name of the split, of a ``DatasetDict``; None: its only one.
+        key: key of the configuration that holds the path, for messages.
+
+    Raises:
+        UserError: the package datasets is missing, the folder is damaged, or it has no such split.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{path} was written by save_to_disk, and reading it needs the package datasets",
+            where=key,
+            remedy="pip install lit-grpo[hub]",
+        ) from error
+    try:
+        table: Any = datasets.load_from_disk(str(Path(path).expanduser()))
+    except Exception as error:  # the package raises a dozen unrelated kinds
+        raise UserError(
+            f"cannot read the saved data set {path}: {error}", where=key, remedy="write it again"
+        ) from error
+    if not isinstance(table, Mapping):
+        return table
+    names = list(table)
+    if split is None and len(names) == 1:
+        return table[names[0]]
+    if split not in table:
+        # The folder of a split is a saved data set by itself, which every class can read.
+        first = Path(path) / ("train" if "train" in names else names[0])
+        raise UserError(
+            f"{path} holds several splits: {', '.join(names)}"
+            if split is None
+            else f"{path} has no split {split!r}, only {', '.join(names)}",
+            where=key,
+            remedy=f"give the folder of one: {first}" if split is None else f"set split: {first.name}",
+        )
+    return table[split]
 
 
 @contextmanager

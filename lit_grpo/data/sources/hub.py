@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.data.sources.files import read_saved, saved_kind
 from lit_grpo.data.sources.table import Record, TableSource, in_memory
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.utils.hub import from_cache_alone, why_unreachable
@@ -18,7 +19,7 @@ class HubPrompts(TableSource):
     Without network a copy in the cache is used; where there is none, the run ends at once.
 
     Args:
-        dataset: name on the hub, or path of a folder.
+        dataset: name on the hub, or path of a folder, also of one that ``save_to_disk`` wrote.
         config: name of the configuration, if the data set has several.
         split: name of the split; slices such as ``train[:100]`` work too.
         revision: branch, tag or commit; give a commit for a run that can be repeated.
@@ -40,6 +41,11 @@ class HubPrompts(TableSource):
         return f"{self.dataset} [{self.split}]"
 
     def records(self) -> Iterator[Record]:
+        if saved_kind(self.dataset) is not None:
+            # A single data set has no splits to choose from, and slices are the loader's business.
+            split = self.split if saved_kind(self.dataset) == "DatasetDict" else None
+            yield from in_memory(read_saved(self.dataset, split, "HubPrompts.dataset"), self.place())
+            return
         try:
             import datasets
         except ImportError as error:

@@ -14,6 +14,8 @@ from lit_grpo.errors import UserError
 class JsonlPrompts(FileSource):
     """Questions in JSON files, in UTF-8, gzip or not: one object a line (JSON Lines), or one list of objects."""
 
+    endings = (".jsonl", ".json", ".ndjson")
+
     def read(self, path: str) -> Iterator[Record]:
         lines = text_lines(path, self.key)
         for number, line in lines:

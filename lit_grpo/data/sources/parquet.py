@@ -14,6 +14,8 @@ from lit_grpo.errors import UserError
 class ParquetPrompts(FileSource):
     """Questions in Parquet files, one a row; a file that is packed with gzip as a whole is unpacked in memory."""
 
+    endings = (".parquet",)
+
     def read(self, path: str) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet

@@ -9,6 +9,7 @@ import torch
 from lit_grpo.commands.check import cost, prompts, rollout
 from lit_grpo.commands.check.result import Result, percent
 from lit_grpo.data import PromptFormat
+from lit_grpo.data.doubts import Doubt, doubts_of
 from lit_grpo.learner.batch import make_experience
 from lit_grpo.policy.model.char_tokenizer import char_tokenizer
 from lit_grpo.rewards import AdditionReward, ExactMatch, FormatReward, MathReward, Reward
@@ -166,6 +167,10 @@ class Tokenizer:
         return 128
 
 
+def doubts(given: list[Prompt], tokenizer: Tokenizer) -> list[Doubt]:
+    return doubts_of(given, PromptFormat(), tokenizer, [2])
+
+
 def prompt(*ids: int, answer: str = "7", name: str = "p"):
     return Prompt(name, "3+4=", ids, answer)
 
@@ -178,18 +183,22 @@ def prompt(*ids: int, answer: str = "7", name: str = "p"):
      ((1, 50, 1, 51), Tokenizer(), "pass"), ((50,), Tokenizer(bos_token_id=None), "pass")],
 )  # fmt: skip
 def test_special_tokens(ids, tokenizer, status):
-    assert prompts.special_tokens([prompt(1, 50), prompt(*ids)], tokenizer, [2]).status == status
+    given = [prompt(1, 50), prompt(*ids)]
+    assert prompts.special_tokens(given, tokenizer, [2], doubts(given, tokenizer)).status == status
 
 
 def test_columns():
     line = "a.jsonl (verl): prompt from prompt (messages), answer from reward_model.ground_truth, 2 rows"
     two = [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 3), "2")]
-    (found,) = prompts.columns([line], two)
+    (found,) = prompts.columns([line], doubts(two, Tokenizer()))
     assert (found.status, found.found) == ("pass", line)
-    assert prompts.columns([], two) == []
-    (found,) = prompts.columns([line], [Prompt("a", "q", (1, 2), "1"), Prompt("b", "q", (1, 2), "2")])
+    assert prompts.columns([], doubts(two, Tokenizer())) == []
+    same = [Prompt("a", "q", (1, 3), "1"), Prompt("b", "q", (1, 3), "2")]
+    (found,) = prompts.columns([line], doubts(same, Tokenizer()))
     assert found.status == "warn"
     assert "all prompts are the same, with 2 answers" in found.found
+    (found,) = prompts.columns([line], doubts([*same, Prompt("c", "r", (1, 5), "2")], Tokenizer()))
+    assert "2 of 3 are the same, with 2 answers" in found.found
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
     assert "gsm8k_train.jsonl" in (error.remedy or "")
     assert "folder is missing" in (refused(JsonlPrompts(str(tmp_path / "no/where/x.jsonl"))).remedy or "")
     error = refused(ParquetPrompts(str(tmp_path)))
-    assert "is a folder" in error.what
-    assert "gsm8k_train.jsonl" in (error.remedy or "")
+    assert "holds no file of the kind .parquet; it holds gsm8k_train.jsonl" in error.what
+    assert "FilePrompts reads all of them" in (error.remedy or "")
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_missing_file_names_the_nearest(write, tmp_path):
         (b'{"prompt": [{"role": "user", "content": null}]}', "whose content is no text: 'None'"),
         (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "whose content is no text"),
         (b'{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}', "ends with a mess"),
-        (b"{\"prompt\": \"[{'role': 'user'}]\"}", "looks like a list of messages and is no JSON"),
+        (b"{\"prompt\": \"[{'role': 'user']\"}", "looks like a list of messages and is no JSON"),
         (b'{"prompt": "half \\ud83d"}', "half a character"),
-        (b'{"prompt": "x", "answer": [1, 2]}', "neither text nor a number but list"),
+        (b'{"prompt": "x", "answer": [1, true]}', "neither text nor a number but list"),
         (b'{"prompt": "x", "answer": true}', "neither text nor a number but bool"),
         (b'{"prompt": "x", "answer": Infinity}', "neither text nor a number but float"),
         (b'{"prompt": "x", "id": ""}', "the id in column 'id' is empty"),
