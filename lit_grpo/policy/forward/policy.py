@@ -301,8 +301,8 @@ class Policy(nn.Module):
             raise UserError(
                 f"{type(self.model).__name__} lets tokens see those after them, so it cannot write from left to right",
                 where="model.policy.path",
-                remedy="set is_decoder: true in the model's config.json if it was trained so, or give a causal language "
-                "model",
+                remedy="set is_decoder: true in the model's config.json if it was trained so, or give a causal "
+                "language model",
             )
 
     @property
