@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         *("modernbert-decoder", "afmoe", "mimo_v2_flash", "bert"),
     )
 }
+# Latent attention has keys for all of its heads.
+for _family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"):
+    FAMILIES[_family] = {"num_key_value_heads": 4}
 FAMILIES["mamba2"] = {"head_dim": 16, "num_heads": 4, "n_groups": 1}
 FAMILIES["bamba"] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]}
 FAMILIES["gptj"] = {"rotary_dim": 8}

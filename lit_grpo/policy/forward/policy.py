@@ -273,7 +273,20 @@ class Policy(nn.Module):
         out = torch.zeros(len(completions), max(map(len, completions)))
         for row, completion in enumerate(completions):
             ids = torch.tensor([[*prompt, *completion]], device=self._device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            try:
+                logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            except (UserError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                first = str(error).strip().partition("\n")[0][:200]
+                raise UserError(
+                    f"{type(self.model).__name__} cannot run its own forward pass on {ids.shape[1]} tokens "
+                    f"({type(error).__name__}: {first})",
+                    where="model.policy.path",
+                    remedy="correct its config.json, or set attention: sdpa"
+                    if self.model.config._attn_implementation == "eager"
+                    else "correct its config.json, or set attention: eager",
+                ) from error
             out[row, : len(completion)] = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
         return out
 
