@@ -261,6 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("family", nargs="*", help="all if left out")
     parser.add_argument("--workers", type=int, default=2, help="families at once")
+    parser.add_argument("--write", action="store_true", help="put the rows of the named families into docs/models.md")
     arguments = parser.parse_args()
     families = arguments.family or sorted(FAMILIES)
     # Imported before processes are forked, so that each does not pay for it.
@@ -272,8 +273,15 @@ def main() -> int:
         rows = dict(zip(families, pool.map(row, families), strict=True))
     text = table(rows)
     print(text)
-    if not arguments.family:
-        before, _, rest = TARGET.read_text(encoding="utf-8").partition(BEGIN)
+    before, _, rest = TARGET.read_text(encoding="utf-8").partition(BEGIN)
+    if arguments.family and arguments.write:
+        # Rows of families that were not asked for stay as they were measured.
+        for line in rest.partition(END)[0].splitlines():
+            name, *old = line.strip("| ").split(" | ")
+            if name in FAMILIES and name not in rows and len(old) == len(COLUMNS):
+                rows[name] = dict(zip(COLUMNS, old, strict=True))
+        text = table(dict(sorted(rows.items())))
+    if not arguments.family or arguments.write:
         after = rest.partition(END)[2]
         TARGET.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
     return min(99, sum(cell.startswith("wrong") for found in rows.values() for cell in found.values()))

@@ -1,4 +1,4 @@
-"""The families of the table, and a tiny random model of each in a folder, made from transformers' own configurations."""
+"""The families of the table, and a tiny random model of each, from transformers' own configurations."""
 
 from __future__ import annotations
 
@@ -29,17 +29,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         *("qwen3_moe", "qwen3_next", "qwen3_5_text", "gpt_oss", "jetmoe", "lfm2", "mamba", "falcon_mamba"),
         *("jamba", "falcon_h1", "nemotron", "nemotron_h", "recurrent_gemma", "olmo_hybrid", "minimax", "minimax_m2"),
         *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-        *("seed_oss", "apertus", "arcee", "bitnet", "diffllama", "doge", "nanochat", "rwkv", "xlstm", "biogpt"),
+        *("seed_oss", "apertus", "arcee", "bitnet", "diffllama", "nanochat", "rwkv", "xlstm", "biogpt"),
         *("modernbert-decoder", "afmoe", "mimo_v2_flash", "bert"),
     )
 }
 # Latent attention has keys for all of its heads.
 for _family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"):
     FAMILIES[_family] = {"num_key_value_heads": 4}
+FAMILIES["lfm2"] = {"layer_types": ["conv", "full_attention", "conv"]}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+FAMILIES["qwen3_next"] = FAMILIES["qwen3_5_text"] = _LINEAR
+FAMILIES["falcon_h1"] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
 FAMILIES["mamba2"] = {"head_dim": 16, "num_heads": 4, "n_groups": 1}
 FAMILIES["bamba"] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]}
 FAMILIES["gptj"] = {"rotary_dim": 8}
-FAMILIES["gpt_neo"] = {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+FAMILIES["gpt_neo"] = {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}
 
 
 def save(family: str, folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.transformers.decoding import DECODINGS, Decoding, prefill
+from lit_grpo.errors import UserError
 from lit_grpo.utils.windows import narrowed
 
 _STEPS = 3
@@ -22,7 +22,7 @@ def choose_decoding(model: Any) -> Decoding:
     """Try the ways on a few tokens, and return the first that agrees with the model's own forward pass.
 
     Raises:
-        EngineError: not even whole rows without a cache do.
+        UserError: not even whole rows without a cache do.
     """
     from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -56,9 +56,10 @@ def choose_decoding(model: Any) -> Decoding:
                     rank_zero_info(f"Sampling decodes by {way!r}; {'; '.join(reasons)}.")
                 return way
             reasons.append(f"{way}: log-probabilities differ by {gap:.2g}")
-    raise EngineError(
-        f"{type(model).__name__} cannot be sampled from by the transformers engine ({'; '.join(reasons)}); "
-        "set data.engine.name: vllm"
+    raise UserError(
+        f"{type(model).__name__} cannot be sampled from by the transformers engine ({'; '.join(reasons)})",
+        where="data.engine.name",
+        remedy="set name: vllm, or give a causal language model",
     )
 
 

@@ -95,10 +95,10 @@ def _linear_layers(model: Any) -> list[str]:
     parts = dict(model.named_modules())
 
     def fused(name: str) -> bool:
-        # Kernels of state-space layers read the weight of this layer without calling it, so an adapter would be left
+        # Kernels of state-space layers read the weights of these layers without calling it, so an adapter would be left
         # out.
         parent, _, child = name.rpartition(".")
-        return child == "out_proj" and hasattr(parts[parent], "conv1d")
+        return child in ("out_proj", "dt_proj") and hasattr(parts[parent], "conv1d")
 
     names = [
         name for name, layer in parts.items() if isinstance(layer, nn.Linear) and layer is not head and not fused(name)
