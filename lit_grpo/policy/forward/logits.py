@@ -57,22 +57,24 @@ def changes_logits(model: nn.Module, base: nn.Module) -> bool:
         seen.append(given)
         return logits
 
+    called: list[bool] = []
     own = vars(head).get("forward")
     head.forward = instead
     try:
-        with _standing_in(base, states), torch.no_grad():
+        with _standing_in(base, states) as called, torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.long)
             out = model.forward(input_ids=ids, use_cache=False).logits  # type: ignore[operator]
     except Exception:
-        # Code that cannot be run like this reads more of the backbone than its states. The output layer alone is then
-        # tried, and the policy's check against the model's own forward pass decides.
-        return False
+        # Layers between backbone and output layer fail on states of this size: they are the model's own code too.
+        return bool(called)
     finally:
         if own is None:
             del head.forward
         else:
             head.forward = own
-    return not (len(seen) == 1 and torch.equal(seen[0], states) and torch.equal(out, logits))
+    # A model that does not call its backbone as a whole (OPT) has nothing for which something could stand in. The
+    # policy's check against the model's own forward pass decides.
+    return bool(called) and not (len(seen) == 1 and torch.equal(seen[0], states) and torch.equal(out, logits))
 
 
 class _Output:
@@ -91,11 +93,17 @@ class _Output:
 
 
 @contextmanager
-def _standing_in(base: Any, states: Tensor) -> Iterator[None]:
+def _standing_in(base: Any, states: Tensor) -> Iterator[list[bool]]:
     own = vars(base).get("forward")
-    base.forward = lambda *_, **__: _Output(states)
+    called: list[bool] = []
+
+    def instead(*_: Any, **__: Any) -> _Output:
+        called.append(True)
+        return _Output(states)
+
+    base.forward = instead
     try:
-        yield
+        yield called
     finally:
         if own is None:
             del base.forward
