@@ -20,6 +20,7 @@ from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.load import check_policy, load_model, load_tokenizer
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
 from lit_grpo.utils.bounds import check_fields
+from lit_grpo.utils.windows import narrowed
 
 KEY = "model.critic"
 
@@ -87,7 +88,7 @@ class Critic(nn.Module):
         """
         config = self.base.config.get_text_config()
         # A few tokens are not worth the wait for a compiler.
-        with eagerly() if is_compiled(self.base) else nullcontext():
+        with eagerly() if is_compiled(self.base) else nullcontext(), narrowed(self.base):
             for reach in (False, True):
                 prompt, completions = probe_ids(config, reach)
                 if prompt:
@@ -96,7 +97,13 @@ class Critic(nn.Module):
     def _verify(self, layout: Layout, prompt: tuple[int, ...], completions: Sequence[tuple[int, ...]]) -> None:
         device = next(self.base.parameters()).device
         rows = layout.build([prompt] * 2, completions, width=max(map(len, completions)), device=device)
-        states = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
+        try:
+            states = hidden_states(self.base, rows)[0].flatten(0, 1)[rows.source].float()
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # The code of a family may fail on a mask or an option in as many ways as there are families.
+            raise self._refusal(layout, f"it cannot compute such rows ({type(error).__name__})") from error
         for row, completion in enumerate(completions):
             ids = torch.tensor([[*prompt, *completion]], device=device)
             alone = self.base(input_ids=ids, use_cache=False).last_hidden_state[0].float()
@@ -105,12 +112,17 @@ class Critic(nn.Module):
                 gap = float((states[index] - expected).norm() / expected.norm().clamp_min(1e-6))
                 # Written so that NaN, which compares false, is refused too.
                 if not gap < (0.1 if self.base.dtype == torch.bfloat16 else 1e-3):
-                    raise UserError(
-                        f"the critic's model {type(self.base).__name__} cannot be trained like this: states computed "
-                        f"for packed or shared rows differ from its own by {gap:.3g} of their size",
-                        where="model.policy.pack" if layout.pack else "model.policy.share_prompts",
-                        remedy="set model.policy.pack: false and model.policy.share_prompts: false",
-                    )
+                    raise self._refusal(layout, f"states differ from its own by {gap:.3g} of their size")
+
+    def _refusal(self, layout: Layout, what: str) -> UserError:
+        packed = layout.pack or layout.share
+        return UserError(
+            f"the critic's model {type(self.base).__name__} cannot be trained like this: {what}",
+            where="model.policy.pack" if layout.pack else "model.policy.share_prompts",
+            remedy="set model.policy.pack: false and model.policy.share_prompts: false"
+            if packed
+            else "give the critic a model of its own that is a causal language model",
+        )
 
 
 def make_head(model: Any, config: CriticConfig) -> ValueHead:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from itertools import groupby
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights, RouterRecorder
 from lit_grpo.engines.config import TransformersEngineConfig
 from lit_grpo.engines.stop_strings import stop_strings
-from lit_grpo.engines.transformers.kv_cache import GroupCache, attention
+from lit_grpo.engines.transformers.choose import choose_decoding
+from lit_grpo.engines.transformers.decoding import Decoding, prefill
 from lit_grpo.types import Completion, Request, Sampling
 
 
@@ -65,8 +66,8 @@ class TransformersEngine:
         self.end_token_ids = tuple(end_token_ids)
         self.batch_size = batch_size
         self.tokenizer = tokenizer
-        self.shares_prompts: bool | None = None
-        """Whether the samples of a prompt share its key-value cache; None until the first generation tries it."""
+        self.decoding: Decoding | None = None
+        """How tokens are decoded; None until the first generation chooses."""
         self._version = -1
         self.routers = None if record_routers is None else record_routers(self.model)
 
@@ -88,6 +89,15 @@ class TransformersEngine:
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def shares_prompts(self) -> bool | None:
+        """Whether the samples of a prompt share its key-value cache; None until the first generation tries it."""
+        return None if self.decoding is None else self.decoding == "shared"
+
+    @shares_prompts.setter
+    def shares_prompts(self, shares: bool) -> None:
+        self.decoding = "shared" if shares else "copies"
 
     def sync(self, weights: NamedWeights, version: int) -> None:
         """Copy the weights, or, where they are the learner's own, note the version alone."""
@@ -123,13 +133,23 @@ class TransformersEngine:
         # Gradient checkpointing, on in training mode, would drop the key-value cache.
         self.model.eval()
         try:
-            for start in range(0, len(rows), self.batch_size):
-                yield from self._decode(rows[start : start + self.batch_size], sampling)
+            if self.decoding is None:
+                self.decoding = choose_decoding(self.model)
+            for batch in self._batches(rows):
+                yield from self._decode(batch, sampling)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise EngineError(f"no memory for {self.batch_size} samples at once: {error}", transient=True) from error
         finally:
             self.model.train(was_training)
+
+    def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """Cut rows, sorted by length, into batches; of one length each where padding is not exact."""
+        apart = self.decoding == "equal"
+        for _, alike in groupby(rows, key=lambda row: len(row.prompt) if apart else 0):
+            members = list(alike)
+            for start in range(0, len(members), self.batch_size):
+                yield members[start : start + self.batch_size]
 
     @torch.no_grad()
     def _decode(self, rows: list[_Row], sampling: Sampling) -> Iterator[Completion]:
@@ -137,9 +157,12 @@ class TransformersEngine:
         ends = torch.tensor([*self.end_token_ids, *sampling.stop_token_ids], device=device)
         stops = stop_strings(sampling, self.tokenizer)
         uniforms = torch.stack([_uniforms(row.seed, sampling.max_new_tokens) for row in rows]).to(device)
-        if self.shares_prompts is None:
-            self.shares_prompts = self._can_share()
-        logits, cache, positions = self._prefill(rows, device, share=self.shares_prompts)
+        prompts = {row.request: row.prompt for row in rows}
+        number = {request: i for i, request in enumerate(prompts)}
+        group = [number[row.request] for row in rows]
+        assert self.decoding is not None
+        logits, cache, positions = prefill(self.model, list(prompts.values()), group, self.decoding, self.routers)
+        _record(rows, cache.experts)
         for step in range(sampling.max_new_tokens):
             ids, logprobs = draw(logits, uniforms[:, step], sampling)
             for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
@@ -165,97 +188,7 @@ class TransformersEngine:
                 ids, uniforms, positions = ids[alive], uniforms[alive], positions[alive]
             positions = positions + 1
             logits = cache.step(ids, positions)
-            if self.routers is not None:
-                for row, experts in zip(rows, self.routers.recorded().cpu().split(1), strict=True):
-                    row.experts.append(experts)
-
-    def _prefill(self, rows: list[_Row], device: torch.device, *, share: bool) -> tuple[Tensor, _Cache, Tensor]:
-        """Run each different prompt once for all its samples.
-
-        Args:
-            rows: the samples, those of a prompt side by side.
-            device: device of the model.
-            share: let the samples of a prompt share its cache, or give each a copy.
-
-        Returns:
-            Logits [R, V] of every sample's next token, the cache that decoding goes on with, and the position [R] of
-            every sample's last token.
-        """
-        from transformers import DynamicCache
-
-        prompts = {row.request: row.prompt for row in rows}
-        texts = list(prompts.values())
-        longest = max(map(len, texts))
-        ids = torch.zeros(len(texts), longest, dtype=torch.long)
-        seen = torch.zeros(len(texts), longest, dtype=torch.long)
-        # Padded on the left, so that all rows go on at the same position of the cache.
-        for i, text in enumerate(texts):
-            ids[i, longest - len(text) :] = torch.tensor(text)
-            seen[i, longest - len(text) :] = 1
-        padded = not bool(seen.all())
-        ids, seen = ids.to(device), seen.to(device)
-        positions = (seen.cumsum(1) - 1).clamp(min=0)
-        cache: Any = DynamicCache(config=self.model.config)
-        with _eagerly(self.model):
-            out = self.model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=seen if padded else None,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-        prompt_number = {request: i for i, request in enumerate(prompts)}
-        group = [prompt_number[row.request] for row in rows]
-        if self.routers is not None:
-            seen_experts = self.routers.recorded().cpu().unflatten(0, ids.shape)
-            for row, i in zip(rows, group, strict=True):
-                row.experts.append(seen_experts[i, longest - len(row.prompt) :])
-        index = torch.tensor(group, device=device)
-        mask = seen if padded else None
-        decoding: _Cache
-        if share:
-            layers = [(layer.keys, layer.values) for layer in cache.layers]
-            decoding = _SharedPrompts(self.model, GroupCache(layers, mask, group))
-        else:
-            decoding = _Copies(self.model, cache, mask, index)
-        return out.logits[index, -1], decoding, positions[index, -1]
-
-    @torch.no_grad()
-    def _can_share(self) -> bool:
-        """Return whether the model gives the same through a :class:`GroupCache` as through its own cache.
-
-        It is tried on a few tokens.
-        """
-        from lightning.pytorch.utilities.rank_zero import rank_zero_info
-        from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
-
-        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=self.model.config).layers):
-            # Sliding windows or linear attention.
-            return False
-        vocabulary = int(self.model.config.get_text_config().vocab_size)
-        device = next(self.model.parameters()).device
-        rows = [_Row(i, s, (1 % vocabulary, 2 % vocabulary)[: i + 1], 0) for i in range(2) for s in range(2)]
-        outcomes = []
-        try:
-            for share in (False, True):
-                _, cache, positions = self._prefill(rows, device, share=share)
-                for token in (3, 4):
-                    positions = positions + 1
-                    ids = (torch.arange(len(rows), device=device) + token) % vocabulary
-                    logits = cache.step(ids, positions)
-                outcomes.append(logits.float().log_softmax(1))
-        except (NotImplementedError, KeyError, TypeError, AttributeError) as error:
-            rank_zero_info(f"Sampling keeps a copy of the prompt's cache for every completion: {error!r}.")
-            return False
-        gap = float((outcomes[0] - outcomes[1]).abs().max())
-        if not gap <= (1e-3 if logits.dtype == torch.float32 else 0.1):
-            rank_zero_info(
-                "Sampling keeps a copy of the prompt's cache for every completion, since with a shared one "
-                f"log-probabilities differ by {gap:.2g}."
-            )
-            return False
-        return True
+            _record(rows, cache.experts)
 
     def _completion(self, row: _Row, reason: Any) -> Completion:
         experts = torch.cat(row.experts) if row.experts else None
@@ -263,70 +196,9 @@ class TransformersEngine:
         return Completion(row.request, row.sample, ids, logprobs, reason, self._version, experts)
 
 
-class _Cache(Protocol):
-    """The keys and values that decoding goes on with."""
-
-    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Feed one more token [R] of every row at its position [R], and return the next logits [R, V]."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these rows."""
-
-
-class _SharedPrompts:
-    """One cache for each prompt, which its samples share."""
-
-    def __init__(self, model: Any, groups: GroupCache) -> None:
-        self.model, self.groups = model, groups
-
-    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        self.groups.make_room()
-        with attention(self.model), _eagerly(self.model):
-            out = self.model(
-                input_ids=ids[:, None],
-                position_ids=positions[:, None],
-                past_key_values=self.groups,
-                groups=self.groups,
-            )
-        self.groups.length += 1
-        return out.logits[:, -1]
-
-    def keep(self, rows: Tensor) -> None:
-        self.groups.keep(rows)
-
-
-class _Copies:
-    """A cache row for every sample, prompt included, for models that do not attend to all positions alike."""
-
-    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
-        self.model, self.cache = model, cache
-        self.mask = None if mask is None else mask[index]
-        cache.batch_select_indices(index)
-
-    def step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        if self.mask is not None:
-            self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)
-        with _eagerly(self.model):
-            out = self.model(
-                input_ids=ids[:, None],
-                position_ids=positions[:, None],
-                attention_mask=self.mask,
-                past_key_values=self.cache,
-            )
-        return out.logits[:, -1]
-
-    def keep(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows)
-        self.mask = None if self.mask is None else self.mask[rows]
-
-
-def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Run blocks uncompiled that were compiled for the learner."""
-    # Decoding has another shape at every step, and another attention: each would be compiled anew. The policy has the
-    # same as compiling.eagerly, which engines may not import.
-    if any(part._compiled_call_impl is not None for part in model.modules()):
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+def _record(rows: list[_Row], experts: list[Tensor]) -> None:
+    for row, chosen in zip(rows, experts, strict=True) if experts else ():
+        row.experts.append(chosen)
 
 
 def _uniforms(seed: int, count: int) -> Tensor:

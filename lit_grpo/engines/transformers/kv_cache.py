@@ -38,9 +38,12 @@ class GroupCache:
             self.bias = torch.zeros_like(seen, dtype=like.dtype).masked_fill(seen == 0, float("-inf"))[:, None, None]
         self.length = 0
         """Number of tokens that every row has added so far."""
-        shape = (len(group), like.shape[1], _FIRST_CAPACITY, like.shape[3])
-        # [R, K, capacity, D] for each layer.
-        self.own = [(k.new_empty(shape), v.new_empty(shape)) for k, v in self.prompts]
+
+        def room(x: Tensor) -> Tensor:
+            return x.new_empty(len(group), x.shape[1], _FIRST_CAPACITY, x.shape[3])
+
+        # [R, K, capacity, D] for each layer; latent attention has values of another size than its keys.
+        self.own = [(room(k), room(v)) for k, v in self.prompts]
         self._arrange(list(group))
 
     def _arrange(self, group: list[int]) -> None:
@@ -121,9 +124,9 @@ class GroupCache:
         weights = torch.cat([to_prompt, torch.matmul(q, keys.transpose(2, 3))], -1)
         weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
         mixed = torch.bmm(self._by_prompt(weights[..., :length]), prompt_values)
-        out = self._by_row(mixed.view(count, kv_heads, width * per_kv_head, size), per_kv_head)
+        out = self._by_row(mixed.view(count, kv_heads, width * per_kv_head, -1), per_kv_head)
         out = out + torch.matmul(weights[..., length:], values)
-        return out.view(rows, 1, heads, size)
+        return out.view(rows, 1, heads, -1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """Lay rows out by prompt: [R, K, H/K, X] -> [Q K, W H/K, X]."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,8 +74,8 @@ class Segments:
 
     segments: Sequence[Segment]
     device: torch.device | str = "cpu"
-    _products: dict[int | None, list[_Product]] = field(default_factory=dict, repr=False)
-    """The padded products, by the window of the layers that they are for."""
+    _products: dict[tuple[int | None, int | None], list[_Product]] = field(default_factory=dict, repr=False)
+    """The padded products, by the window and the chunk of the layers that they are for."""
     _output_index: Tensor | None = field(default=None, repr=False)
     _cumulative: tuple[Tensor, Tensor, Tensor, int, int] | None = field(default=None, repr=False)
 
@@ -105,16 +105,17 @@ class Segments:
         """Tell whether a layer that sees the last ``window`` tokens alone sees less than one without a window."""
         return window is not None and window < self.longest
 
-    def products(self, window: int | None = None) -> tuple[list[_Product], Tensor]:
+    def products(self, window: int | None = None, chunk: int | None = None) -> tuple[list[_Product], Tensor]:
         """Return the padded products, and each token's index in their concatenated outputs, [S].
 
         Args:
             window: most tokens that a token sees, itself included; None: all before it.
+            chunk: tokens, counted from the beginning of the prompt, that see none before their chunk; None: no chunks.
         """
-        window = window if self.narrows(window) else None
-        buckets = _buckets(self.segments) if window not in self._products or self._output_index is None else []
-        if window not in self._products:
-            self._products[window] = [_product(bucket, self.device, window) for bucket in buckets]
+        key = (window if self.narrows(window) else None, chunk if self.narrows(chunk) else None)
+        buckets = _buckets(self.segments) if key not in self._products or self._output_index is None else []
+        if key not in self._products:
+            self._products[key] = [_product(bucket, self.device, *key) for bucket in buckets]
         if self._output_index is None:
             index = torch.zeros(sum(s.length for s in self.segments), dtype=torch.long)
             offset = 0
@@ -124,7 +125,7 @@ class Segments:
                     index[s.start : s.start + s.length] = torch.arange(offset, offset + s.length)
                     offset += padded_length
             self._output_index = to_device(index, self.device)
-        return self._products[window], self._output_index
+        return self._products[key], self._output_index
 
     def cumulative(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """Return what variable-length kernels take, of all segments that have tokens.
@@ -171,7 +172,9 @@ def _buckets(segments: Sequence[Segment]) -> list[list[Segment]]:
     return buckets
 
 
-def _product(bucket: list[Segment], device: torch.device | str, window: int | None = None) -> _Product:
+def _product(
+    bucket: list[Segment], device: torch.device | str, window: int | None = None, chunk: int | None = None
+) -> _Product:
     most_queries = max(s.length for s in bucket)
     most_keys = max(s.length + s.prompt_length for s in bucket)
     queries = torch.empty(len(bucket), most_queries, dtype=torch.long)
@@ -183,13 +186,16 @@ def _product(bucket: list[Segment], device: torch.device | str, window: int | No
         keys[b] = s.start
         keys[b, : s.length + s.prompt_length] = torch.tensor(_key_positions(s))
     visible = None
-    if window is not None or any(s.prompt_length for s in bucket):
+    if window is not None or chunk is not None or any(s.prompt_length for s in bucket):
         # Both count from the beginning of the prompt.
         query = torch.tensor([s.prompt_length for s in bucket])[:, None, None] + torch.arange(most_queries)[:, None]
         key = torch.arange(most_keys)
         visible = key <= query
         if window is not None:
             visible &= key > query - window
+        if chunk is not None:
+            visible &= key // chunk == query // chunk
+        if window is not None or chunk is not None:
             # Padding must see something, or its softmax is NaN, which the backward pass would spread.
             visible |= ~visible.any(-1, keepdim=True)
         visible = to_device(visible[:, None], device)
@@ -250,6 +256,34 @@ def probe_ids(config: Any, reach: bool = False) -> tuple[tuple[int, ...], list[t
     return tuple(draw[:length]), completions
 
 
+def implementation(cls: Any, backend: str) -> str:
+    """Return the attention that transformers is asked for: one of ours, where the family's code can call it.
+
+    Args:
+        cls: the class of the model; None if it is not known before it is loaded (code of its own).
+        backend: ``policy.attention``.
+
+    Raises:
+        UserError: the family's code computes attention in one way alone, and not in this one.
+    """
+    if backend not in NAMES or cls is None or cls._can_set_attn_implementation():
+        if backend == "sdpa" and not getattr(cls, "_supports_sdpa", True):
+            raise _only_eager(cls, backend)
+        return NAMES.get(backend, backend)
+    # Families with attention classes of their own (Falcon) know transformers' names alone, and take a mask.
+    if backend == "sdpa" and cls._supports_sdpa:
+        return "sdpa"
+    raise _only_eager(cls, backend)
+
+
+def _only_eager(cls: Any, backend: str) -> UserError:
+    return UserError(
+        f"{cls.__name__} cannot compute {backend} attention",
+        where="model.policy.attention",
+        remedy="set attention: eager" if not cls._supports_sdpa else "set attention: sdpa",
+    )
+
+
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor on ``device``, copied from main memory without waiting for the GPU."""
     if torch.device(device).type != "cuda" or tensor.is_cuda:
@@ -283,7 +317,7 @@ def register(*, compiles: bool = False) -> None:
                     )
             if segments is None:
                 return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-            return packed(query, key, value, segments, options.get("scaling"), options.get("sliding_window")), None
+            return packed(query, key, value, segments, options.get("scaling"), *reach(module, options)), None
 
         return attention
 
@@ -296,22 +330,45 @@ def register(*, compiles: bool = False) -> None:
         AttentionMaskInterface.register(NAMES[name], sdpa_mask)
 
 
+def reach(module: Any, options: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the window and the chunk of a layer, from the options of its call or from its configuration.
+
+    Some families give their layers a window by the mask alone, which packed rows do without.
+    """
+    config, window = getattr(module, "config", None), options.get("sliding_window")
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
+    if window is None and (kind == "sliding_attention" or not kinds):
+        window = getattr(config, "sliding_window", None)
+    return window, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+
+
 def padded_products(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float | None,
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Attend by padded products: [1, heads, S, d], [1, key heads, S, d] twice -> [1, S, heads, d]."""
+    """Attend by padded products: [1, heads, S, d], [1, key heads, S, d], [1, key heads, S, e] -> [1, S, heads, e]."""
     heads, _, d = query.shape[1:]
-    products, output_index = segments.products(window)
+    products, output_index = segments.products(window, chunk)
     q = query[0].transpose(0, 1)  # [S, heads, d]
+    # Latent attention has values of another size than its keys.
+    alike = key.shape == value.shape
     # Keys and values in one tensor, [S, 2 key heads, d]: one gather instead of two.
-    keys_and_values = torch.cat([key[0], value[0]]).transpose(0, 1)
+    sources = [torch.cat([key[0], value[0]])] if alike else [key[0], value[0]]
     outputs = []
     for product in products:
         b, padded_length = product.queries.shape
         queries = q.index_select(0, product.queries.flatten()).view(b, padded_length, heads, d).transpose(1, 2)
-        gathered = keys_and_values.index_select(0, product.keys.flatten())
-        gathered = gathered.view(b, product.keys.shape[1], keys_and_values.shape[1], d)
-        k, v = gathered.transpose(1, 2).chunk(2, 1)
+        gathered = [
+            x.transpose(0, 1).index_select(0, product.keys.flatten()).unflatten(0, product.keys.shape).transpose(1, 2)
+            for x in sources
+        ]
+        k, v = gathered[0].chunk(2, 1) if alike else gathered
         groups = heads // k.shape[1]
         # Query heads that share a key head: each gets a copy of it.
         if groups > 1:
@@ -319,14 +376,31 @@ def padded_products(
         out = torch.nn.functional.scaled_dot_product_attention(
             queries, k, v, attn_mask=product.visible, is_causal=product.visible is None, scale=scale
         )
-        outputs.append(out.transpose(1, 2).reshape(b * padded_length, heads, d))
+        outputs.append(out.transpose(1, 2).reshape(b * padded_length, heads, out.shape[-1]))
     return torch.cat(outputs).index_select(0, output_index)[None]
 
 
 def variable_length(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float | None,
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Attend by torch's variable-length flash attention; shapes are those of :func:`padded_products`."""
+    """Attend by torch's variable-length flash attention; shapes are those of :func:`padded_products`.
+
+    Raises:
+        UserError: the layer attends in chunks, or has values of another size than its keys.
+    """
+    if segments.narrows(chunk) or key.shape != value.shape:
+        raise UserError(
+            "varlen attention knows no "
+            + ("chunks" if segments.narrows(chunk) else "values of another size than their keys"),
+            where="model.policy.attention",
+            remedy="set attention: sdpa",
+        )
     # The first import takes seconds.
     from torch.nn.attention.varlen import varlen_attn
 

@@ -16,10 +16,12 @@ from lit_grpo.errors import UserError
 from lit_grpo.policy.forward.attention import NAMES, masks_by_layer_type, probe_ids
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.head import head_stats
+from lit_grpo.policy.forward.logits import OwnLogits, changes_logits
 from lit_grpo.policy.forward.routing import Routers
 from lit_grpo.policy.model import lora
 from lit_grpo.policy.model.compiling import eagerly, is_compiled
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
+from lit_grpo.utils.windows import narrowed
 
 EntropyMode = Literal["none", "detached", "grad"]
 ValueMode = Literal["none", "head", "backbone"]
@@ -76,6 +78,8 @@ class Policy(nn.Module):
         self.logits_chunk = logits_chunk or max(1, 2 ** (28 if self.compiled else 26) // vocabulary)
         switch_off_dropout(model)
         self._routers: Routers | None = None
+        base = backbone(model)
+        self._own_logits = OwnLogits(model, base) if changes_logits(model, base) else None
         keep_base_out_of_checkpoints(self)
 
     @property
@@ -151,7 +155,7 @@ class Policy(nn.Module):
         self, batch: PolicyInput, hidden: Tensor, temperature: float, entropy: EntropyMode, squares: bool
     ) -> TokenStats:
         logprobs, entropies, squared = head_stats(
-            self.model.get_output_embeddings(),
+            self._own_logits or self.model.get_output_embeddings(),
             hidden,
             batch.target,
             temperature,
@@ -251,32 +255,73 @@ class Policy(nn.Module):
     def _verify(self, layout: Layout, replay: bool) -> None:
         config = self.model.config.get_text_config()
         padded = Layout(pack=False, share=False)
-        prompt, completions = probe_ids(config)
-        expected = torch.zeros(len(completions), max(map(len, completions)))
+        # What lies outside of a window has to be left out: only a longer prompt shows it, so windows are narrowed.
+        with narrowed(self.model):
+            for reach in (False, True):
+                prompt, completions = probe_ids(config, reach)
+                if prompt:
+                    expected = self._own_logprobs(prompt, completions)
+                    tolerance = self._tolerance(prompt, completions, expected)
+                    for form in dict.fromkeys((padded, layout)):
+                        self._compare(form, prompt, completions, expected, tolerance)
+        self._refuse_both_ways(*probe_ids(config))
+        if replay:
+            self._verify_replay(layout, *probe_ids(config))
+
+    def _own_logprobs(self, prompt: tuple[int, ...], completions: list[tuple[int, ...]]) -> Tensor:
+        """Return what the model's own forward pass says of each completion alone, [2, T]."""
+        out = torch.zeros(len(completions), max(map(len, completions)))
         for row, completion in enumerate(completions):
             ids = torch.tensor([[*prompt, *completion]], device=self._device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-            found = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-            expected[row, : len(completion)] = found
-        for form in dict.fromkeys((padded, layout)):
-            self._compare(form, prompt, completions, expected)
-        # What lies outside of a window has to be left out: only a longer prompt shows it. Its logits in all positions
-        # would take gigabytes, so the padded rows, which have just been found to be right, stand for the model.
-        long, completions = probe_ids(config, reach=True)
-        if long and layout != padded:
-            rows = padded.build([long] * 2, completions, width=max(map(len, completions)), device=self._device)
-            self._compare(layout, long, completions, self.forward(rows, entropy="none").logprobs)
-        if replay:
-            self._verify_replay(layout, prompt, probe_ids(config)[1])
+            try:
+                logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            except (UserError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                first = str(error).strip().partition("\n")[0][:200]
+                raise UserError(
+                    f"{type(self.model).__name__} cannot run its own forward pass on {ids.shape[1]} tokens "
+                    f"({type(error).__name__}: {first})",
+                    where="model.policy.path",
+                    remedy="correct its config.json, or set attention: sdpa"
+                    if self.model.config._attn_implementation == "eager"
+                    else "correct its config.json, or set attention: eager",
+                ) from error
+            out[row, : len(completion)] = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return out
+
+    def _tolerance(self, prompt: tuple[int, ...], completions: list[tuple[int, ...]], expected: Tensor) -> float:
+        """Return the largest gap that is rounding.
+
+        Weights as they are initialised hardly look at what is before a token, and a wrong mask then changes little: the
+        yardstick is what another prompt changes.
+        """
+        if self.model.dtype == torch.bfloat16:
+            return 0.05
+        other = (*prompt[:-1][::-1], prompt[-1])
+        moved = float((self._own_logprobs(other, completions) - expected).abs().max())
+        return min(1e-3, max(2e-5, 1e-2 * moved))
+
+    def _refuse_both_ways(self, prompt: tuple[int, ...], completions: list[tuple[int, ...]]) -> None:
+        """Refuse a model whose tokens see those after them: it has no log-probability of a completion."""
+        if len(prompt) < 2:
+            return
+        states = []
+        for last in (completions[1][0], completions[1][1]):
+            ids = torch.tensor([[*prompt, last]], device=self._device)
+            states.append(self.model(input_ids=ids, use_cache=False).logits[0, 0].float().log_softmax(0))
+        if not float((states[0] - states[1]).abs().max()) <= (0.05 if self.model.dtype == torch.bfloat16 else 1e-4):
+            raise UserError(
+                f"{type(self.model).__name__} lets tokens see those after them, so it cannot write from left to right",
+                where="model.policy.path",
+                remedy="set is_decoder: true in the model's config.json if it was trained so, or give a causal "
+                "language model",
+            )
 
     @property
     def _device(self) -> torch.device:
         weight: Tensor = next(self.model.parameters())
         return weight.device
-
-    @property
-    def _tolerance(self) -> float:
-        return 0.05 if self.model.dtype == torch.bfloat16 else 1e-3
 
     def _gap(self, one: Tensor, other: Tensor) -> float:
         """Return by how many nats two ways to compute a few log-probabilities differ."""
@@ -285,33 +330,55 @@ class Policy(nn.Module):
         return float(gaps.mean() if self.model.dtype == torch.bfloat16 else gaps.max())
 
     def _compare(
-        self, form: Layout, prompt: tuple[int, ...], completions: list[tuple[int, ...]], expected: Tensor
+        self,
+        form: Layout,
+        prompt: tuple[int, ...],
+        completions: list[tuple[int, ...]],
+        expected: Tensor,
+        tolerance: float,
     ) -> None:
         rows = form.build([prompt] * len(completions), completions, width=expected.shape[1], device=self._device)
-        logprobs = self.forward(rows, entropy="none").logprobs
-        gap = self._gap(logprobs, expected.to(logprobs.device))
+        padded = not form.pack and not form.share
+        name = "padded" if padded else "packed" if form.pack else "shared"
+        why: Exception | None = None
+        try:
+            logprobs = self.forward(rows, entropy="none").logprobs
+            gap = self._gap(logprobs, expected.to(logprobs.device))
+            what = f"log-probabilities computed for {name} rows differ from the model's own by {gap:.3g}"
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # The code of a family may fail on a mask or an option in as many ways as there are families.
+            first = str(error).strip().partition("\n")[0][:200]
+            gap, why, what = float("nan"), error, f"it cannot compute {name} rows ({type(error).__name__}: {first})"
         # Written so that NaN, which compares false, is refused too.
-        if not gap <= self._tolerance:
-            padded = not form.pack and not form.share
+        if not gap <= tolerance:
             keys = [key for key, on in (("pack", form.pack), ("share_prompts", form.share)) if on]
             raise UserError(
-                f"{type(self.model).__name__} cannot be trained like this: log-probabilities computed for "
-                f"{'padded' if padded else 'packed' if form.pack else 'shared'} rows differ from the model's own "
-                f"by {gap:.3g}",
+                f"{type(self.model).__name__} cannot be trained like this: {what}",
                 where=f"model.policy.{keys[0]}" if keys else "model.policy",
-                remedy="models that change their logits after the output layer are not supported yet"
+                remedy="give a model whose log-probabilities follow from its backbone's states"
                 if padded
                 else "set " + ", ".join(f"{key}: false" for key in keys),
-            )
+            ) from why
 
     def _verify_replay(self, layout: Layout, prompt: tuple[int, ...], completions: list[tuple[int, ...]]) -> None:
         """Check that routers that are told what they chose anyway come to the same gates."""
         rows = layout.build([prompt] * 2, completions, width=max(map(len, completions)), device=self._device)
-        free = self.forward(rows, entropy="none", routing="recorded")
-        assert free.routing is not None
-        replayed = self.forward(rows, entropy="none", routing=free.routing.long())
-        self.stop_replay()
-        if not self._gap(free.logprobs, replayed.logprobs) <= self._tolerance:
+        limit = 0.05 if self.model.dtype == torch.bfloat16 else 1e-4
+        try:
+            free = self.forward(rows, entropy="none", routing="recorded")
+            assert free.routing is not None
+            replayed = self.forward(rows, entropy="none", routing=free.routing.long())
+            gap = self._gap(free.logprobs, replayed.logprobs)
+        except (UserError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            # Routers that return other things than those that are known fail here, or later in their layer.
+            gap = float("nan")
+        finally:
+            self.stop_replay()
+        if not gap <= limit:
             raise UserError(
                 f"the routers of {type(self.model).__name__} compute the weights of their experts in a way that is not "
                 "known",
@@ -341,7 +408,6 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
             # Made here, outside of the blocks: where those are compiled they only read them.
             _ = batch.segments.cumulative(), batch.segments.asks_for_gqa
         if implementation in NAMES.values():
-            _refuse_chunks(config, batch.segments.longest)
             # Our attention reads the segments. Given any mask, transformers does not make one of [S, S] itself.
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
             options["segments"] = batch.segments
@@ -359,29 +425,22 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
         mask = added or _additive(mask, base.dtype)
     if router:
         options["output_router_logits"] = True
-    out = base(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=mask,
-        use_cache=False,
-        **options,
-    )
-    return out.last_hidden_state, list(out.router_logits) if router else []
+    # Padded rows are what the model is made for: it numbers their positions itself, as some families must.
+    if mask is not None or batch.segments is not None:
+        options |= {"position_ids": batch.position_ids, "attention_mask": mask}
+    out = base(input_ids=batch.input_ids, use_cache=False, **options)
+    scores = getattr(out, "router_logits", None) if router else ()
+    if scores is None:
+        raise UserError(
+            f"{type(base).__name__} does not return the scores of its routers, which the objective compares",
+            where="model.objective.recipe",
+            remedy="choose a recipe that does not compare them, such as gmpo",
+        )
+    return out.last_hidden_state, list(scores)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
-
-
-def _refuse_chunks(config: Any, longest: int) -> None:
-    """Refuse layers that attend in chunks: they say so by their mask alone, which packed rows have none of."""
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and longest > chunk and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(
-            f"the model attends in chunks of {chunk} tokens, which packed rows do not know",
-            where="model.policy.pack",
-            remedy="set pack: false and share_prompts: false, or attention: eager",
-        )
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -153,15 +153,20 @@ def _flash_fits(config: PolicyConfig) -> bool:
 
 def _needs_eager(config: PolicyConfig) -> bool:
     """Tell whether the model attends in a way that only its own code computes: a soft cap, sinks."""
+    if config.tiny is not None:
+        return False
+    if getattr(load_model_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
+        return True
+    return not getattr(_model_class(config), "_supports_sdpa", True)
+
+
+def _model_class(config: PolicyConfig) -> Any:
+    """Return the class that the policy's model will have; None: that of a tiny model, or code of its own."""
     from transformers import AutoModelForCausalLM
 
     if config.tiny is not None:
-        return False
-    whole = load_model_config(config)
-    if getattr(whole.get_text_config(), "attn_logit_softcapping", None) is not None:
-        return True
-    cls = AutoModelForCausalLM._model_mapping.get(type(whole), None)
-    return not getattr(cls, "_supports_sdpa", True)
+        return None
+    return AutoModelForCausalLM._model_mapping.get(type(load_model_config(config)), None)
 
 
 def _has_experts(config: PolicyConfig) -> bool:
@@ -301,7 +306,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     backend = config.attention
     if backend == "auto":
         backend = "eager" if _needs_eager(config) else "sdpa"
-    implementation = attention.NAMES.get(backend, backend)
+    implementation = attention.implementation(_model_class(config), backend)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
         # Its weights depend on its own seed alone, and the run's random numbers not on whether it was made.

@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type] # any number will do
         lora_dropout=0.0,
-        target_modules=config.target_modules,
+        target_modules=_linear_layers(model) if config.target_modules == "all-linear" else config.target_modules,
         bias="none",
     )
     try:
@@ -83,6 +83,33 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
                 where=f"{KEY}.target_modules",
                 remedy="all-linear, or ends of layer names like [q_proj, v_proj]",
             )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the names of all linear layers below the output head that can have an adapter.
+
+    Not peft's own list: it holds the experts of a mixture too, which are no linear layers, and layers that it refuses
+    a moment later.
+    """
+    head = model.get_output_embeddings()
+    parts = dict(model.named_modules())
+
+    def fused(name: str) -> bool:
+        # Kernels of state-space layers read the weights of these layers without calling it, so an adapter would be left
+        # out.
+        parent, _, child = name.rpartition(".")
+        return child in ("out_proj", "dt_proj") and hasattr(parts[parent], "conv1d")
+
+    names = [
+        name for name, layer in parts.items() if isinstance(layer, nn.Linear) and layer is not head and not fused(name)
+    ]
+    if not names:
+        raise UserError(
+            f"{type(model).__name__} has no linear layers that could have an adapter",
+            where=KEY,
+            remedy="leave lora out, which trains all weights",
+        )
+    return names
 
 
 def has_adapters(model: nn.Module) -> bool:

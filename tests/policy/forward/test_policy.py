@@ -151,7 +151,7 @@ def test_eager_attention_keeps_to_the_mask():
     policy.verify_against_model_forward(Layout())
 
 
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
+def test_logits_that_the_model_changes_after_its_head_are_the_models_own(policy):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     policy.verify_against_model_forward(Layout())
@@ -167,8 +167,15 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy):
             final_logit_softcapping=0.05,
         )
     )
+    with torch.no_grad():
+        for weight in capped.parameters():
+            weight.mul_(5)
+    changed = Policy(capped.eval())
+    changed.verify_against_model_forward(Layout())
+    # Without the model's own code the head alone would be asked, and the check notices.
+    changed._own_logits = None
     with pytest.raises(UserError, match="differ from the model's own"):
-        Policy(capped).verify_against_model_forward(Layout())
+        changed.verify_against_model_forward(Layout())
 
 
 def test_a_model_that_ignores_the_mask_is_refused_for_shared_prompts(policy, monkeypatch):
