@@ -65,6 +65,12 @@ class LearnerRequirements:
     """Whether some reward must tell which completions hold no answer at all."""
     engine_logprobs: bool = False
     """Whether the engine must give the log-probability of every token, which the learner compares with its own."""
+    check_sync: Callable[[Callable[[int], object], Callable[[], Rollout]], None] | None = None
+    """Checks that an engine takes over weights, once, before it samples anything; None: that is not checked.
+
+    It is given a function that brings the learner's weights to the engine as of a version, and one that has the engine
+    sample a few completions at temperature 1. Every rank calls it, and the engine holds the learner's weights
+    afterwards."""
 
 
 class RolloutLearner(Protocol):

@@ -31,7 +31,7 @@ from lit_grpo.rewards.combine import OnError
 from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
-from lit_grpo.rollout.generator import RolloutGenerator, RolloutSource
+from lit_grpo.rollout.generator import SYNC_PROMPTS, RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
@@ -482,8 +482,16 @@ class RolloutDataModule(pl.LightningDataModule):
                 sleep_level=self.engine_config.sleep,
                 vocab_size=getattr(load_model_config(learner.policy_config).get_text_config(), "vocab_size", None),
                 needs_logprobs=self._fitting and self._requirements.engine_logprobs,
+                check_sync=self._requirements.check_sync,
+                sync_prompts=self._shortest_prompts(SYNC_PROMPTS),
+                longest_completion=self._max_new_tokens,
             )
         return self._producer
+
+    def _shortest_prompts(self, count: int) -> list[Prompt]:
+        """Return the shortest prompts of this stage, fewer than ``count`` if there are no more, none of them twice."""
+        prompts = {prompt.token_ids: prompt for one in self._sets.values() for prompt in one.prompts}
+        return [prompts[ids] for ids in sorted(prompts, key=lambda ids: (len(ids), ids))[:count]]
 
     def initial_completions(self, n_prompts: int) -> Rollout:
         """Sample completions of the first training prompts, for measurements of the untouched model.

@@ -53,6 +53,7 @@ from lit_grpo.learner.run_checks import (
     with_untouched_entropy,
 )
 from lit_grpo.learner.step_size import measure_step
+from lit_grpo.learner.sync_check import COARSE_ROUNDING, ROUNDING, SyncResult, check_sync
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.safeguards import Safeguard, changes_that_add
@@ -225,6 +226,8 @@ class LitGRPO(pl.LightningModule):
         """Result of the last evaluation."""
         self.step_result: StepResult | None = None
         """The rollout under way or, between rollouts, the last one; for callbacks."""
+        self.sync_result: SyncResult | None = None
+        """What the check of the engine's first sync found; None before it, and where nothing was checked."""
         self._step_metrics: dict[str, float] = {}
         self._logged_keys: set[str] = set()
         """Keys that any rollout has logged; one that lacks a key logs NaN under it."""
@@ -255,6 +258,7 @@ class LitGRPO(pl.LightningModule):
             sampled_experts=self.routing_replay == "sampler",
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
             engine_logprobs=self.guards.max_engine_gap is not None,
+            check_sync=None if None in (self.guards.max_engine_gap, self.guards.max_sync_gap) else self._check_sync,
         )
 
     def connect(self, context: RunContext) -> None:
@@ -481,6 +485,43 @@ class LitGRPO(pl.LightningModule):
         experience = make_experience(rollout, self.device)
         results = self.forward_runner.old_forward(rollout, experience, frozenset({"old_logprobs", "entropy"}))
         return results.added_to(experience).to("cpu")
+
+    def _check_sync(self, sync: Callable[[int], object], sample: Callable[[], Rollout]) -> None:
+        """Check that an engine takes over the weights, as :class:`lit_grpo.context.LearnerRequirements` says."""
+        guards, policy = self.guards, self._policy
+        assert guards.max_sync_gap is not None
+        assert guards.max_engine_gap is not None
+        exact = self.device.type == "cpu" and policy.model.dtype in (torch.float32, torch.float64)
+        # Dropout draws random numbers, and a run must not depend on whether it was checked.
+        random_state = rng.get_state()
+        try:
+            self.sync_result = check_sync(
+                policy,
+                sync=sync,
+                sample=sample,
+                logprobs=self._logprobs_of,
+                version=self.policy_version,
+                share=guards.max_sync_gap,
+                largest_gap=guards.max_engine_gap,
+                rounding=ROUNDING if exact else COARSE_ROUNDING,
+                reduce=self.reduce_or_none,
+            )
+        finally:
+            rng.set_state(random_state)
+        if (found := self.sync_result) is not None:
+            rank_zero_info(
+                f"the engine takes over weights: log-probabilities differ by {found.changed_gap:.2g} nats after a "
+                f"change of {found.change:.2g} (and by {found.gap:.2g} after that was undone)"
+            )
+
+    def _logprobs_of(self, rollout: Rollout) -> Tensor:
+        """Return the present log-probabilities of a rollout's tokens, [N, T], on the CPU."""
+        experience = make_experience(rollout, self.device)
+        results = self.forward_runner.old_forward(rollout, experience, frozenset({"old_logprobs"}))
+        # The engine may sample from this very model next.
+        self._policy.stop_replay()
+        assert results.old_logprobs is not None
+        return results.old_logprobs.cpu()
 
     def _optimizer_bundles(self) -> list[OptimizerBundle]:
         """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""

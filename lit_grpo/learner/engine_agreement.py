@@ -49,6 +49,11 @@ class GuardConfig:
     Attributes:
         max_engine_gap: mean difference (nats) between the log-probabilities that engine and learner give the same
             sampled tokens under the same weights. Float32 on both sides gives about 1e-5, bfloat16 rollouts 1e-2.
+        max_sync_gap: the same difference for a few tokens after the engine's first sync, under weights that were all
+            changed a little for it and then as they are, as a share of what that change does to the learner's
+            log-probabilities. An engine in bfloat16 gives up to 0.05 in the place of 1e-6, a single layer that was
+            not taken over 0.37, and an ignored sync 1; one that quantizes its weights needs more, say 0.5. Not checked
+            where ``max_engine_gap`` is null.
         max_ratio_gap: mean \|ratio - 1\| before the first update of a rollout, where old log-probabilities come from
             a pass of their own; ``auto``: 1e-3 in float32, 2e-2 in bfloat16.
         max_truncated: share of completions cut by the length limit in the first rollout; above it the run warns.
@@ -57,6 +62,7 @@ class GuardConfig:
     """
 
     max_engine_gap: Annotated[float | None, Bound(above=0)] = 0.1
+    max_sync_gap: Annotated[float | None, Bound(above=0, most=1)] = 0.2
     max_ratio_gap: Annotated[float | Literal["auto"] | None, Bound(above=0)] = "auto"
     max_truncated: Annotated[float | None, Bound(least=0, most=1)] = 0.9
     max_rank_silence: Annotated[float | None, Bound(least=1)] = 40.0

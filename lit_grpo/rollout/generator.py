@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +24,10 @@ from lit_grpo.utils.threads import DaemonThreads, call_within
 
 _SCORING_THREADS = 4
 _CLOSING_SECONDS = 5.0
+
+SYNC_PROMPTS, SYNC_SAMPLES, SYNC_TOKENS = 4, 4, 8
+"""Prompts, samples of each, and tokens of each sample, in the check of an engine's first sync."""
+SyncCheck = Callable[[Callable[[int], object], Callable[[], Rollout]], None]
 
 REJUDGED = "sanity/rejudged_diff_frac"
 
@@ -106,6 +110,10 @@ class RolloutGenerator:
             :meth:`lit_grpo.engines.vllm.engine.VLLMEngine.sleep`; 0: it does not.
         vocab_size: number of ids that the policy knows; an engine that gives another ends the run. None: not known.
         needs_logprobs: whether an engine that gives no log-probabilities ends the run.
+        check_sync: checks that the engine takes over weights, before its first use, see
+            :attr:`lit_grpo.context.LearnerRequirements.check_sync`; None: nothing does.
+        sync_prompts: what the engine samples from in that check, a few tokens each.
+        longest_completion: most tokens that the engine can add to any prompt.
     """
 
     def __init__(
@@ -122,7 +130,12 @@ class RolloutGenerator:
         sleep_level: int = 0,
         vocab_size: int | None = None,
         needs_logprobs: bool = False,
+        check_sync: SyncCheck | None = None,
+        sync_prompts: Sequence[Prompt] = (),
+        longest_completion: int = SYNC_TOKENS,
     ) -> None:
+        self._check_sync, self._sync_prompts = check_sync, list(sync_prompts)
+        self._sync_tokens = min(SYNC_TOKENS, longest_completion)
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
         self._said_unknown = False
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
@@ -263,9 +276,35 @@ class RolloutGenerator:
         """Bring the engine's weights up to date and return the seconds that it took."""
         started = time.perf_counter()
         with self._engine_lock:
+            if self._check_sync is not None and self._sync_prompts:
+                self._check_sync(self._sync_as_of, self._sample_a_little)
+                # Not before: what is known of an engine that failed is that it failed.
+                self._check_sync = None
+                # The check is no part of what a sync takes.
+                started = time.perf_counter()
             if self.engine.policy_version != self.policy.policy_version:
-                self.engine.sync(self.policy.named_weights(), self.policy.policy_version)
+                self._sync_as_of(self.policy.policy_version)
         return time.perf_counter() - started
+
+    def _sync_as_of(self, version: int) -> None:
+        self.engine.sync(self.policy.named_weights(), version)
+
+    def _sample_a_little(self) -> Rollout:
+        """Have the engine sample the beginnings of a few completions at temperature 1; they have no rewards."""
+        prompts, group_size = self._sync_prompts, SYNC_SAMPLES
+        # The purpose gives them seeds of their own: a run samples the same with and without them.
+        requests = [self.request(i, i, prompt, group_size, 0, "sync") for i, prompt in enumerate(prompts)]
+        sampling = Sampling(temperature=1.0, max_new_tokens=self._sync_tokens)
+        completions = sorted(self.generate(requests, sampling), key=lambda c: (c.request, c.sample))
+        return Rollout(
+            index=0,
+            prompts=prompts,
+            completions=completions,
+            texts=[""] * len(completions),
+            rewards={},
+            reward=torch.zeros(len(completions)),
+            group_size=group_size,
+        )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every sample once, also where the engine has to be asked again after a failure."""

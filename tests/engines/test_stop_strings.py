@@ -182,3 +182,17 @@ def test_an_empty_one_is_one_screen(
     said = " ".join(capsys.readouterr().err.split())
     assert "not a list of texts that hold something" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("token", [-1, 14, 10**6])
+@pytest.mark.parametrize("part", ["sampling", "eval_sampling"])
+def test_ids_that_no_token_has_are_refused_before_a_model_is_made(token, part):
+    settings: dict[str, Any] = {part: Sampling(max_new_tokens=5, stop_token_ids=(3, token))}
+    if part == "eval_sampling":
+        settings["val_prompts"] = tiny.AdditionPrompts(digits=1, n=4)
+    module = tiny.module()
+    with pytest.raises(
+        UserError, match=f"stop_token_ids (holds|is) {token}, (and the tokenizer has 14 tokens|must be at least 0)"
+    ):
+        tiny.trainer().fit(module, datamodule=tiny.data(**settings))
+    assert module.policy is None

@@ -49,14 +49,14 @@ SPOILT: dict[str, tuple[Any, str]] = {
 }
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, change: Any, rollout: int) -> None:
-    """Let the engine change what it gives in one rollout."""
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Any, rollout: int, before: int = 2) -> None:
+    """Let the engine change what it gives in one rollout; it samples twice ``before``, to check its first sync."""
     generate, calls = TransformersEngine.generate, []
 
     def wrong(self: Any, requests: Any, sampling: Any) -> Any:
         calls.append(1)
         for completion in generate(self, requests, sampling):
-            yield replace(completion, **change(completion)) if len(calls) > rollout else completion
+            yield replace(completion, **change(completion)) if len(calls) > rollout + before else completion
 
     monkeypatch.setattr(TransformersEngine, "generate", wrong)
 
@@ -72,8 +72,15 @@ def test_the_run_ends_before_it_learns_from_it(monkeypatch, name, rollout):
     assert module.optimizer_steps == rollout
 
 
+def test_what_cannot_be_is_said_in_the_check_of_the_first_sync_too(monkeypatch):
+    spoil(monkeypatch, lambda c: {"logprobs": (NAN,) * len(c.token_ids)}, 0, before=0)
+    module = tiny.module()
+    with pytest.raises(EngineError, match="log-probability nan at place 0"):
+        tiny.trainer().fit(module, datamodule=tiny.data(rollouts=1))
+
+
 def test_without_the_guard_an_engine_may_give_none_and_that_is_said(monkeypatch):
-    spoil(monkeypatch, lambda c: {"logprobs": ()}, 0)
+    spoil(monkeypatch, lambda c: {"logprobs": ()}, 0, before=0)
     module = tiny.module(guards=GuardConfig(max_engine_gap=None))
     with pytest.warns(UserWarning, match="The engine gives no log-probabilities"):
         tiny.trainer().fit(module, datamodule=tiny.data(rollouts=2))
@@ -81,7 +88,7 @@ def test_without_the_guard_an_engine_may_give_none_and_that_is_said(monkeypatch)
 
 
 def test_without_the_guard_infinite_ones_end_the_run_all_the_same(monkeypatch):
-    spoil(monkeypatch, lambda c: {"logprobs": (-INF,) * len(c.token_ids)}, 0)
+    spoil(monkeypatch, lambda c: {"logprobs": (-INF,) * len(c.token_ids)}, 0, before=0)
     with pytest.raises(EngineError, match="-inf"):
         tiny.trainer().fit(tiny.module(guards=GuardConfig(max_engine_gap=None)), datamodule=tiny.data(rollouts=2))
 

@@ -70,6 +70,7 @@ class Preflight(Callback):
             rollout.initial_entropy(experience, self._vocabulary(module.policy_config)),
             rollout.truncation(batch, data.sampling.max_new_tokens, module.guards.max_truncated),
             rollout.mismatch(experience, module.guards.max_engine_gap),
+            *([] if module.sync_result is None else [rollout.sync(module.sync_result)]),
         ]
         if not self.step or not any(c.token_ids for c in batch.completions):
             trainer.should_stop = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import comb, isfinite
 
 from lit_grpo.commands.check.result import Result, Status, percent
+from lit_grpo.learner.sync_check import SyncResult
 from lit_grpo.objectives import diagnostics
 from lit_grpo.objectives.pass_at_k import pass_at_k
 from lit_grpo.objectives.tensors import token_mean
@@ -145,6 +147,15 @@ def rewards(rollout: Rollout, given: Sequence[Reward]) -> Result:
         if unanswered > 0.5:
             return Result("rewards", "warn", found, "say in the prompt how the answer is to be written", values)
     return Result("rewards", "pass", f"mean {found}", values=values)
+
+
+def sync(found: SyncResult) -> Result:
+    """Say what the check of the engine's first sync found; one that fails has ended the preflight."""
+    text = (
+        f"with other weights, which move log-probabilities by {found.change:.2g} nats, the engine's differ from the "
+        f"learner's by {found.changed_gap:.2g}"
+    )
+    return Result("sync", "pass", text, values=asdict(found))
 
 
 def mismatch(experience: Experience, bound: float | None) -> Result:

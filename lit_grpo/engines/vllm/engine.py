@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,17 @@ import torch
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
+from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
+from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, runs_own_code, sampling_settings
 from lit_grpo.engines.vllm.start import (
     KEY,
+    OTHER_ENGINE,
     check_in_process,
     checked_path,
     forget_graph_pool,
+    forget_groups,
     place_among_processes,
     process_left_alone,
     start,
@@ -32,6 +37,8 @@ from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
 from lit_grpo.engines.vllm.weights import reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, FinishReason, Request, Sampling
+
+_open_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
 @dataclass(slots=True)
@@ -83,6 +90,8 @@ class VLLMEngine:
         enable_prefix_caching: share the prefill of equal beginnings.
         policy_tokenizer: to decode with where ``sampling.stop`` is set; vLLM itself gets none. None: it never
             is set.
+        policy_model: the transformers model whose weights come by ``sync``, which knows their names on disk. None: they
+            come under such names.
         engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here. With
             ``load_format="dummy"`` no weights are read, and sampling is refused before the first sync.
 
@@ -104,10 +113,11 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         enable_prefix_caching: bool = True,
         policy_tokenizer: Any = None,
+        policy_model: Any = None,
         **engine_args: Any,
     ) -> None:
         self._llm: Any = None
-        self._tokenizer = policy_tokenizer
+        self._tokenizer, self._policy_model = policy_tokenizer, policy_model
         check_in_process()
         path = checked_path(model_path)
         args = {
@@ -131,8 +141,14 @@ class VLLMEngine:
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if tensor_parallel_size > 1 or several:
             args["distributed_executor_backend"] = "external_launcher"
-        with process_left_alone(offline=path.is_dir()), place_among_processes():
+        load_classes(path)
+        # Not when an engine is closed: a rank that ends with an error would wait for the others.
+        if not _open_engines:
+            forget_groups()
+        with process_left_alone(offline=path.is_dir()), place_among_processes(), classes_left_alone() as changes:
             self._llm = start(args, engine_args)
+        self._llm.apply_model(changes.adopt)
+        _open_engines.add(self)
         self._engine = self._llm.llm_engine
         config = self._engine.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
@@ -162,6 +178,7 @@ class VLLMEngine:
         options: dict[str, Any] = {
             "end_token_ids": context.end_token_ids,
             "policy_tokenizer": context.tokenizer,
+            "policy_model": context.policy.model,
             "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
             "max_model_len": config.max_model_len or context.max_model_len,
             "seed": context.seed,
@@ -323,11 +340,14 @@ class VLLMEngine:
         config = self._engine.vllm_config
         try:
             self._synchronize_device()
-            self._llm.apply_model(lambda model: reload_weights(model, config, weights))
+            stream = weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
+            self._llm.apply_model(lambda model: reload_weights(model, config, stream))
             self._synchronize_device()
         except Exception as error:
             self._unusable = f"the sync of version {version} failed: {error}"
-            raise EngineError(f"the weights of version {version} cannot be loaded into vLLM: {error}") from error
+            # Below 0 is none of a run's versions, but one of the check of the first sync.
+            weights_named = f"the weights of version {version}" if version >= 0 else "the policy's weights"
+            raise EngineError(f"{weights_named} cannot be loaded into vLLM: {error}. {OTHER_ENGINE}") from error
         self._forget_prefixes()
         self._version, self._unusable = version, None
 
@@ -382,6 +402,7 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        _open_engines.discard(self)
         self._running_samples.clear()
         self._collector.close()
         client, self._engine = self._engine.engine_core, None

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
@@ -19,6 +20,7 @@ from lit_grpo.engines.base import EngineError
 from lit_grpo.errors import UserError, nearest
 
 KEY = "data.engine"
+OTHER_ENGINE = f"{KEY}.name: transformers samples from the policy itself"
 # vLLM itself would take a share of all memory.
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU where nothing else is set."""
@@ -113,6 +115,13 @@ def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
         return LLM(**args)
     # Among them what pydantic finds wrong with a value: its validation errors are ValueErrors.
     except (ValueError, TypeError, OSError) as error:
+        if current_platform.is_cpu() and "mamba cache mode" in str(error):
+            raise UserError(
+                "vLLM on CPU does not serve a model whose layers hold a state (state space, convolution, linear "
+                "attention): it would have to split prompts, which it cannot where every sample has its own seed",
+                where=KEY,
+                remedy=OTHER_ENGINE,
+            ) from error
         raise UserError(f"vLLM does not start with these settings: {error}", where=KEY) from error
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
@@ -171,6 +180,17 @@ def place_among_processes() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def forget_groups() -> None:
+    """Make vLLM forget the process groups of closed engines, on every rank alike.
+
+    They are made for the first model of a process: after a dense one, a mixture of experts would find no group for its
+    experts, and not start.
+    """
+    loaded = sys.modules.get("vllm.distributed.parallel_state")
+    if loaded is not None and loaded.model_parallel_is_initialized():
+        loaded.destroy_model_parallel()
 
 
 def forget_graph_pool() -> None:

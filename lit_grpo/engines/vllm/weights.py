@@ -17,6 +17,8 @@ What can go silently wrong is prevented here:
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_grpo.engines.base import NamedWeights
+from lit_grpo.engines.vllm.names import BUFFER
 from lit_grpo.utils.logging import log_level
 
 # It warns at every reload of layers that hold no weights (rotary embeddings). What matters is checked here.
@@ -40,8 +43,9 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
     Args:
         model: the model inside a vLLM worker.
         vllm_config: of the same engine.
-        weights: (transformers parameter name, full tensor) on any device and in any float format. The name of a tied
-            output head may be in it or not.
+        weights: (name, full tensor) on any device and in any float format, named as in a checkpoint or as parameters
+            of the transformers model where vLLM knows those; buffers as :mod:`lit_grpo.engines.vllm.names` names them.
+            The name of a tied output head may be in it or not.
 
     Raises:
         ValueError: a weight is missing, unknown, or of another shape, or a tied head differs from its embedding. The
@@ -51,7 +55,8 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
 
     ties = tied_parameters(model)
     streamed: dict[str, int] = {}
-    stream = _without_ties(weights, ties, streamed)
+    own = {name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())}
+    stream = _without_ties(_known_buffers(weights, own), ties, streamed)
     with set_current_vllm_config(vllm_config), torch.no_grad():
         load = _load_in_place if weights_stay_as_loaded(model, vllm_config) else _load_layerwise
         sizes, loaded = load(model, vllm_config, stream)
@@ -136,11 +141,13 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
     """Load ``stream`` into a model that packs its weights; returns what :func:`_load_in_place` does."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    with log_level(_RELOAD, logging.ERROR):
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    with log_level(_RELOAD, logging.ERROR), _experts_packed_again(model) if on_cpu else contextlib.nullcontext():
         initialize_layerwise_reload(model)
         try:
             sizes = _sizes(model)
             loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+            _check_loaded(model, loaded)
         except BaseException:
             _drop_waiting_weights(model)
             raise
@@ -148,6 +155,51 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
             # Also after a failure: it puts the model's tensors back, so that a later reload finds it whole.
             finalize_layerwise_reload(model, vllm_config.model_config)
     return sizes, loaded
+
+
+def _check_loaded(model: nn.Module, loaded: Collection[str]) -> None:
+    """Check that what the model says it has loaded went into its layers.
+
+    Some models write into their parameters past the loaders that the layerwise reload gave them (gpt-oss). During it
+    these are no tensors in memory, so that nothing is written, and the old weights come back afterwards.
+
+    Raises:
+        ValueError: a layer got nothing of the weights that came for it.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    ties = tied_parameters(model)
+    for path, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or info.load_numel > 0:
+            continue
+        names = (f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False))
+        for name in names:
+            if name in loaded and name not in ties:
+                raise ValueError(
+                    f"vLLM's {type(model).__name__} does not take {name} over into a running model, and keeps the old"
+                )
+
+
+@contextlib.contextmanager
+def _experts_packed_again(model: nn.Module) -> Iterator[None]:
+    """Make the reload inside pack the weights of experts, as loading did.
+
+    vLLM packs them where it builds the kernel of a mixture of experts, and a kernel that is there already stays, since
+    CUDA graphs point to it. On CPU the kernel would go on to read packed weights from tensors that are not, and every
+    sync would leave wrong ones. There are no graphs on CPU, so that the kernel can be built anew.
+    """
+    methods = [m for module in model.modules() if (m := getattr(module, "quant_method", None)) is not None]
+    kernels = {id(m): (m, m.moe_kernel) for m in methods if getattr(m, "moe_kernel", None) is not None}
+    for method, _ in kernels.values():
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        # Of a layer that got no weights.
+        for method, kernel in kernels.values():
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
@@ -186,6 +238,14 @@ def _without_ties(
             originals[name] = tensor
         streamed[name] = tensor.numel()
         yield name, tensor
+
+
+def _known_buffers(weights: NamedWeights, own: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights, and of the buffers among them those that the model, whose names are ``own``, has too."""
+    for name, tensor in weights:
+        known = name.removeprefix(BUFFER)
+        if known == name or known in own:
+            yield known, tensor
 
 
 def _missing_parts(model: nn.Module, loaded: set[str], streamed: Collection[str]) -> list[str]:

@@ -16,6 +16,7 @@ from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.completion_checks import check_completion
 from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
+from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import (
     engine_dtype,
@@ -24,7 +25,7 @@ from lit_grpo.engines.vllm.settings import (
     sampling_settings,
     stop_settings,
 )
-from lit_grpo.engines.vllm.start import KEY
+from lit_grpo.engines.vllm.start import KEY, OTHER_ENGINE
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, field, metric
 from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_config, default_engine_args, server_of_rank
@@ -70,6 +71,7 @@ class VLLMServer:
         weight_bytes: size of the weights, to choose where they are handed over.
         tokenizer: the policy's, to decode with where ``sampling.stop`` is set; a server that is started here gets it,
             too, so that it ends samples early. None: it never is set.
+        model: the policy's transformers model, which knows its weights' names on disk. None: they come under those.
 
     Raises:
         UserError: vLLM is not installed, the port is taken, the server does not start with these settings, cannot be
@@ -90,8 +92,9 @@ class VLLMServer:
         engine_args: dict[str, Any] | None = None,
         weight_bytes: int = 0,
         tokenizer: Any = None,
+        model: Any = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._model = settings, model
         self._tokenizer = tokenizer
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
         self._vocab_size = int(model_config.get_text_config().vocab_size)
@@ -161,6 +164,7 @@ class VLLMServer:
             # A server without a tokenizer starts and samples faster, and few runs need one.
             tokenizer=context.tokenizer if context.wants_stop_strings else None,
             # A quantized weight has the shape of what it stands for elsewhere.
+            model=context.policy.model,
             weight_bytes=sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in context.policy.model.parameters()),
         )
 
@@ -339,11 +343,14 @@ class VLLMServer:
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
         self._stamp = self._stamp_of(version)
         try:
-            write_weights(self._scratch / "weights", weights, self._dtype)
+            stream = weights if self._model is None else as_in_checkpoint(self._model, weights)
+            write_weights(self._scratch / "weights", stream, self._dtype)
             self._retry(self._load, self._pauses())
         except Exception as error:
             self._unusable = f"the sync of version {version} failed: {error}"
-            raise EngineError(f"the weights of version {version} cannot be loaded into vLLM: {error}") from error
+            # Below 0 is none of a run's versions, but one of the check of the first sync.
+            weights_named = f"the weights of version {version}" if version >= 0 else "the policy's weights"
+            raise EngineError(f"{weights_named} cannot be loaded into vLLM: {error}. {OTHER_ENGINE}") from error
         self._version, self._unusable = version, None
 
     def _load(self) -> None:
@@ -432,7 +439,7 @@ class VLLMServer:
             time.sleep(pause)
             loaded, hung = self._loaded_stamp(), isinstance(trouble, _Hung)
             # In a sync, which loads the weights itself.
-            loading = self._version < 0
+            loading = self._unusable is not None
             # It passed. A server of one's own that hangs may answer this too, and is started again all the same.
             if loaded is not None and (loaded == self._stamp or loading) and not (hung and self._process is not None):
                 return

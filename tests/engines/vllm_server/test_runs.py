@@ -33,6 +33,8 @@ data:
 """
 KILL_IN = 1
 """Number of the rollout, from 0, in which the server is killed."""
+IN_THE_CHECK = 2
+"""Generations before the first rollout, for the check of the first sync."""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,9 @@ def undisturbed(place: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kills the server after the third completion of a rollout; what was delivered by then."""
+def killed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kills the server after the third completion of a generation; what was delivered by then."""
+    generation: int = getattr(request, "param", IN_THE_CHECK + KILL_IN)
     delivered: list[int] = []
     calls = [0]
     generate = VLLMServer.generate
@@ -82,7 +85,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def killing(self: VLLMServer, requests: Any, sampling: Any) -> Iterator[Any]:
         for count, completion in enumerate(generate(self, requests, sampling)):
             yield completion
-            if calls[0] == KILL_IN and count == 2:
+            if calls[0] == generation and count == 2:
                 os.kill(server_pids(self)[0], signal.SIGKILL)
                 delivered.append(count + 1)
         calls[0] += 1
@@ -97,6 +100,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
+# Under the weights that were changed for the check, and in a rollout.
+@pytest.mark.parametrize("killed", [0, IN_THE_CHECK + KILL_IN], indirect=True)
 def test_a_run_goes_on_after_its_server_was_killed(
     place: Path, undisturbed: dict[str, torch.Tensor], killed: list[int]
 ) -> None:

@@ -1,0 +1,57 @@
+"""A policy's weights under the names that vLLM reads: those of a checkpoint on disk.
+
+Inside transformers a model's weights may have other names than in its files (Mixtral's experts), and vLLM was written
+for the files. What a file holds besides, buffers that are saved (the bias by which the routers of GLM 4.5 and DeepSeek
+choose experts), no stream of weights contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from lit_grpo.engines.base import NamedWeights
+
+BUFFER = "buffer:"
+"""Prefix of the names of buffers, which are taken over where vLLM's model has a tensor of that name."""
+
+
+def as_in_checkpoint(model: Any, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a policy as a checkpoint on disk has them, and then its saved buffers.
+
+    Args:
+        model: the policy's transformers model, which says what its names are on disk.
+        weights: (transformers parameter name, full tensor), one at a time.
+    """
+    saved_as = _names_on_disk(model)
+    for name, tensor in weights:
+        if saved_as is None:
+            yield name, tensor
+        else:
+            yield from saved_as(name, tensor)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                yield BUFFER + (f"{path}.{name}" if path else name), buffer
+
+
+def _names_on_disk(model: Any) -> Any:
+    """Return a function of one weight that yields its parts as they are saved; None where names do not differ."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, revert_weight_conversion
+
+    # As transformers does when it saves a model that was made from a configuration.
+    known = [c for c in get_model_conversion_mapping(model, add_legacy=False) or () if not isinstance(c, PrefixChange)]
+    # Experts that are merely one tensor in memory and many on disk vLLM knows both ways.
+    if not any(isinstance(conversion, WeightRenaming) for conversion in known):
+        return None
+    # What was found once: looking for it again for every weight would take as long as the sync.
+    stand_in: Any = SimpleNamespace(_weight_conversions=known, config=model.config)
+
+    def saved_as(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield from revert_weight_conversion(stand_in, {name: tensor}).items()
+
+    return saved_as
