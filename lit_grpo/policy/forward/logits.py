@@ -49,6 +49,12 @@ def changes_logits(model: nn.Module, base: nn.Module) -> bool:
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if head is None or not isinstance(getattr(head, "weight", None), Tensor):
         return True
+    # On the CPU although models are also made on the meta device, where nothing can be compared.
+    with torch.device("cpu"):
+        return _probe(model, base, head)
+
+
+def _probe(model: nn.Module, base: nn.Module, head: Any) -> bool:
     states = torch.linspace(-1.0, 1.0, 16).view(1, 2, 8)
     logits = torch.linspace(-_PROBED, _PROBED, 2 * int(head.weight.shape[0])).view(1, 2, -1)
     seen: list[Tensor] = []
