@@ -222,10 +222,12 @@ class RolloutCheckpoint(Checkpoint):
             kept = "all" if length is None else f"all {max(1, -(-length // self.every_n_rollouts))}"
             count = None if length is None else max(1, -(-length // self.every_n_rollouts))
         else:
+            evaluations = getattr(getattr(trainer, "datamodule", None), "evaluations", None)
+            validates = trainer.enable_validation and (evaluations is None or bool(evaluations.get("val")))
             # One more while the newest is written and the oldest is still there.
-            count = self.keep_last + (self.keep_best if trainer.enable_validation else 0) + 1
+            count = self.keep_last + (self.keep_best if validates else 0) + 1
             kept = f"the newest {self.keep_last}"
-            kept += f" and the best {self.keep_best} by {self.monitor_key}" if trainer.enable_validation else ""
+            kept += f" and the best {self.keep_best} by {self.monitor_key}" if validates else ""
         most = "" if count is None else f", at most {in_words(count * each)} in {shown(folder)}"
         rank_zero_info(
             f"checkpoints take about {in_words(each)} each; {kept} are kept{most}; {in_words(free)} are free"

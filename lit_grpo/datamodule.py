@@ -51,9 +51,9 @@ class RolloutDataModule(pl.LightningDataModule):
     Data, rewards and limits are checked in ``setup``, before any model is loaded.
 
     Args:
-        prompts: source of the training questions; ``validate`` and ``test`` need none. In Python it may also be a list
-            of rows, a data set of the package datasets, a table of pandas, or a path, and a dictionary may stand for
-            each group of settings: ``sampling={"max_new_tokens": 64}``.
+        prompts: source of the training questions, or the path of a file or folder of them; ``validate`` and ``test``
+            need none. In Python it may also be a list of rows, a data set of the package datasets or a table of
+            pandas, and a dictionary may stand for each group of settings: ``sampling={"max_new_tokens": 64}``.
         rewards: score the completions; the total is their weighted sum. In Python a function may stand for a reward.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
@@ -86,7 +86,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        prompts: PromptSource | None = None,
+        prompts: PromptSource | str | None = None,
         rewards: list[Reward] | None = None,
         group_size: Annotated[int, Bound(least=1, most=1_000_000)] = 8,
         prompts_per_rollout: Annotated[int, Bound(least=1, most=1_000_000)] = 16,
@@ -98,8 +98,8 @@ class RolloutDataModule(pl.LightningDataModule):
         curriculum: CurriculumConfig | None = None,
         val: dict[str, EvaluationSet] | None = None,
         test: dict[str, EvaluationSet] | None = None,
-        val_prompts: PromptSource | None = None,
-        test_prompts: PromptSource | None = None,
+        val_prompts: PromptSource | str | None = None,
+        test_prompts: PromptSource | str | None = None,
         eval_sampling: Sampling | None = None,
         eval_group_size: Annotated[int, Bound(least=1)] = 1,
         demonstrations: DemonstrationFormat = DemonstrationFormat(),  # noqa: B008

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lit_grpo import RolloutDataModule
 from lit_grpo.data import (
     CsvPrompts,
     FilePrompts,
@@ -26,7 +27,7 @@ from lit_grpo.data.prompt_set import prepare
 from lit_grpo.data.sources.given import as_source
 from lit_grpo.errors import UserError
 from lit_grpo.policy.model.char_tokenizer import char_tokenizer
-from lit_grpo.rewards import CodeReward, Reward
+from lit_grpo.rewards import CodeReward, ExactMatch, Reward
 from lit_grpo.types import Completion, Prompt, RewardInput
 
 CHAT = (
@@ -451,6 +452,20 @@ def test_a_folder_gives_the_files_of_the_kind_that_is_asked_for(tmp_path: Path) 
     assert questions(FilePrompts(f"{path}/*.j*")) == ["0+1=", "1+1="]
     assert "does not say what kind of file" in refused(FilePrompts(f"{path}/README.md")).what
     assert "holds no file of the kind .parquet; it holds d.csv" in refused(ParquetPrompts(f"{path}/deep")).what
+
+
+def test_a_path_in_the_place_of_a_source_is_named_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    data = RolloutDataModule(prompts=f"{tmp_path}/rows.jsonl", rewards=[ExactMatch()])
+    assert isinstance(data.prompts, FilePrompts)
+    assert questions(data.prompts) == ["1+1="]
+    missing = RolloutDataModule(prompts=f"{tmp_path}/rowz.jsonl", rewards=[ExactMatch()]).prompts
+    assert missing is not None
+    error = refused(missing)
+    assert error.where == "data.prompts"
+    assert "did you mean" in str(error.remedy)
+    of_class = refused(FilePrompts(f"{tmp_path}/rowz.jsonl"))
+    assert of_class.where == "FilePrompts.path"
 
 
 def test_every_class_reads_what_save_to_disk_wrote(tmp_path: Path) -> None:

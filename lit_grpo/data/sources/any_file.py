@@ -24,11 +24,11 @@ class FilePrompts(FileSource):
     def read(self, path: str) -> Iterator[Record]:
         name = path.removesuffix(".gz")
         if name.endswith(JsonlPrompts.endings):
-            yield from JsonlPrompts(path).read(path)
+            yield from self._by(JsonlPrompts(path)).read(path)
         elif name.endswith(CsvPrompts.endings):
-            yield from CsvPrompts(path, delimiter="\t" if name.endswith(".tsv") else ",").read(path)
+            yield from self._by(CsvPrompts(path, delimiter="\t" if name.endswith(".tsv") else ",")).read(path)
         elif name.endswith(ParquetPrompts.endings):
-            yield from ParquetPrompts(path).read(path)
+            yield from self._by(ParquetPrompts(path)).read(path)
         else:
             raise UserError(
                 f"the name {path} does not say what kind of file it is",
@@ -36,6 +36,11 @@ class FilePrompts(FileSource):
                 remedy=f"give a file that ends in one of {', '.join(self.endings)} (or .gz behind it), or choose "
                 "JsonlPrompts, CsvPrompts or ParquetPrompts",
             )
+
+    def _by(self, reader: FileSource) -> FileSource:
+        """Let the source of one kind of file say in its messages where this one's path stands."""
+        reader.key = self.key
+        return reader
 
     def matches(self, value: Any, wanted: Any) -> bool:
         # A CSV file has only text, where YAML reads 3 as a number.

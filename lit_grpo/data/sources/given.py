@@ -52,7 +52,9 @@ def as_source(given: Any, key: str) -> PromptSource | None:
     if given is None or isinstance(given, PromptSource):
         return given
     if isinstance(given, (str, Path)):
-        return FilePrompts(str(given))
+        files = FilePrompts(str(given))
+        files.key = key
+        return files
     if isinstance(given, type):
         raise UserError(f"{given.__name__} is a class", where=key, remedy=f"make one of it: {given.__name__}(...)")
     # By their methods, so that neither package need be there.

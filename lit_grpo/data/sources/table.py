@@ -407,16 +407,13 @@ class FileSource(TableSource):
     def __init__(self, path: str | list[str], **columns: Any) -> None:
         super().__init__(**columns)
         self.path = [str(one) for one in path] if isinstance(path, (list, tuple)) else str(path)
+        # Key of the configuration that holds the path, for messages about it.
+        self.key = f"{type(self).__name__}.path"
         self._given = [self.path] if isinstance(self.path, str) else self.path
         if not self._given:
             raise UserError("the list of files is empty", where=self.key, remedy="name at least one file")
         named = Path(self._given[0]).name.split(".")[0]
         self.name = self.name or re.sub(r"[-_.]*[*?\[].*", "", named) or "files"
-
-    @property
-    def key(self) -> str:
-        """Key of the configuration that holds the path, for messages about it."""
-        return f"{type(self).__name__}.path"
 
     def read(self, path: str) -> Iterator[Record]:
         """Yield the rows of one file, in order."""
