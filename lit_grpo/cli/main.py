@@ -36,6 +36,7 @@ class Command:
 
 
 COMMANDS = (
+    Command("init", "write a project of your own that trains at once", "lit_grpo.commands.init.command:run"),
     Command("fit", "train a policy; --ckpt_path goes on from a checkpoint", "lit_grpo.cli.training:run"),
     Command(
         "validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, best-of-k", "lit_grpo.cli.training:run"
@@ -72,6 +73,7 @@ configuration of fit, validate, test and predict:
   --print_config        print the whole configuration, defaults included, and end
 
 examples:
+  lit-grpo init my_project
   lit-grpo fit --config configs/quickstart.yaml
   lit-grpo fit --config configs/gsm8k_smollm2_cpu.yaml --data.rollouts 20 --trainer.logger.run_name short
   lit-grpo fit --config runs/NAME/config.yaml --ckpt_path runs/NAME/checkpoints/last.ckpt
