@@ -52,6 +52,7 @@ COMMANDS = (
     Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.commands.report:run"),
     Command("score", "score ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.commands.export:run"),
+    Command("schema", "write the JSON schema of the configuration, for editors", "lit_grpo.commands.schema:run"),
 )
 
 HELP = """\
