@@ -32,7 +32,7 @@ def config_schema(parser: ArgumentParser, classes: dict[str, type]) -> dict[str,
     return schema
 
 
-class _Schema(ParserJsonschema):  # type: ignore[misc]
+class _Schema(ParserJsonschema):
     def subclass_def(self, class_type: Any, action: Any) -> dict[str, Any]:
         anything: dict[str, Any] = {"type": ["string", "object"]}
         try:

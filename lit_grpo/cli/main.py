@@ -53,6 +53,7 @@ COMMANDS = (
     Command("score", "score ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.commands.export:run"),
     Command("schema", "write the JSON schema of the configuration, for editors", "lit_grpo.commands.schema:run"),
+    Command("completion", "print a script that completes words in bash or zsh", "lit_grpo.commands.completion:run"),
 )
 
 HELP = """\
