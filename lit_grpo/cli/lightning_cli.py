@@ -341,3 +341,25 @@ class BuildOnlyCLI(TrainingCLI):
         }  # fmt: skip
         # Not TrainingCLI's, which would add the callbacks that write.
         return LightningCLI._instantiate_trainer(self, config, self._own_callbacks)
+
+
+class _ParserIsBuiltError(Exception):
+    """Carries a parser out of the constructor that would go on and build a run."""
+
+    def __init__(self, parser: LightningArgumentParser) -> None:
+        super().__init__("the parser is built")
+        self.parser = parser
+
+
+class _ParserOnlyCLI(TrainingCLI):
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        raise _ParserIsBuiltError(self._subcommand_parsers[self._command])
+
+
+def build_parser(command: str) -> LightningArgumentParser:
+    """Build the parser of fit, validate, test or predict, which knows every key of a configuration, and no more."""
+    try:
+        _ParserOnlyCLI(command, [], [])
+    except _ParserIsBuiltError as built:
+        return built.parser
+    raise RuntimeError("LightningCLI has built a parser and not called parse_arguments")

@@ -36,6 +36,7 @@ class Command:
 
 
 COMMANDS = (
+    Command("init", "write a project of your own that trains at once", "lit_grpo.commands.init.command:run"),
     Command("fit", "train a policy; --ckpt_path goes on from a checkpoint", "lit_grpo.cli.training:run"),
     Command(
         "validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, best-of-k", "lit_grpo.cli.training:run"
@@ -51,6 +52,8 @@ COMMANDS = (
     Command("report", "write one HTML page on a run: curves, diagnosis, completions", "lit_grpo.commands.report:run"),
     Command("score", "score ready completions with any reward; needs no model", "lit_grpo.commands.score:run"),
     Command("export", "turn a checkpoint into a Hugging Face model folder", "lit_grpo.commands.export:run"),
+    Command("schema", "write the JSON schema of the configuration, for editors", "lit_grpo.commands.schema:run"),
+    Command("completion", "print a script that completes words in bash or zsh", "lit_grpo.commands.completion:run"),
 )
 
 HELP = """\
@@ -72,6 +75,7 @@ configuration of fit, validate, test and predict:
   --print_config        print the whole configuration, defaults included, and end
 
 examples:
+  lit-grpo init my_project
   lit-grpo fit --config configs/quickstart.yaml
   lit-grpo fit --config configs/gsm8k_smollm2_cpu.yaml --data.rollouts 20 --trainer.logger.run_name short
   lit-grpo fit --config runs/NAME/config.yaml --ckpt_path runs/NAME/checkpoints/last.ckpt

@@ -85,7 +85,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], key:
     Raises:
         UserError: as of :func:`check_fields`.
     """
-    for name, hint in _parameter_hints(function).items():
+    for name, hint in parameter_hints(function).items():
         if name in given:
             _check(given[name], hint, f"{key}.{name}", finite)
 
@@ -97,7 +97,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 @cache
-def _parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
+def parameter_hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of parameters; one whose default is None may be null, whatever its type says."""
     classes = inspect.getmro(function) if isinstance(function, type) else ()
     found: dict[str, Any] = {}

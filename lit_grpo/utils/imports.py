@@ -97,8 +97,9 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
 
     Args:
         package: ``__name__`` of the package.
-        modules: module below the package, by the name that it holds.
+        modules: module below the package, by the name that it holds; the names become the package's ``__all__``.
     """
+    vars(sys.modules[package])["__all__"] = sorted(modules)
 
     def get(name: str) -> Any:
         if name not in modules:

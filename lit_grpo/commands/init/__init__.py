@@ -1,0 +1,1 @@
+"""``lit-grpo init``: a project of five files that trains at once."""
