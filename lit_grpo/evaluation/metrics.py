@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,9 +110,12 @@ class _SampleMetric(PromptMean):
         self.ks = sorted(set(ks))
         super().__init__([self.label.format(k=k) for k in self.ks], **kwargs)
 
-    def _up_to(self, n: int, estimate: Callable[[Sequence[int]], list[float]]) -> list[float]:
-        """Return the estimates for each k; NaN, which no mean counts, for those above the ``n`` samples that count."""
-        known = [k for k in self.ks if k <= n]
+    def _up_to(self, n: int, total: int, estimate: Callable[[Sequence[int]], list[float]]) -> list[float]:
+        """Return the estimates for each k; NaN, which no mean counts, for those above the ``n`` samples that count.
+
+        A k above ``total``, the samples that were drawn, is left to the estimate, which refuses it.
+        """
+        known = [k for k in self.ks if k <= n or k > total]
         return (estimate(known) if known else []) + [math.nan] * (len(self.ks) - len(known))
 
     def _add_rows(self, rows: list[list[float]], prompts: Sequence[str]) -> None:
@@ -141,8 +145,8 @@ class PassAtK(_SampleMetric):
         """
         known = torch.ones_like(correct, dtype=torch.bool) if judged is None else judged
         hits, numbers = (correct.bool() & known).sum(1).tolist(), known.sum(1).tolist()
-        pairs = zip(numbers, hits, strict=True)
-        self._add_rows([[pass_at_k(n, c, k) if k <= n else math.nan for k in self.ks] for n, c in pairs], prompts)
+        total, pairs = correct.shape[1], zip(numbers, hits, strict=True)
+        self._add_rows([self._up_to(n, total, partial(_pass_at_ks, n, c)) for n, c in pairs], prompts)
 
 
 class AvgAtK(_SampleMetric):
@@ -203,7 +207,7 @@ class MajAtK(_SampleMetric):
             sizes = [len(hits) for hits in members.values()]
             shares = [sum(hits) / len(hits) for hits in members.values()]
             unanswered = len(given) - sum(sizes)
-            rows.append(self._up_to(len(given), lambda ks, s=sizes, h=shares, u=unanswered: majority(s, h, u, ks)))
+            rows.append(self._up_to(len(given), classes.shape[1], partial(majority, sizes, shares, unanswered)))
         self._add_rows(rows, prompts)
 
 
@@ -237,8 +241,12 @@ class BestOfK(_SampleMetric):
         rows = []
         for i in range(len(prompts)):
             given, right = _counting(scores[i], judged, i), _counting(correct[i], judged, i)
-            rows.append(self._up_to(len(given), lambda ks, g=given, r=right: best_of_k(g, r, ks)))
+            rows.append(self._up_to(len(given), scores.shape[1], partial(best_of_k, given, right)))
         self._add_rows(rows, prompts)
+
+
+def _pass_at_ks(n: int, correct: int, ks: Sequence[int]) -> list[float]:
+    return [pass_at_k(n, correct, k) for k in ks]
 
 
 def _counting(values: Tensor, judged: Tensor | None, prompt: int) -> list[Any]:
