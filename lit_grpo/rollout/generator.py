@@ -249,6 +249,10 @@ class RolloutGenerator:
         correct, flipped = verdicts(self.rewards, scores, sources), flipped_totals(self.rewards, scores, sources)
         rewards, total, sums = self._combine(scores)
         self._say_skipped(scores, prompts, group_size)
+        if completions and total.isnan().all():
+            rank_zero_warn(
+                f"Rollout {index}: every reward gave None for all of its completions, so it teaches nothing."
+            )
         if judged := sum(result.rejudged[1] for result in results):
             sums[REJUDGED] = sum(result.rejudged[0] for result in results), judged
         return Rollout(

@@ -53,6 +53,8 @@ def test_a_rollout_says_which_have_no_score_and_warns_once() -> None:
     assert rollout.judged.tolist() == rollout.scored.tolist()
     assert rollout.sums["completions/unscored_frac"] == (2, 4)
     assert rollout.rewards["halves"].isnan().tolist() == [False, True, False, True]
+    with pytest.warns(UserWarning, match="for all of its completions, so it teaches nothing"):
+        made([[NONE, NONE]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole = made([[2, 1]])
@@ -69,11 +71,15 @@ def test_groups_keep_what_is_known_when_they_are_put_together_anew() -> None:
     rollout = made([[2, NONE], [0, 1]])
     groups = split_groups(rollout, [0, 1])
     turned = join_groups(groups[::-1], rollout, {})
+    assert turned.judged is not None
+    assert turned.scored is not None
     assert turned.judged.tolist() == [True, True, True, False]
     assert turned.scored.tolist() == turned.judged.tolist()
     # A group of another rank's rollout may not say it.
     (alone,) = split_groups(made([[0, 1]]), [0])
-    assert join_groups([alone, groups[0]], rollout, {}).judged.tolist() == [True, True, True, False]
+    joined = join_groups([alone, groups[0]], rollout, {}).judged
+    assert joined is not None
+    assert joined.tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("uniform_by", ["reward", "correct"])
