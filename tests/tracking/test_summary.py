@@ -131,7 +131,7 @@ def test_the_overview_takes_gaps_missing_metrics_and_one_step():
 def test_what_no_reward_scored_is_no_part_of_it():
     nan, summary = float("nan"), RunSummary()
     summary.load_state_dict({"steps": [1, 2, 3], "metrics": defaultdict(list, reward=[1.0, nan, 0.5])})
-    summary.on_train_batch_start(None, None, tiny.rollout([nan, 1.0, nan, 0.0], [1] * 4, 4), 0)
+    summary.on_train_batch_start(None, None, tiny.rollout([nan, 1.0, nan, 0.0], [1] * 4, 4), 0)  # type: ignore[arg-type]
     assert summary.final_reward() == (0.75, 2)
     assert [row.reward for row in summary.samples()] == [1.0, 0.0]
 
