@@ -172,7 +172,7 @@ class FlightRecorder(pl.Callback):
             "prompt_tokens": _flat(p.token_ids for p in prompts),
         }
         tensors |= {f"reward/{name}": values[:count].float().cpu() for name, values in batch.rewards.items()}
-        for name in ("correct", "no_answer"):
+        for name in ("correct", "judged", "no_answer"):
             if (flags := getattr(batch, name, None)) is not None:
                 tensors[name] = flags[:count].cpu()
         tensors |= self._of_learner(pl_module, lengths)

@@ -33,7 +33,7 @@ from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
-from lit_grpo.learner.batch import make_experience
+from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
@@ -575,7 +575,7 @@ class LitGRPO(pl.LightningModule):
         if advantages_need_forward:
             results = self.forward_runner.old_forward(batch, experience, needed)
             experience = results.added_to(experience)
-        advantages = self._compute_advantages(objective, experience)
+        advantages = self._compute_advantages(objective, batch, experience)
         self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
         by_verdict = "advantage" in objective.uses_correct
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size, by_verdict)
@@ -597,9 +597,14 @@ class LitGRPO(pl.LightningModule):
         self._refresh_reference()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
 
-    def _compute_advantages(self, objective: Objective, experience: Experience) -> Tensor:
+    def _compute_advantages(self, objective: Objective, batch: Rollout, experience: Experience) -> Tensor:
         """Compute the advantages of a rollout, [N, T], and keep the state that the objective goes on with."""
-        advantages, self.objective_state = objective.advantages(experience, self.objective_state, self.reduce_or_none)
+        # A completion that no reward scored has no part in any statistic: the objective never sees it.
+        scored = scored_rows(batch)
+        seen = experience if scored is None else experience.select(scored)
+        advantages, self.objective_state = objective.advantages(seen, self.objective_state, self.reduce_or_none)
+        if scored is not None:
+            advantages = gather_rows([(scored, advantages)], len(batch.completions))
         # Ranks see different prompts, and each keeps the history of all of them. Whether there is a history is asked of
         # the objective and not of the state: every rank must take part in the gather, or none.
         if self.trainer.world_size > 1 and self.objective.advantage.state_fields:
@@ -702,6 +707,22 @@ class LitGRPO(pl.LightningModule):
             raise RuntimeError(
                 f"{self.objective.name} asks which completions are correct (by {', '.join(keys)}), and rollout "
                 f"{batch.index} does not say it: Rollout.correct is None"
+            )
+        scored, judged = batch.scored, batch.judged
+        if not keys or judged is None:
+            return
+        unjudged = ~judged if scored is None else ~judged & scored
+        if unjudged.any():
+            # Left out it would be from a total that other rewards have paid, and right or wrong it is not.
+            first = int(unjudged.nonzero()[0])
+            skipped = [repr(name) for name, values in batch.rewards.items() if values[first].isnan()]
+            raise UserError(
+                f"{self.objective.name} asks which completions are correct (by {', '.join(keys)}), and "
+                f"{' and '.join(skipped)} gave None for a completion of prompt "
+                f"{batch.prompts[first // batch.group_size].id!r} that another reward scored",
+                where="data.rewards",
+                remedy="have the others give None for it too, which leaves it out, or have one of those that say what "
+                "is right score it; or take an objective that goes by the total reward alone",
             )
 
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:

@@ -128,6 +128,7 @@ class Score(NamedTuple):
     """Verdict of one reward on one completion."""
 
     value: float
+    """What the completion gets, before the reward's weight; NaN where it is ``skipped``, and nowhere else."""
     timed_out: bool = False
     """The reward ran out of its time on this completion."""
     failed: bool = False
@@ -138,6 +139,8 @@ class Score(NamedTuple):
     """Further values of this completion; their means are logged as ``reward/<name>/<key>``."""
     seconds: float = 0.0
     """Time spent on this completion alone, where the reward measures it."""
+    skipped: bool = False
+    """The reward gave None: it leaves this completion to the other rewards, or out where none of them scores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +164,18 @@ class Rollout:
     completions: list[Completion]
     texts: list[str]
     rewards: dict[str, Tensor]
-    """Each reward by name, before its weight, [N]."""
+    """Each reward by name, before its weight, [N]; NaN where it gave None."""
     reward: Tensor
-    """Weighted sum of the rewards, [N] float32."""
+    """Weighted sum of the rewards, [N] float32; NaN for a completion that is left out, which no reward scored."""
     group_size: int
     temperature: Annotated[float, Bound(least=0)] = 1.0
     """Temperature of the sampler. The learner computes its log-probabilities at the same one."""
     correct: Tensor | None = None
     """What the primary reward says of each completion (:meth:`lit_grpo.rewards.Reward.correct`), [N] bool; None where
     no reward says what is right, and for demonstrations."""
+    judged: Tensor | None = None
+    """Completions that ``correct`` says anything of, [N] bool: of the others every reward that could gave None, and
+    what stands there is not read. None: all."""
     flipped_reward: Tensor | None = None
     """``reward`` if the primary reward had said the opposite: its value v is low + high - v within its range, and the
     other rewards are as they are, [N] float32. None where no reward says what is right, or its range is not finite."""
@@ -196,10 +202,17 @@ class Rollout:
                 f"a rollout holds whole groups: {len(self.prompts)} prompts x {self.group_size} samples, "
                 f"but {len(self.completions)} completions"
             )
-        for name in ("correct", "flipped_reward"):
+        for name in ("correct", "judged", "flipped_reward"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.completions):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self.completions)} completions")
+
+    @property
+    def scored(self) -> Tensor | None:
+        """The completions that have a reward, [N] bool; None where all have."""
+        # A reward that gives NaN ends the run or gets 0, so that NaN has this meaning alone.
+        unscored = self.reward.isnan()
+        return ~unscored if bool(unscored.any()) else None
 
     @property
     def policy_version(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import stat
 import sys
@@ -52,9 +53,13 @@ class Totals(NamedTuple):
     """True if any reward says what is correct."""
     timed_out: int
     failed: int
-    means: dict[str, float]
-    """Mean of each reward, before its weight."""
     seconds: float
+    means: dict[str, float]
+    """Mean of each reward over what it scored, before its weight; absent where it scored nothing."""
+    judged: int = 0
+    """Lines with a verdict."""
+    unscored: int = 0
+    """Lines that no reward scored."""
 
 
 def run(command: str, argv: list[str]) -> int:
@@ -244,12 +249,13 @@ def score(
     items: Sequence[tuple[RewardInput, Any]], rewards: Sequence[Reward], on_error: OnError, file: TextIO
 ) -> Totals:
     """Score items and write one line for each, in order."""
-    from lit_grpo.rewards.base import primary_reward, verdicts
+    from lit_grpo.rewards.base import primary_reward, verdicts, weighted_sums
     from lit_grpo.rewards.combine import score_all
 
     started = time.perf_counter()
-    num_correct = num_timed_out = num_failed = 0
+    num_correct = num_timed_out = num_failed = num_judged = num_unscored = 0
     sums = dict.fromkeys([reward.name for reward in rewards], 0.0)
+    counts = dict.fromkeys(sums, 0)
     for start in range(0, len(items), _CHUNK):
         chunk = items[start : start + _CHUNK]
         log.debug("scoring lines %d to %d of %d", start + 1, start + len(chunk), len(items))
@@ -261,7 +267,7 @@ def score(
             timed_out, failed = any(s.timed_out for s in of_item.values()), any(s.failed for s in of_item.values())
             line: dict[str, Any] = {
                 "correct": correct,
-                "reward": {name: score.value for name, score in of_item.items()},
+                "reward": {name: None if score.skipped else score.value for name, score in of_item.items()},
                 "timed_out": timed_out,
                 "seconds": round(sum(score.seconds for score in of_item.values()), 4),
                 "failed": failed,
@@ -270,15 +276,20 @@ def score(
                 line = {"id": identity, **line}
             print(json.dumps(line), file=file)
             num_correct += bool(correct)
+            num_judged += correct is not None
             num_timed_out += timed_out
             num_failed += failed
             for name, score in of_item.items():
-                sums[name] += score.value
+                if not score.skipped:
+                    sums[name] += score.value
+                    counts[name] += 1
+        num_unscored += sum(math.isnan(total) for total in weighted_sums(rewards, scores))
         # Flushed chunk by chunk, so that a pipe or a reader sees results as they come.
         file.flush()
-    means = {name: total / max(1, len(items)) for name, total in sums.items()}
+    means = {name: sums[name] / counts[name] for name in sums if counts[name]}
     graded = primary_reward(rewards) is not None
-    return Totals(len(items), num_correct, graded, num_timed_out, num_failed, means, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Totals(len(items), num_correct, graded, num_timed_out, num_failed, seconds, means, num_judged, num_unscored)
 
 
 def _check_output(output: str | None, source: str, config: str | None) -> None:
@@ -326,11 +337,15 @@ def _same_file(output: str, source: str) -> bool:
 
 
 def _summary(totals: Totals) -> str:
-    share = f", {100 * totals.correct / totals.lines:.1f} %" if totals.lines else ""
+    share = f", {100 * totals.correct / totals.judged:.1f} %" if totals.judged else ""
+    if totals.judged < totals.lines:
+        share += f" of the {totals.judged} with a verdict"
     clauses = [f"{totals.lines} lines"]
     if totals.graded:
         clauses.append(f"{totals.correct} correct{share}")
     clauses += [f"mean {name} {mean:.4g}" for name, mean in totals.means.items()]
+    if totals.unscored:
+        clauses.append(f"{totals.unscored} that no reward scored")
     clauses += [f"{totals.timed_out} timed out"]
     if totals.failed:
         clauses.append(f"{totals.failed} failed")

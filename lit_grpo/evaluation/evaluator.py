@@ -20,6 +20,8 @@ from lit_grpo.types import Rollout, Sampling
 
 HEADLINE = ("reward", "pass@1")
 """Keys that are also logged as the mean over all sets, without a set's name."""
+UNKNOWN = ("unscored_frac", "unjudged_frac")
+"""Shares of the samples that no reward scored, and of those without a reward or a verdict; absent where they are 0."""
 
 
 @dataclass
@@ -103,7 +105,12 @@ class _PartMeters:
         self.part = graded.part
         n, ks = batch.group_size, graded.part.ks
         self.means = PromptMean(
-            ["reward", *(f"reward/{name}" for name in batch.rewards), "length", "truncated_frac", "no_answer_frac"]
+            [
+                "reward",
+                *(f"reward/{name}" for name in batch.rewards),
+                *("length", "truncated_frac", "no_answer_frac"),
+                *UNKNOWN,
+            ]
         )
         # Only what can be known: without verdicts nothing is right or wrong, without answers nothing is voted on, and
         # of a single sample avg@n and maj@k are pass@1.
@@ -125,23 +132,32 @@ class _PartMeters:
         columns += [torch.tensor([float(c.truncated) for c in batch.completions])]
         # NaN is left out of a mean, while a 0 would say that every completion has an answer.
         unknown = torch.full((len(batch.completions),), math.nan)
-        columns += [unknown if batch.no_answer is None else batch.no_answer]
+        scored, judged = batch.scored, judged_rows(batch)
+        no_answer = unknown if batch.no_answer is None else batch.no_answer.double()
+        columns += [no_answer if judged is None else no_answer.where(judged, math.nan)]
+        for known in (scored, judged):
+            columns += [torch.zeros(len(batch.completions)) if known is None else (~known).double()]
         self.means.update(torch.stack([_by_prompt(column, n) for column in columns], 1), names)
         if self.pass_at_k is None or graded.correct is None:
             return
         correct = graded.correct.view(-1, n)
-        self.pass_at_k.update(correct, names)
+        known = None if judged is None else judged.view(-1, n)
+        self.pass_at_k.update(correct, names, known)
         if self.average is not None:
-            self.average.update(correct, names)
+            self.average.update(correct, names, known)
         if self.majority is not None and graded.answers is not None:
-            self.majority.update(correct, answer_classes(graded.correct, graded.answers, n), names)
+            self.majority.update(correct, answer_classes(graded.correct, graded.answers, n), names, known)
         for selector, metric in self.best_of_k.items():
-            metric.update(correct, selector_scores(batch, selector), names)
+            metric.update(correct, selector_scores(batch, selector), names, known)
 
     def compute(self) -> dict[str, float]:
         values: dict[str, float] = {}
         for metric in self.all:
             values |= {key: float(value) for key, value in metric.compute().items()}
+        for key in UNKNOWN:
+            # As a rule every sample has its score, and nothing is said of it.
+            if values[key] == 0:
+                del values[key], values[f"{key}/se"]
         # What was not measured is left out, never reported as a number.
         return {key: value for key, value in values.items() if not math.isnan(value)}
 
@@ -151,11 +167,23 @@ def _change(before: Mapping[int, float], now: Mapping[int, float]) -> dict[str, 
     if len(now) < 2 or before.keys() != now.keys():
         return {}
     changes = np.array([now[key] - before[key] for key in sorted(now)])
+    # NaN is the reward of a prompt whose samples all went unscored.
+    changes = changes[~np.isnan(changes)]
+    if len(changes) < 2:
+        return {}
     return {"reward/change": float(changes.mean()), "reward/change/se": standard_error(changes)}
 
 
 def _by_prompt(values: Tensor, group_size: int) -> Tensor:
-    return values.double().view(-1, group_size).mean(1)
+    """Return the mean of each prompt's values; NaN is left out, and the mean over nothing."""
+    groups = values.double().view(-1, group_size)
+    return groups.nanmean(1) if bool(groups.isnan().any()) else groups.mean(1)
+
+
+def judged_rows(batch: Rollout) -> Tensor | None:
+    """Return the completions that have a reward and a verdict, [N] bool; None where all have."""
+    known = [flags for flags in (batch.scored, batch.judged) if flags is not None]
+    return torch.stack(known).all(0) if known else None
 
 
 def _greedy_name(key: str) -> str:
@@ -173,7 +201,7 @@ def graded_of(batch: Rollout) -> Graded:
 
 def records(batch: Rollout) -> list[dict[str, Any]]:
     """Return one record of plain values for each completion: what is saved of an evaluation."""
-    graded, size = graded_of(batch), batch.group_size
+    graded, size, judged = graded_of(batch), batch.group_size, judged_rows(batch)
     out = []
     for i, text in enumerate(batch.texts):
         prompt, completion = batch.prompts[i // size], batch.completions[i]
@@ -188,15 +216,22 @@ def records(batch: Rollout) -> list[dict[str, Any]]:
                 "answer": prompt.answer_column,
                 "completion": text,
                 "final_answer": None if graded.answers is None else graded.answers[i],
-                "correct": None if graded.correct is None else bool(graded.correct[i]),
-                "reward": float(batch.reward[i]),
-                "rewards": {name: float(values[i]) for name, values in batch.rewards.items()},
+                # What no reward scored or judged has null there: JSON has no NaN, and 0 and false are verdicts.
+                "correct": None
+                if graded.correct is None or not (judged is None or judged[i])
+                else bool(graded.correct[i]),
+                "reward": _number(batch.reward[i]),
+                "rewards": {name: _number(values[i]) for name, values in batch.rewards.items()},
                 "finish_reason": completion.finish_reason,
                 "tokens": len(completion.token_ids),
                 "logprob": _mean(completion.logprobs),
             }
         )
     return out
+
+
+def _number(value: Tensor) -> float | None:
+    return None if value.isnan() else float(value)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -21,7 +21,8 @@ class Graded:
     part: EvaluationPart
     """The pass over an evaluation set that the batch is part of."""
     correct: Tensor | None
-    """``Rollout.correct``: [N] bool; None where no reward says what is right."""
+    """``Rollout.correct``: [N] bool; None where no reward says what is right.
+    ``Rollout.judged`` says where it holds."""
     answers: list[str | None] | None
     """Normal form of each final answer, None where there is none; None altogether where no reward gives one."""
     seeds: list[int]

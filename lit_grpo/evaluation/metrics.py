@@ -8,7 +8,9 @@ that of one process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,6 +110,14 @@ class _SampleMetric(PromptMean):
         self.ks = sorted(set(ks))
         super().__init__([self.label.format(k=k) for k in self.ks], **kwargs)
 
+    def _up_to(self, n: int, total: int, estimate: Callable[[Sequence[int]], list[float]]) -> list[float]:
+        """Return the estimates for each k; NaN, which no mean counts, for those above the ``n`` samples that count.
+
+        A k above ``total``, the samples that were drawn, is left to the estimate, which refuses it.
+        """
+        known = [k for k in self.ks if k <= n or k > total]
+        return (estimate(known) if known else []) + [math.nan] * (len(self.ks) - len(known))
+
     def _add_rows(self, rows: list[list[float]], prompts: Sequence[str]) -> None:
         self._add(torch.tensor(rows, dtype=torch.float64).view(len(rows), len(self.ks)), prompts)
 
@@ -124,15 +134,19 @@ class PassAtK(_SampleMetric):
 
     label = "pass@{k}"
 
-    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:
+    def update(self, correct: Tensor, prompts: Sequence[str], judged: Tensor | None = None) -> None:
         """Add prompts.
 
         Args:
             correct: [prompts, n] bool.
             prompts: ids of the prompts.
+            judged: samples that count, [prompts, n] bool; None: all. A prompt with fewer than k of them says nothing
+                of k.
         """
-        n, hits = correct.shape[1], correct.bool().sum(1).tolist()
-        self._add_rows([[pass_at_k(n, c, k) for k in self.ks] for c in hits], prompts)
+        known = torch.ones_like(correct, dtype=torch.bool) if judged is None else judged
+        hits, numbers = (correct.bool() & known).sum(1).tolist(), known.sum(1).tolist()
+        total, pairs = correct.shape[1], zip(numbers, hits, strict=True)
+        self._add_rows([self._up_to(n, total, partial(_pass_at_ks, n, c)) for n, c in pairs], prompts)
 
 
 class AvgAtK(_SampleMetric):
@@ -150,11 +164,13 @@ class AvgAtK(_SampleMetric):
     def __init__(self, n: int, **kwargs: Any) -> None:
         super().__init__([n], **kwargs)
 
-    def update(self, correct: Tensor, prompts: Sequence[str]) -> None:
-        """Add prompts; ``correct`` is [prompts, n] bool."""
+    def update(self, correct: Tensor, prompts: Sequence[str], judged: Tensor | None = None) -> None:
+        """Add prompts; ``correct`` is [prompts, n] bool, and so is ``judged``, the samples that count; None: all."""
         if correct.shape[1] != self.ks[0]:
             raise ValueError(f"{correct.shape[1]} samples of each prompt, expected {self.ks[0]}")
-        self._add(correct.double().mean(1, keepdim=True), prompts)
+        # 0 / 0 is NaN, and a prompt without a verdict so no part of the mean.
+        right = correct.double() if judged is None else correct.double().where(judged, math.nan)
+        self._add(right.mean(1, keepdim=True) if judged is None else right.nanmean(1, keepdim=True), prompts)
 
 
 class MajAtK(_SampleMetric):
@@ -170,23 +186,28 @@ class MajAtK(_SampleMetric):
 
     label = "maj@{k}"
 
-    def update(self, correct: Tensor, classes: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+    def update(  # type: ignore[override]
+        self, correct: Tensor, classes: Tensor, prompts: Sequence[str], judged: Tensor | None = None
+    ) -> None:
         """Add prompts.
 
         Args:
             correct: [prompts, n] bool.
             classes: [prompts, n] int64, equal where the answers of a prompt are; negative where there is none.
             prompts: ids of the prompts.
+            judged: samples that count, [prompts, n] bool; None: all.
         """
         rows = []
-        for right, given in zip(correct.tolist(), classes.tolist(), strict=True):
+        for i in range(len(prompts)):
+            right, given = _counting(correct[i], judged, i), _counting(classes[i], judged, i)
             members: dict[int, list[float]] = {}
             for hit, answer in zip(right, given, strict=True):
                 if answer >= 0:
                     members.setdefault(answer, []).append(float(hit))
             sizes = [len(hits) for hits in members.values()]
             shares = [sum(hits) / len(hits) for hits in members.values()]
-            rows.append(majority(sizes, shares, len(given) - sum(sizes), self.ks))
+            unanswered = len(given) - sum(sizes)
+            rows.append(self._up_to(len(given), classes.shape[1], partial(majority, sizes, shares, unanswered)))
         self._add_rows(rows, prompts)
 
 
@@ -206,16 +227,31 @@ class BestOfK(_SampleMetric):
         self.label = f"best@{{k}}/{selector}"
         super().__init__(ks, **kwargs)
 
-    def update(self, correct: Tensor, scores: Tensor, prompts: Sequence[str]) -> None:  # type: ignore[override]
+    def update(  # type: ignore[override]
+        self, correct: Tensor, scores: Tensor, prompts: Sequence[str], judged: Tensor | None = None
+    ) -> None:
         """Add prompts.
 
         Args:
             correct: [prompts, n] bool.
             scores: [prompts, n]; NaN is the lowest.
             prompts: ids of the prompts.
+            judged: samples that count, [prompts, n] bool; None: all.
         """
-        pairs = zip(scores.tolist(), correct.tolist(), strict=True)
-        self._add_rows([best_of_k(score, right, self.ks) for score, right in pairs], prompts)
+        rows = []
+        for i in range(len(prompts)):
+            given, right = _counting(scores[i], judged, i), _counting(correct[i], judged, i)
+            rows.append(self._up_to(len(given), scores.shape[1], partial(best_of_k, given, right)))
+        self._add_rows(rows, prompts)
+
+
+def _pass_at_ks(n: int, correct: int, ks: Sequence[int]) -> list[float]:
+    return [pass_at_k(n, correct, k) for k in ks]
+
+
+def _counting(values: Tensor, judged: Tensor | None, prompt: int) -> list[Any]:
+    """Return the values, [n], of one prompt's samples that count."""
+    return list((values if judged is None else values[judged[prompt]]).tolist())
 
 
 def _key(prompt: str) -> int:

@@ -13,7 +13,10 @@ from lit_grpo.utils.random import derive_seed
 
 
 def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
-    """Make the tensors of a rollout that the objective looks at."""
+    """Make the tensors of a rollout that the objective looks at; rewards are NaN where nothing scored a completion.
+
+    Of such a rollout the objective is given the other rows alone (:func:`scored_rows`).
+    """
     # Masks come from lengths, never from ids: the padding id may be one that the policy generates.
     lengths = [len(c.token_ids) for c in batch.completions]
     count, width = len(lengths), max(lengths, default=0)
@@ -37,6 +40,11 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
     ).to(device)
 
 
+def scored_rows(batch: Rollout) -> Tensor | None:
+    """Return the completions that have a reward, as indices [n]; None where all have."""
+    return None if batch.scored is None else batch.scored.nonzero()[:, 0]
+
+
 def _sample_keys(batch: Rollout) -> list[int]:
     """Return a number for each completion that is the same however the rollout is spread over ranks."""
     positions = batch.positions or range(len(batch.prompts))
@@ -48,7 +56,8 @@ def minibatches(
 ) -> Iterator[Tensor]:
     """Yield the completions of each optimizer step: whole groups, each group equally often, in a seeded order.
 
-    A rank may have none of a step's groups.
+    A rank may have none of a step's groups. Completions that no reward scored are in no step, so that each is what it
+    would be had they not been sampled: denominators count the scored ones.
 
     Args:
         batch: this rank's part of the rollout.
@@ -58,7 +67,7 @@ def minibatches(
         rank: rank of this process.
         world_size: number of processes.
     """
-    own = len(batch.prompts)
+    own, scored = len(batch.prompts), batch.scored
     groups, first = own * world_size, own * rank
     size = min(prompts or groups, groups)
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +78,8 @@ def minibatches(
         for start in range(0, groups, size):
             chosen = order[start : start + size].sort().values
             chosen = chosen[(chosen >= first) & (chosen < first + own)] - first
-            yield (chosen[:, None] * batch.group_size + torch.arange(batch.group_size)).flatten()
+            rows = (chosen[:, None] * batch.group_size + torch.arange(batch.group_size)).flatten()
+            yield rows if scored is None else rows[scored[rows]]
             done += 1
 
 

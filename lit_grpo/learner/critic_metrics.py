@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lit_grpo.learner.batch import scored_rows
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.metric_sums import Reduce
 from lit_grpo.objectives.diagnostics import mean_of, rows_by_verdict
@@ -32,8 +33,12 @@ def critic_after_update(
         state: histories of the objective.
         reduce: sum over ranks; None for one process.
     """
+    values = forward.rollout_values(batch)
+    # One that no reward scored has no return.
+    if (scored := scored_rows(batch)) is not None:
+        experience, values = experience.select(scored), values[scored.to(values.device)]
     returns = objective.returns(experience, state, reduce)
-    values, mask = forward.rollout_values(batch).to(returns.dtype), experience.mask
+    values, mask = values.to(returns.dtype), experience.mask
     by_verdict = rows_by_verdict(objective.correct(experience, state), mask)
     error = masked(returns - values, mask)
     return {f"critic/value_{name}_after": mean_of(values, tokens) for name, tokens in by_verdict.items()} | {

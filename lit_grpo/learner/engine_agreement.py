@@ -143,7 +143,9 @@ class FirstUpdate:
 
     def _gathered(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor | None:
         count = len(self.batch.completions)
-        if not micro_batches or len(self.rows) < count:
+        # Completions that no reward scored are in no step.
+        whole = count if self.batch.scored is None else int(self.batch.scored.sum())
+        if not micro_batches or len(self.rows) < whole:
             return None
         return gather_rows(micro_batches, count, float("nan"))
 

@@ -127,30 +127,38 @@ def add_rollout_metrics(metrics: StepMetrics, rollout: Rollout, ranks: int = 1) 
     # Demonstrations, the solutions of the data, are scored by no reward.
     if not rollout.rewards:
         return
-    metrics.add("reward", reward.sum(), count)
-    metrics.deviation("reward/std", reward)
+    # What no reward scored has no part in what is said of rewards, and what none judged in what is said of verdicts.
+    scored = torch.ones(count, dtype=torch.bool) if rollout.scored is None else rollout.scored
+    judged = scored if rollout.judged is None else scored & rollout.judged
+    metrics.add("reward", reward[scored].sum(), scored.sum())
+    metrics.deviation("reward/std", reward[scored])
     for name, values in rollout.rewards.items():
-        metrics.add(f"reward/{name}", values.double().sum(), count)
+        given = values.double()[scored & ~values.isnan()]
+        metrics.add(f"reward/{name}", given.sum(), len(given))
     if rollout.no_answer is not None:
-        metrics.add("completions/no_answer_frac", rollout.no_answer.sum(), count)
+        metrics.add("completions/no_answer_frac", (rollout.no_answer & judged).sum(), judged.sum())
+    known = scored.view(-1, rollout.group_size)
     groups = reward.view(-1, rollout.group_size)
-    flat = (groups == groups[:, :1]).all(1)
-    metrics.add("groups/zero_std_frac", flat.sum(), len(groups))
+    # Groups of which nothing is scored say nothing; equal are the values whose least is their greatest.
+    least = groups.where(known, torch.inf).amin(1)
+    flat = least == groups.where(known, -torch.inf).amax(1)
+    metrics.add("groups/zero_std_frac", (flat & known.any(1)).sum(), known.any(1).sum())
     if rollout.correct is not None:
-        correct = rollout.correct
+        right, wrong = rollout.correct & judged, ~rollout.correct & judged
         # Empty completions count with their 0 tokens, as in completions/length, which so lies between the two.
-        metrics.add("completions/correct_length", lengths[correct].sum(), correct.sum())
-        metrics.add("completions/incorrect_length", lengths[~correct].sum(), (~correct).sum())
-        verdicts = correct.view(-1, rollout.group_size)
-        metrics.add("groups/all_correct_frac", verdicts.all(1).sum(), len(verdicts))
-        metrics.add("groups/all_wrong_frac", (~verdicts).all(1).sum(), len(verdicts))
+        metrics.add("completions/correct_length", lengths[right].sum(), right.sum())
+        metrics.add("completions/incorrect_length", lengths[wrong].sum(), wrong.sum())
+        size, some = rollout.group_size, judged.view(-1, rollout.group_size).any(1)
+        metrics.add("groups/all_correct_frac", (some & ~wrong.view(-1, size).any(1)).sum(), some.sum())
+        metrics.add("groups/all_wrong_frac", (some & ~right.view(-1, size).any(1)).sum(), some.sum())
     _add_sources(metrics, rollout)
 
 
 def _add_sources(metrics: StepMetrics, rollout: Rollout) -> None:
     # Also of a source that this rank has no prompt of: all ranks must hold the same keys.
-    reward = rollout.reward.double().view(-1, rollout.group_size).sum(1)
+    scored = (~rollout.reward.isnan()).view(-1, rollout.group_size).sum(1)
+    reward = rollout.reward.double().nan_to_num(0.0).view(-1, rollout.group_size).sum(1)
     for source in rollout.sources:
         mine = torch.tensor([prompt.source == source for prompt in rollout.prompts])
-        metrics.add(f"source/{source}/reward", reward[mine].sum(), mine.sum() * rollout.group_size)
+        metrics.add(f"source/{source}/reward", reward[mine].sum(), scored[mine].sum())
         metrics.add(f"source/{source}/prompts_frac", mine.sum(), len(mine))

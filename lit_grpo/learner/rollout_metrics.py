@@ -48,13 +48,15 @@ def add_audit_metrics(
     mixed_up = _completions_of_another_prompt(batch, experience.group_ids.tolist(), prompts)
     metrics.add("sanity/mixed_prompts_frac", mixed_up, len(prompts))
     mean = _mean_advantages(experience, advantages).tolist()
+    scored = [True] * len(rewards) if batch.scored is None else batch.scored.tolist()
     equal, contradict, contradict_advantage = 0, 0, 0
     gap = 1e-3 * max(map(abs, mean), default=0.0)
     # A correct completion may have the smaller total reward, where other rewards outweigh the one that judges.
+    # An objective that goes by verdicts has one of every scored completion (LitGRPO refuses others).
     quality = batch.correct.double().tolist() if by_verdict and batch.correct is not None else rewards
     distinct = inverted = mixed = 0
     for start in range(0, len(rewards), size):
-        rows = range(start, start + size)
+        rows = [i for i in range(start, start + size) if scored[i]]
         same: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i in rows:
             same[batch.completions[i].token_ids].append(i)
@@ -65,14 +67,14 @@ def add_audit_metrics(
                     equal += 1
                     contradict += rewards[i] != rewards[j]
                     contradict_advantage += not abs(mean[i] - mean[j]) <= gap
-        ordered = _advantages_follow([quality[i] for i in rows], [mean[i] for i in rows])
+        ordered = _advantages_follow([quality[i] for i in rows], [mean[i] for i in rows]) if rows else None
         mixed += ordered is not None
         inverted += ordered is False
     # A completion that was judged twice is a pair of equal completions.
     changed, judged = batch.sums.get("sanity/rejudged_diff_frac", (0, 0))
     equal, contradict = equal + int(judged), contradict + int(changed)
     groups = len(batch.prompts)
-    metrics.add("groups/distinct_frac", distinct, groups * size)
+    metrics.add("groups/distinct_frac", distinct, sum(scored))
     # Counts of the whole rollout: a sum over ranks is divided by their number, each having a weight of 1.
     metrics.add("groups/count", groups * ranks)
     metrics.add("groups/equal_pairs", equal * ranks)
@@ -81,7 +83,8 @@ def add_audit_metrics(
     metrics.add("sanity/inverted_advantage_frac", inverted, mixed)
     if batch.correct is not None:
         truncated = torch.tensor([c.truncated for c in batch.completions])
-        for name, chosen in (("correct", batch.correct), ("incorrect", ~batch.correct)):
+        with_verdict = torch.tensor(scored) if batch.judged is None else torch.tensor(scored) & batch.judged
+        for name, chosen in (("correct", batch.correct & with_verdict), ("incorrect", ~batch.correct & with_verdict)):
             metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():

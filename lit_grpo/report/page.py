@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.report.run import Ending, Episode, Run, diagnoses, episodes, headline, how_it_ended, main_episode
-from lit_grpo.report.samples import BOUNDS, choose_steps, read_records, rollout_view
+from lit_grpo.report.samples import BOUNDS, choose_steps, read_records, rollout_view, scored_rewards
 from lit_grpo.run.folder import REPORT_FILE
 from lit_grpo.run.phases import PHASES, learner_phases
 from lit_grpo.tracking.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
@@ -59,7 +59,7 @@ def make_report(run: Run, ending: Ending | None = None) -> tuple[list[Picture], 
     records = read_records(run, chosen)
     rollouts = [rollout_view(title, record, run.token_texts) for title, record in records]
     histogram = None
-    if rewards := [(f"{t}: step {r.step}", r.tensors["reward"].tolist()) for t, r in records]:
+    if rewards := [(f"{t}: step {r.step}", scored_rewards(r)) for t, r in records if scored_rewards(r)]:
         histogram = draw_histograms(rewards)
         pictures.append(histogram)
     phases = learner_phases({key for key in PHASES if run.has(key)})

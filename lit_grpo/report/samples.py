@@ -96,8 +96,10 @@ def read_records(run: Run, chosen: Sequence[tuple[str, int]]) -> list[tuple[str,
 def rollout_view(title: str, record: flight.RecordedStep, token_texts: dict[int, str]) -> RolloutView:
     """Show a record's completions with the highest, middle and lowest reward, with different texts if there are any."""
     reward = record.tensors["reward"]
-    order = sorted(range(len(reward)), key=lambda i: -float(reward[i]))
-    wanted = [order[0], order[len(order) // 2], order[-1]] if order else []
+    # Those that no reward scored come last, and are shown where they are among few.
+    order = sorted(range(len(reward)), key=lambda i: _place(reward[i]))
+    scored = sum(not math.isnan(float(value)) for value in reward)
+    wanted = [order[0], order[scored // 2], order[scored - 1]] if scored else order[:1]
     # By text: after a collapse most completions are the same, and one of them shows it.
     rows: dict[str, int] = {}
     for i in [*wanted, *order[1:]]:
@@ -105,7 +107,7 @@ def rollout_view(title: str, record: flight.RecordedStep, token_texts: dict[int,
             rows.setdefault(record.texts[i], i)
     modes = {"advantages": "advantage", "entropy": "entropy", "sampler_logprobs": "surprise"}
     known = frozenset(mode for name, mode in modes.items() if name in record.tensors)
-    by_reward = sorted(rows.values(), key=lambda i: -float(reward[i]))
+    by_reward = sorted(rows.values(), key=lambda i: _place(reward[i]))
     return RolloutView(
         title=f"{title}: step {record.step}" + (" (broke off in this step)" if record.unfinished else ""),
         completions=[_completion_view(record, i, token_texts) for i in by_reward],
@@ -122,11 +124,11 @@ def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int,
         return [float(v) for v in rows[i]] if rows else None
 
     entropy, sampled, advantages, mask = row("entropy"), row("sampler_logprobs"), row("advantages"), row("mask")
-    facts = [("reward", f"{float(record.tensors['reward'][i]):.3g}")]
-    if "correct" in record.tensors:
+    facts = [("reward", _score(record.tensors["reward"][i], "none, left out"))]
+    if "correct" in record.tensors and ("judged" not in record.tensors or record.tensors["judged"][i]):
         facts.append(("correct", "yes" if record.tensors["correct"][i] else "no"))
     facts += [
-        (name, f"{float(values[i]):.3g}")
+        (name, _score(values[i], "none"))
         for name, values in record.tensors.items()
         if name.startswith("reward/") and sum(n.startswith("reward/") for n in record.tensors) > 1
     ]
@@ -159,6 +161,21 @@ def _completion_view(record: flight.RecordedStep, i: int, token_texts: dict[int,
         more=max(0, len(ids) - LONGEST),
         text=visible(record.texts[i])[: 4 * LONGEST],
     )
+
+
+def scored_rewards(record: flight.RecordedStep) -> list[float]:
+    """Return the rewards of a record's completions, without those that no reward scored."""
+    return [value for value in record.tensors["reward"].tolist() if not math.isnan(value)]
+
+
+def _place(reward: Any) -> tuple[bool, float]:
+    """Return the key that sorts by falling reward, what has none last."""
+    value = float(reward)
+    return (True, 0.0) if math.isnan(value) else (False, -value)
+
+
+def _score(reward: Any, unscored: str) -> str:
+    return unscored if math.isnan(float(reward)) else f"{float(reward):.3g}"
 
 
 def _gold(answer: Any) -> str | None:

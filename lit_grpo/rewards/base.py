@@ -64,9 +64,10 @@ class Reward:
         """True if a score depends on the gold answer: of a row with several it is then asked once for each."""
         return self.needs_answer
 
-    def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
+    def score(self, batch: Sequence[RewardInput]) -> Sequence[Score | float | None]:
         """Return one score for each input, in order. May be called from several threads at once.
 
+        None leaves the completion to the other rewards; where every one of them gives None, it is left out of training.
         Where one completion fails alone, its exception may stand in the place of its score.
 
         Everything else calls it through :func:`score_within`, which keeps ``score_limit``.
@@ -113,7 +114,7 @@ class HungRewardError(RuntimeError):
     """Error for a reward whose ``score`` has not returned in its time; it goes on in its thread."""
 
 
-def score_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
+def score_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float | None]:
     """Call a reward's ``score``, and give the call up when ``score_limit`` is over.
 
     Where prompts have several gold answers, any of which is right, a reward that compares with the gold is called once
@@ -133,8 +134,8 @@ def answers_within(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[str
     return _within(reward, reward.final_answers, batch)
 
 
-def _best_of_golds(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float]:
-    best: dict[int, Score | float] = {}
+def _best_of_golds(reward: Reward, batch: Sequence[RewardInput]) -> Sequence[Score | float | None]:
+    best: dict[int, Score | float | None] = {}
     for turn in range(max(len(item.prompt.golds) for item in batch)):
         # A completion with full marks is asked about no more.
         asked = [
@@ -192,47 +193,74 @@ def primary_reward(rewards: Sequence[Reward]) -> Reward | None:
     return next((reward for reward in rewards if reward.correct_threshold is not None), None)
 
 
-def verdicts(rewards: Sequence[Reward], scores: Scores, sources: Sequence[str]) -> list[bool] | None:
+def verdicts(rewards: Sequence[Reward], scores: Scores, sources: Sequence[str]) -> list[bool | None] | None:
     """Say of each completion whether it is correct, by the primary reward; None if no reward says what is right.
 
-    A completion that the reward failed on is not correct, whatever value it was given.
+    Where the primary reward gave None, the next that says what is right decides; where all of them did, the completion
+    has no verdict: None in its place. One that the reward failed on is not correct, whatever value it was given.
 
     Args:
         rewards: rewards of the run.
         scores: scores of each reward by its name.
         sources: source of each completion's prompt.
     """
-    primary = primary_reward(rewards)
-    if primary is None:
+    if primary_reward(rewards) is None:
         return None
-    # By the reward of the source: where a mixture has one for each, that one knows what its own values mean.
-    pairs = zip(sources, scores[primary.name], strict=True)
-    return [primary.for_source(source).correct(score.value) and not score.failed for source, score in pairs]
+    found: list[bool | None] = []
+    for i, source in enumerate(sources):
+        judge = _judge_of(rewards, scores, i)
+        if judge is None:
+            found.append(None)
+            continue
+        score = scores[judge.name][i]
+        # By the reward of the source: where a mixture has one for each, that one knows what its own values mean.
+        found.append(judge.for_source(source).correct(score.value) and not score.failed)
+    return found
+
+
+def _judge_of(rewards: Sequence[Reward], scores: Scores, i: int) -> Reward | None:
+    """Return the first reward that says whether completion ``i`` is right; None where all that could gave None."""
+    judges = (reward for reward in rewards if reward.correct_threshold is not None)
+    return next((reward for reward in judges if not scores[reward.name][i].skipped), None)
 
 
 def flipped_totals(rewards: Sequence[Reward], scores: Scores, sources: Sequence[str]) -> list[float] | None:
     """Return each completion's total reward if the primary reward had said the opposite.
 
-    Its value v becomes low + high - v within its range (1 - v for values from 0 to 1), the other rewards stay. None if
-    no reward says what is right, or the range is not finite for one of the completions. Arguments as of
-    :func:`verdicts`.
+    Its value v becomes low + high - v within its range (1 - v for values from 0 to 1), the other rewards stay, as does
+    the total of a completion without a verdict. None if no reward says what is right, or the range is not finite for
+    one of the completions. Arguments as of :func:`verdicts`.
     """
-    primary = primary_reward(rewards)
-    if primary is None:
+    if primary_reward(rewards) is None:
         return None
     totals = weighted_sums(rewards, scores)
-    for i, (source, score) in enumerate(zip(sources, scores[primary.name], strict=True)):
-        low, high = primary.for_source(source).range
+    for i, source in enumerate(sources):
+        judge = _judge_of(rewards, scores, i)
+        if judge is None:
+            continue
+        low, high = judge.for_source(source).range
         if not (math.isfinite(low) and math.isfinite(high)):
             return None
-        totals[i] += primary.weight * (low + high - 2 * score.value)
+        totals[i] += judge.weight * (low + high - 2 * scores[judge.name][i].value)
     return totals
 
 
 def weighted_sums(rewards: Sequence[Reward], scores: Scores) -> list[float]:
-    """Return the total reward of each completion: the weighted sum of its scores."""
-    columns = [[reward.weight * score.value for score in scores[reward.name]] for reward in rewards]
-    return [sum(row) for row in zip(*columns, strict=True)]
+    """Return the total reward of each completion: the weighted sum of its scores.
+
+    A reward that gave None adds nothing. NaN where every reward with a weight other than 0 gave None (every reward
+    where all have weight 0): nothing scored the completion, and it is left out.
+    """
+    # A reward that is only logged pays nothing, so that its score is none that a total could be made of.
+    paying = [reward for reward in rewards if reward.weight] or list(rewards)
+    totals = []
+    for i in range(len(scores[rewards[0].name]) if rewards else 0):
+        if all(scores[reward.name][i].skipped for reward in paying):
+            totals.append(math.nan)
+            continue
+        given = [(reward.weight, scores[reward.name][i]) for reward in rewards]
+        totals.append(sum(weight * score.value for weight, score in given if not score.skipped))
+    return totals
 
 
 def weighted_range(reward: Reward) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Scoring of a batch by every reward, each held to its contract: one finite number for each completion."""
+"""Scoring of a batch by every reward, each held to its contract: one finite number, or None, for each completion."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def score_all(
 
     Returns:
         Under each reward's name, ``len(batch)`` scores in the order of ``batch``, all finite and of a size that 32 bits
-        can compute with.
+        can compute with but those that are ``skipped``, where the reward gave None.
 
     Raises:
         RewardError: see ``on_error``. A wrong number of scores always raises: which is whose cannot be known.
@@ -137,12 +137,13 @@ def judge_again(
     changed, judged = [False] * len(batch), [bool(asked)] * len(batch)
     for reward in asked:
         first, second = scores[reward.name], _score(reward, batch, on_error)
-        values = [score.value for score in (*first, *second)]
+        values = [score.value for score in (*first, *second) if not score.skipped]
         width = reward.range[1] - reward.range[0]
         width = width if math.isfinite(width) else max(values, default=0.0) - min(values, default=0.0)
         for i, (one, other) in enumerate(zip(first, second, strict=True)):
             judged[i] &= not (one.failed or one.timed_out or other.failed or other.timed_out)
-            changed[i] |= abs(one.value - other.value) > 0.1 * width
+            # A comparison with NaN, the value of a skipped score, is false.
+            changed[i] |= one.skipped != other.skipped or abs(one.value - other.value) > 0.1 * width
     return sum(c and j for c, j in zip(changed, judged, strict=True)), sum(judged)
 
 
@@ -188,7 +189,7 @@ def _score_singly(reward: Reward, batch: Sequence[RewardInput], on_error: OnErro
     return checked
 
 
-def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: OnError) -> Score:
+def _checked(reward: Reward, item: RewardInput, score: Score | float | None, on_error: OnError) -> Score:
     # A reward may put the error of one completion in the place of its score: the others need not be scored anew.
     if isinstance(score, Exception) and not isinstance(score, NoScoreError):
         if on_error == "raise":
@@ -201,7 +202,7 @@ def _checked(reward: Reward, item: RewardInput, score: Score | float, on_error: 
     else:
         size = abs(checked.value) * max(1.0, abs(reward.weight))
         bad = next((key for key, value in (checked.details or {}).items() if not math.isfinite(value)), None)
-        if size <= _LARGEST and bad is None:
+        if (checked.skipped or size <= _LARGEST) and bad is None:
             return checked
         if bad is not None and checked.details is not None:
             problem = f"gave {checked.details[bad]} for its figure {bad!r}"

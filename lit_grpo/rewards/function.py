@@ -15,7 +15,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.function_call import Call, Reply, call_function, call_isolated
 from lit_grpo.rewards.isolation.pool import WorkerPool
-from lit_grpo.rewards.returned import NoScoreError
+from lit_grpo.rewards.returned import SKIPPED, NoScoreError
 from lit_grpo.types import RewardInput, Score
 from lit_grpo.utils.imports import import_by_path
 from lit_grpo.utils.threads import call_within
@@ -274,6 +274,8 @@ def _unpacked(sent: Any) -> Any:
 def _with_time(score: Any, seconds: float) -> Any:
     if isinstance(score, Score):
         return score._replace(seconds=seconds)
+    if score is None:
+        return SKIPPED._replace(seconds=seconds)
     return Score(score, seconds=seconds) if isinstance(score, float) else score
 
 

@@ -105,9 +105,9 @@ def _packed(value: Any) -> Any:
         score = as_score(value)
     except NoScoreError as error:
         return {"problem": str(error)}
-    if not isinstance(value, Score):
-        return score.value
-    return [*score[:4], score.details, score.seconds]
+    # JSON has no NaN, which is the value of a skipped score.
+    number = None if score.skipped else score.value
+    return number if not isinstance(value, Score) else [number, *score[1:4], score.details, score.seconds]
 
 
 def _shown(value: Any) -> str:

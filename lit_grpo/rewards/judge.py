@@ -177,8 +177,10 @@ class JudgeReward(Reward):
         value = self._grades[verdict.grade]
         details = {"cached": float(verdict.cached), "attempts": float(verdict.attempts)}
         if other is not None and self._compare is not None:
-            theirs = self._compare.correct(given_score(other).value)
-            details["agreement"] = float(self.correct(value) == theirs)
+            theirs = given_score(other)
+            # One that leaves the completion out agrees with nothing, and contradicts nothing.
+            if not theirs.skipped:
+                details["agreement"] = float(self.correct(value) == self._compare.correct(theirs.value))
         return Score(value, details=details, seconds=seconds)
 
     # All requests run on one event loop in a thread of its own: several threads may call score at once, and the limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from decimal import Decimal
 from numbers import Number, Real
@@ -13,6 +14,9 @@ from lit_grpo.utils.text import shorten
 
 _SHOWN = 80
 
+SKIPPED = Score(math.nan, skipped=True)
+"""What None stands for: the reward leaves this completion to the others, or out."""
+
 
 class NoScoreError(TypeError):
     """Error for what a reward gave in the place of a score; its text is the predicate of a sentence."""
@@ -22,31 +26,37 @@ def as_score(value: Any) -> Score:
     """Return what a reward gave as a :class:`Score` of plain values.
 
     A number is one, of Python, NumPy or torch, true and false, a fraction, a decimal; and so is an array or tensor of
-    a single number. More than a number is said by a :class:`Score`.
+    a single number. More than a number is said by a :class:`Score`. None, also as the value of one, is a score that is
+    ``skipped``: the reward leaves the completion to the others.
 
     Raises:
         NoScoreError: it is something else, a plain tuple or text with a number in it included. Whether a number is
             finite is not looked at.
     """
+    if value is None:
+        return SKIPPED
     if not isinstance(value, Score):
         return Score(_number(value, value))
     details = value.details
     if details is not None and not isinstance(details, Mapping):
         raise NoScoreError(f"gave a Score whose details are {_shown(details)}, not figures by name")
-    for name in ("timed_out", "failed", "no_answer"):
+    for name in ("timed_out", "failed", "no_answer", "skipped"):
         flag = getattr(value, name)
         if type(flag).__name__ not in ("bool", "bool_"):
             raise NoScoreError(f"gave a Score whose {name} is {_shown(flag)}, not true or false")
     figures = (
         None if details is None else {str(k): _number(v, value, f" for its figure {k!r}") for k, v in details.items()}
     )
+    given: Any = value.value
+    skipped = given is None or bool(value.skipped)
     return Score(
-        _number(value.value, value),
+        math.nan if skipped else _number(given, value),
         bool(value.timed_out),
         bool(value.failed),
         bool(value.no_answer),
         figures,
         _number(value.seconds, value, " for its seconds"),
+        skipped,
     )
 
 
@@ -87,11 +97,6 @@ def _hint(given: Any) -> str:
         return f" but a {kind}: for more than a number return lit_grpo.types.Score(value, details={{name: number}})"
     if isinstance(given, str | bytes):
         return " but text"
-    if given is None:
-        return (
-            ": is a return missing? What another reward should judge is left to it by lit_grpo.rewards.RewardBySource, "
-            "and 0 pays nothing"
-        )
     return ""
 
 

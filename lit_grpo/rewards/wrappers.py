@@ -10,14 +10,14 @@ from typing import Any
 
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rewards.base import Reward, answers_within, score_within
-from lit_grpo.rewards.returned import given_score
+from lit_grpo.rewards.returned import SKIPPED, given_score
 from lit_grpo.types import RewardInput, Score
 
 
 class WrappingReward(Reward):
     """Base class of rewards that change the value of another one, which is logged as ``reward/<name>/inner``.
 
-    A subclass gives ``change``.
+    A subclass gives ``change``. Where the wrapped reward gives None, so does this one.
 
     Args:
         reward: the wrapped reward; its weight and name are not used.
@@ -70,6 +70,9 @@ class WrappingReward(Reward):
         scores = []
         for item, given in zip(batch, score_within(self.reward, batch), strict=True):
             score = given_score(given)
+            if score.skipped:
+                scores.append(score)
+                continue
             details = {**(score.details or {}), "inner": score.value}
             scores.append(score._replace(value=self.change(item, score), details=details))
         return scores
@@ -94,7 +97,7 @@ class GatedReward(WrappingReward):
     asked.
 
     ``inner`` is logged as with every wrapper: the wrapped reward's own mean, gate or no gate; ``open`` is the share of
-    completions with full marks from the gate.
+    completions with full marks from the gate. Where one of the two gives None, so does this reward.
 
     Args:
         reward: the wrapped reward; its weight and name are not used.
@@ -154,6 +157,9 @@ class GatedReward(WrappingReward):
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         scores = []
         for score, is_open in zip(super().score(batch), self._open(batch), strict=True):
+            if score.skipped or is_open is None:
+                scores.append(score if score.skipped else SKIPPED)
+                continue
             details = {**(score.details or {}), "open": float(is_open)}
             scores.append(score._replace(value=score.value if is_open else self._closed, details=details))
         return scores
@@ -167,11 +173,11 @@ class GatedReward(WrappingReward):
             return None
         return [answer if is_open else None for answer, is_open in zip(answers, self._open(batch), strict=True)]
 
-    def _open(self, batch: Sequence[RewardInput]) -> list[bool]:
-        """Say for each completion whether its gate is open."""
-        values = [given_score(one).value for one in score_within(self.gate, batch)]
+    def _open(self, batch: Sequence[RewardInput]) -> list[bool | None]:
+        """Say for each completion whether its gate is open; None where the gate gave None."""
+        given = [given_score(one) for one in score_within(self.gate, batch)]
         # The same allowance as in `Reward.correct`: sums of shares may miss full marks by a rounding error.
-        return [value >= self._at_least - 1e-9 for value in values]
+        return [None if score.skipped else score.value >= self._at_least - 1e-9 for score in given]
 
     def start(self) -> None:
         super().start()

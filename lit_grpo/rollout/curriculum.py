@@ -89,8 +89,9 @@ class Curriculum:
         return chance >= 1 or derive_seed("difficulty", self.seed, position) / _RANGE < chance
 
     def outcome(self, groups: Sequence[CandidateGroup]) -> list[tuple[int, str, float]]:
-        """Return (position, prompt's id, share of right completions) of each group."""
-        return [(group.position, group.prompt.id, pass_rate(group)) for group in groups]
+        """Return (position, prompt's id, share of right completions) of each group that has a verdict."""
+        shares = [(group, pass_rate(group)) for group in groups]
+        return [(group.position, group.prompt.id, share) for group, share in shares if share is not None]
 
     def update(self, outcomes: Sequence[tuple[int, str, float]]) -> None:
         """Update the rates by the outcomes of a rollout, those of all ranks."""
@@ -132,12 +133,13 @@ def primary_reward_of(rewards: Sequence[Reward], where: str) -> Reward:
     return reward
 
 
-def pass_rate(group: CandidateGroup) -> float:
-    """Return the share of a group's completions that are correct.
+def pass_rate(group: CandidateGroup) -> float | None:
+    """Return the share of a group's completions that are correct, of those with a verdict; None where none has one.
 
     Raises:
         ValueError: no reward said which are.
     """
     if group.correct is None:
         raise ValueError("no reward says whether an answer is right, so no prompt has a pass rate")
-    return float(group.correct.double().mean())
+    correct = group.correct if group.judged is None else group.correct[group.judged]
+    return float(correct.double().mean()) if len(correct) else None

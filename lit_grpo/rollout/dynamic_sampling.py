@@ -3,7 +3,8 @@
 A group is mixed if it holds correct and incorrect completions (DAPO, 2503.14476 Eq. 11), or if its total rewards differ
 (Olmo 3): the objective's ``uniform_by`` says which. Either goes by what the rewards gave, before the objective shapes
 it (label noise, length penalty, map): that is what can be known before the learner has seen the rollout. What shaping
-makes uniform, the objective's own filter drops.
+makes uniform, the objective's own filter drops. Completions that no reward scored count in neither: a group with fewer
+than two others is uniform.
 
 One algorithm serves any number of ranks. Every rank samples its part of the positions, and after each group the ranks
 exchange which groups are mixed, so that all of them take the same decisions from the same facts.
@@ -63,6 +64,8 @@ class CandidateGroup:
     """Completions without a parsable answer, [G]; None where no reward looks for one."""
     correct: Tensor | None
     """Correct completions, [G] bool; None where no reward says what is right."""
+    judged: Tensor | None
+    """``judged`` of the rollout, [G]."""
     flipped_reward: Tensor | None
     """``flipped_reward`` of the rollout, [G]."""
 
@@ -156,7 +159,7 @@ class DynamicSampler:
                 if scored_group is not None:
                     position, result = scored_group
                     results[position] = result
-                    totals += self.generator.totals(result)
+                    totals += [total for total in self.generator.totals(result) if not math.isnan(total)]
                     prompt = prompt_at(position)
                     correct = self.generator.correct(prompt, result)
                     outcome = position, self._is_mixed(prompt, result), _share(correct)
@@ -201,9 +204,13 @@ class DynamicSampler:
                 "sampling/all_wrong_frac": sum(value == 0 for value in right) / len(right),
             }
         )
+        scored = sum(number for _, number in totals_of_ranks)
+        # Where nothing was scored there is no mean.
+        mean = {} if not scored else {"sampling/reward": sum(total for total, _ in totals_of_ranks) / scored}
         metrics = (
             sampled.metrics
             | verdicts
+            | mean
             | {
                 "sampling/rounds": float(rounds),
                 "sampling/prompts": float(used),
@@ -211,7 +218,6 @@ class DynamicSampler:
                 "sampling/surplus": float(sum(mixed_at.values()) - min(mixed, self.groups)),
                 "sampling/short": float(max(0, self.groups - mixed)),
                 "sampling/cancelled": float(asked - len(mixed_at)),
-                "sampling/reward": sum(t for t, _ in totals_of_ranks) / sum(n for _, n in totals_of_ranks),
             }
         )
         share = self._share(candidates, chosen)
@@ -223,11 +229,15 @@ class DynamicSampler:
         )
 
     def _is_mixed(self, prompt: Prompt, result: Scored) -> bool:
-        by_correct = self.uniform_by == "correct"
-        values = self.generator.correct(prompt, result) if by_correct else self.generator.totals(result)
+        totals = self.generator.totals(result)
+        values: Sequence[float | bool | None] | None = totals
+        if self.uniform_by == "correct":
+            values = self.generator.correct(prompt, result)
         if values is None:
             raise ValueError("no reward says what is correct, so groups cannot be told by it")
-        return any(value != values[0] for value in values)
+        pairs = zip(values, totals, strict=True)
+        known = [value for value, total in pairs if value is not None and not math.isnan(total)]
+        return any(value != known[0] for value in known)
 
     def _more(self, mixed_at: dict[int, bool], asked: int) -> int:
         """Return how many further prompts to ask for now."""
@@ -358,6 +368,7 @@ def split_groups(rollout: Rollout, positions: Sequence[int]) -> list[CandidateGr
             rollout.reward[g * size : (g + 1) * size],
             None if rollout.no_answer is None else rollout.no_answer[g * size : (g + 1) * size],
             None if rollout.correct is None else rollout.correct[g * size : (g + 1) * size],
+            None if rollout.judged is None else rollout.judged[g * size : (g + 1) * size],
             None if rollout.flipped_reward is None else rollout.flipped_reward[g * size : (g + 1) * size],
         )
         for g, (position, prompt) in enumerate(zip(positions, rollout.prompts, strict=True))
@@ -374,6 +385,7 @@ def join_groups(groups: Sequence[CandidateGroup], like: Rollout, metrics: dict[s
         rewards={name: torch.cat([group.rewards[name] for group in groups]) for name in like.rewards},
         reward=torch.cat([group.reward for group in groups]),
         correct=_joined(group.correct for group in groups),
+        judged=_joined_judged(groups),
         flipped_reward=_joined(group.flipped_reward for group in groups),
         positions=tuple(group.position for group in groups),
         no_answer=_joined(group.no_answer for group in groups),
@@ -388,5 +400,15 @@ def _joined(parts: Iterable[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors) if tensors and len(tensors) == len(known) else None
 
 
-def _share(correct: Sequence[bool] | None) -> float | None:
-    return None if correct is None else sum(correct) / len(correct)
+def _joined_judged(groups: Sequence[CandidateGroup]) -> Tensor | None:
+    """Join ``judged``: a group without it, which may be another rank's, has a verdict on every completion."""
+    if all(group.judged is None for group in groups):
+        return None
+    whole = [torch.ones(len(group.completions), dtype=torch.bool) for group in groups]
+    return torch.cat([one if group.judged is None else group.judged for group, one in zip(groups, whole, strict=True)])
+
+
+def _share(correct: Sequence[bool | None] | None) -> float | None:
+    """Return the share of a group's verdicts that are right; None where there is none."""
+    known = [right for right in correct or () if right is not None]
+    return sum(known) / len(known) if known else None

@@ -138,6 +138,7 @@ class RolloutGenerator:
         self._sync_tokens = min(SYNC_TOKENS, longest_completion)
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
         self._said_unknown = False
+        self._said_skipped: set[str] = set()
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
@@ -223,11 +224,11 @@ class RolloutGenerator:
         return self._scorers.submit(self._score, prompt, group, again)
 
     def totals(self, result: Scored) -> list[float]:
-        """Return the weighted sum of the rewards of each completion of a group."""
+        """Return the weighted sum of the rewards of each completion of a group; NaN where nothing scored it."""
         return weighted_sums(self.rewards, result.scores)
 
-    def correct(self, prompt: Prompt, result: Scored) -> list[bool] | None:
-        """Say which completions of a group are correct; None if no reward says what is right."""
+    def correct(self, prompt: Prompt, result: Scored) -> list[bool | None] | None:
+        """Say which completions of a group are correct, see :func:`lit_grpo.rewards.base.verdicts`."""
         return verdicts(self.rewards, result.scores, [prompt.source] * len(result.texts))
 
     def build_rollout(
@@ -246,7 +247,12 @@ class RolloutGenerator:
         scores = {r.name: [s for result in results for s in result.scores[r.name]] for r in self.rewards}
         sources = [prompt.source for prompt in prompts for _ in range(group_size)]
         correct, flipped = verdicts(self.rewards, scores, sources), flipped_totals(self.rewards, scores, sources)
-        rewards, total, sums = self._combine([result.scores for result in results])
+        rewards, total, sums = self._combine(scores)
+        self._say_skipped(scores, prompts, group_size)
+        if completions and total.isnan().all():
+            rank_zero_warn(
+                f"Rollout {index}: every reward gave None for all of its completions, so it teaches nothing."
+            )
         if judged := sum(result.rejudged[1] for result in results):
             sums[REJUDGED] = sum(result.rejudged[0] for result in results), judged
         return Rollout(
@@ -256,10 +262,11 @@ class RolloutGenerator:
             texts=[text for result in results for text in result.texts],
             rewards=rewards,
             reward=total,
-            correct=None if correct is None else torch.tensor(correct, dtype=torch.bool),
+            correct=None if correct is None else torch.tensor([bool(right) for right in correct], dtype=torch.bool),
+            judged=None if correct is None or None not in correct else torch.tensor([c is not None for c in correct]),
             flipped_reward=None if flipped is None else torch.tensor(flipped, dtype=torch.float32),
             positions=tuple(positions),
-            no_answer=self._without_answer([result.scores for result in results]),
+            no_answer=self._without_answer(scores),
             group_size=group_size,
             temperature=sampling.temperature or 1.0,
             sampled_tokens=sum(len(c.token_ids) for c in completions),
@@ -357,17 +364,16 @@ class RolloutGenerator:
         return Scored(texts, scores, rejudged)
 
     def _combine(
-        self, groups: list[dict[str, list[Score]]]
+        self, scores_by_name: dict[str, list[Score]]
     ) -> tuple[dict[str, Tensor], Tensor, dict[str, tuple[float, float]]]:
         """Return the rewards by name [N], their weighted sum [N], and sums of time-outs, failures and details."""
         rewards: dict[str, Tensor] = {}
         sums: dict[str, tuple[float, float]] = {}
-        total = torch.zeros(sum(len(group[self.rewards[0].name]) for group in groups), dtype=torch.float64)
+        total = torch.tensor(weighted_sums(self.rewards, scores_by_name), dtype=torch.float64)
+        sums["completions/unscored_frac"] = int(total.isnan().sum()), len(total)
         for reward in self.rewards:
-            scores = [score for group in groups for score in group[reward.name]]
-            values = torch.tensor([score.value for score in scores], dtype=torch.float64)
-            rewards[reward.name] = values.float()
-            total += reward.weight * values
+            scores = scores_by_name[reward.name]
+            rewards[reward.name] = torch.tensor([score.value for score in scores], dtype=torch.float64).float()
             sums[f"reward_errors/timeout_frac/{reward.name}"] = sum(s.timed_out for s in scores), len(scores)
             # Otherwise a failure ends the run.
             if self.on_reward_error == "zero":
@@ -377,13 +383,28 @@ class RolloutGenerator:
                 sums[f"reward/{reward.name}/{key}"] = sum(figures), len(figures)
         return rewards, total.float(), sums
 
-    def _without_answer(self, groups: list[dict[str, list[Score]]]) -> Tensor | None:
+    def _say_skipped(self, scores: dict[str, list[Score]], prompts: Sequence[Prompt], group_size: int) -> None:
+        """Say once of each reward that it gave None: what is meant so is fine, and a forgotten return is not."""
+        for name in scores.keys() - self._said_skipped:
+            first = next((i for i, score in enumerate(scores[name]) if score.skipped), None)
+            if first is None:
+                continue
+            self._said_skipped.add(name)
+            rank_zero_warn(
+                f"The reward {name!r} gave None for a completion of prompt {prompts[first // group_size].id!r}, which "
+                "leaves it to the other rewards. A completion that none of them scores is left out of training: "
+                "completions/unscored_frac counts them. If that is not meant, a return is missing in the reward."
+            )
+
+    def _without_answer(self, scores: dict[str, list[Score]]) -> Tensor | None:
         """Return the completions in which no reward found an answer, [N] bool; None if no reward looks for one."""
         looking = [reward.name for reward in self.rewards if reward.extracts_answer]
         if not looking:
             return None
-        has_answer = [[not score.no_answer for group in groups for score in group[name]] for name in looking]
-        return ~torch.tensor(has_answer, dtype=torch.bool).any(0)
+        # One that gave None has not looked; what nobody looked at is not said to be without an answer.
+        looked = torch.tensor([[not score.skipped for score in scores[name]] for name in looking], dtype=torch.bool)
+        has_answer = torch.tensor([[not score.no_answer for score in scores[name]] for name in looking])
+        return ~(has_answer & looked).any(0) & looked.any(0)
 
     def close(self) -> None:
         """Free engine, rewards and threads."""

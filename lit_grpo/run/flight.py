@@ -12,8 +12,9 @@ Tensors, for N completions in order of their groups, their S tokens laid end to 
 ``values``             [S] float32: value of the critic
 ``advantages``         [S] float32
 ``mask``               [S] bool: the token is in the learner's loss; a drawn token with False is a fault
-``reward``             [N] float32: weighted sum; ``reward/<name>``: each term before its weight
+``reward``             [N] float32: weighted sum; ``reward/<name>``: each term before its weight; NaN: none was given
 ``correct``            [N] bool: what the primary reward says, before label noise
+``judged``             [N] bool: ``correct`` says anything of it; left out where it does of all
 ``truncated``          [N] bool; ``no_answer`` [N] bool
 ``policy_version``     [N] int32: version of the weights that drew the completion
 ``prompt_lengths``     [N / group_size] int32; ``prompt_tokens`` [P] int32

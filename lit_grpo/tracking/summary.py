@@ -84,14 +84,18 @@ class RunSummary(Callback):
         self._metrics = {key: list(state_dict["metrics"][key]) for key in OVERVIEW_KEYS}
 
     def final_reward(self) -> tuple[float, int] | None:
-        """Return the mean reward of the last rollouts and their number; None without rewards."""
-        rewards = self._metrics["reward"][-LAST_STEPS:]
-        if not rewards or all(map(math.isnan, rewards)):
+        """Return the mean reward of the last rollouts that have one, and their number; None without rewards."""
+        # NaN stands for a rollout of which no reward scored anything.
+        rewards = [reward for reward in self._metrics["reward"] if not math.isnan(reward)][-LAST_STEPS:]
+        if not rewards:
             return None
         return sum(rewards) / len(rewards), len(rewards)
 
     def samples(self) -> list[SampleRow]:
-        """Return the completions of the last rollout with the highest, the middle and the lowest reward."""
+        """Return the completions of the last rollout with the highest, the middle and the lowest reward.
+
+        Those that no reward scored are left out.
+        """
         batch = self._batch
         if (
             batch is None
@@ -99,7 +103,8 @@ class RunSummary(Callback):
             or not all(hasattr(batch, name) for name in ("prompts", "texts", "reward", "group_size"))
         ):
             return []
-        order = sorted(range(len(batch.texts)), key=lambda i: -float(batch.reward[i]))
+        scored = [i for i in range(len(batch.texts)) if not math.isnan(float(batch.reward[i]))]
+        order = sorted(scored, key=lambda i: -float(batch.reward[i]))
         chosen = dict.fromkeys([order[0], order[len(order) // 2], order[-1]]) if order else {}
         return [
             SampleRow(batch.prompts[i // batch.group_size].question, batch.texts[i], float(batch.reward[i]))

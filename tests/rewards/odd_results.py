@@ -12,7 +12,7 @@ from lit_grpo.types import Score
 
 RESULTS: dict[str, Any] = {
     "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "3.5e38": 3.5e38, "1e16": 1e16,
-    "10**400": 10**400, "none": None, "text": "good", "list": [1.0, 2.0], "dict": {"value": 1.0}, "complex": 1j,
+    "10**400": 10**400, "text": "good", "list": [1.0, 2.0], "dict": {"value": 1.0}, "complex": 1j,
     "tensor": torch.ones(3), "object": object(), "empty tuple": (), "long tuple": (1.0,) * 9,
     "tuple": (1.0, False), "tuple with a reason": (0.5, "why"), "tuple with figures": (1.0, {"acc": 1}),
     "number as text": "1.0", "bytes": b"1", "numpy array": np.ones(2), "numpy text": np.str_("1"),

@@ -1,6 +1,7 @@
 """The end of a run as a person sees it."""
 
 import signal
+from collections import defaultdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lit_grpo.errors import StopRun
 from lit_grpo.tracking import RunLogger, RunSummary
 from lit_grpo.tracking.charts import History, draw_overview
 from lit_grpo.tracking.save_config import SaveRunConfig
+from tests import tiny
 from tests.tracking.stand_in import StandIn, StandInData, StandInLoader, make_trainer
 
 
@@ -124,6 +126,14 @@ def test_the_overview_takes_gaps_missing_metrics_and_one_step():
     gaps = draw_overview(History(list(range(40)), metrics), "gaps")
     assert all(png[:4] == b"\x89PNG" and len(png) > 5000 for png in (one, gaps))
     assert one != gaps
+
+
+def test_what_no_reward_scored_is_no_part_of_it():
+    nan, summary = float("nan"), RunSummary()
+    summary.load_state_dict({"steps": [1, 2, 3], "metrics": defaultdict(list, reward=[1.0, nan, 0.5])})
+    summary.on_train_batch_start(None, None, tiny.rollout([nan, 1.0, nan, 0.0], [1] * 4, 4), 0)  # type: ignore[arg-type]
+    assert summary.final_reward() == (0.75, 2)
+    assert [row.reward for row in summary.samples()] == [1.0, 0.0]
 
 
 class FakeParser:

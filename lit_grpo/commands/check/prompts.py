@@ -260,5 +260,6 @@ def _accepts(reward: Reward, prompts: Sequence[Prompt], texts: Sequence[str], to
     found = score_all([reward], batch, "zero")
     scores, verdict = found[reward.name], verdicts([reward], found, [prompt.source for prompt in prompts])
     # A reward without a threshold says only how near an answer comes: it accepts what it gives anything for.
-    right = [score.value > 0 for score in scores] if verdict is None else verdict
+    # One that gives None for it has not accepted it either: NaN is above nothing.
+    right = [score.value > 0 for score in scores] if verdict is None else [bool(one) for one in verdict]
     return [accepted and not score.failed for accepted, score in zip(right, scores, strict=True)]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import comb, isfinite
 
+import torch
+
 from lit_grpo.commands.check.result import Result, Status, percent
 from lit_grpo.learner.sync_check import SyncResult
 from lit_grpo.objectives import diagnostics
@@ -36,9 +38,18 @@ def signal(rollout: Rollout, rewards: Sequence[Reward]) -> Result:
         found = "no reward says which completions are right, so there is no pass rate"
         remedy = "fine if nothing can be right or wrong; else set correct_threshold of the reward that knows"
         return Result("signal", "warn", found, remedy, {})
-    hits = rollout.correct.view(-1, size).sum(1).tolist()
+    judged = torch.ones_like(rollout.correct) if rollout.judged is None else rollout.judged
+    # Of samples without a verdict nothing is known, and a prompt with fewer than k others says nothing of k.
+    numbers = judged.view(-1, size).sum(1).tolist()
+    pairs = list(zip(numbers, (rollout.correct & judged).view(-1, size).sum(1).tolist(), strict=True))
+    hits = [c for n, c in pairs if n]
+    if not hits:
+        remedy = "is a return missing in it? None leaves a completion out, and nothing is left to learn from"
+        return Result("signal", "fail", f"{reward.name} gave None for every completion", remedy, {})
+    size = max(numbers)
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k < size] + [size]
-    rates = {k: sum(pass_at_k(size, c, k) for c in hits) / len(hits) for k in ks}
+    chances = {k: [pass_at_k(n, c, k) for n, c in pairs if n >= k] for k in ks}
+    rates = {k: sum(of_prompts) / len(of_prompts) for k, of_prompts in chances.items()}
     found = f"{reward.name} on {len(hits)} prompts: " + ", ".join(f"pass@{k} {percent(rates[k])}" for k in ks)
     status: Status = "pass"
     remedy = ""
@@ -58,14 +69,14 @@ def signal(rollout: Rollout, rewards: Sequence[Reward]) -> Result:
 def spread(rollout: Rollout, prompts_per_rollout: int) -> Result:
     """Check the share of groups whose rewards are not all equal: only they have a gradient."""
     size = rollout.group_size
-    groups = rollout.reward.view(-1, size)
-    mixed = int((groups != groups[:, :1]).any(1).sum())
+    # What no reward scored has no part in the spread of its group.
+    groups = [[value for value in group if not math.isnan(value)] for group in rollout.reward.view(-1, size).tolist()]
+    mixed = sum(len(set(group)) > 1 for group in groups)
     # Of a few groups the share is uncertain, and near 0 and 1 only the score interval stays within them.
     share, (low, high) = mixed / len(groups), wilson(mixed, len(groups))
     # The share at half the group size, exactly: draws without replacement from the sampled group, all of one value.
     half = max(1, size // 2)
-    counts = [Counter(group).values() for group in groups.tolist()]
-    at_half = sum(1 - sum(comb(n, half) for n in of_group) / comb(size, half) for of_group in counts) / len(counts)
+    at_half = sum(_mixed_at(half, group) for group in groups) / len(groups)
     found = (
         f"{percent(share)} of groups have unequal rewards at G = {size} ({percent(low)} to {percent(high)}): about "
         f"{share * prompts_per_rollout:.1f} of {prompts_per_rollout} a rollout; at G = {half} {percent(at_half)}"
@@ -80,6 +91,12 @@ def spread(rollout: Rollout, prompts_per_rollout: int) -> Result:
         )
         return Result("spread", "warn", found, remedy, values)
     return Result("spread", "pass", found, values=values)
+
+
+def _mixed_at(k: int, rewards: Sequence[float]) -> float:
+    """Return the chance that k of the rewards are not all equal; of fewer than k, that of all of them."""
+    k = min(k, len(rewards))
+    return 1 - sum(comb(n, k) for n in Counter(rewards).values()) / comb(len(rewards), k) if k else 0.0
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:

@@ -94,19 +94,35 @@ class FilterData(RolloutDataModule):
         )
 
     def rates(self, rollout: Rollout) -> list[Rate]:
-        """Return the pass rates of a rollout's prompts."""
+        """Return the pass rates of a rollout's prompts, of the completions with a verdict.
+
+        Raises:
+            UserError: none of a prompt's has one.
+        """
         size = rollout.group_size
         rates = []
         for group in split_groups(rollout, range(len(rollout.prompts))):
             share = pass_rate(group)
+            if share is None:
+                skipped = [repr(name) for name, values in group.rewards.items() if bool(values.isnan().all())]
+                raise UserError(
+                    f"prompt {group.prompt.id!r} has no pass rate: {' and '.join(skipped)} gave None for all {size} of "
+                    "its completions",
+                    where="data.rewards",
+                    remedy="have a reward that says what is right score it, or leave it out of the prompts; the pass "
+                    "rates so far are kept",
+                )
+            judged = size if group.judged is None else int(group.judged.sum())
             rates.append(
                 Rate(
                     group.prompt.id,
-                    size,
+                    judged,
                     # The share came from whole completions, so rounding undoes the division exactly.
-                    round(share * size),
+                    round(share * judged),
                     share,
-                    float(group.reward.double().mean()),
+                    # Of the scored ones; NaN, which Python's JSON can hold, where the verdict pays nothing and what
+                    # pays gave None.
+                    float(group.reward.double().nanmean()),
                     sum(c.truncated for c in group.completions) / size,
                 )
             )

@@ -28,7 +28,7 @@ def item(text: str, sample: int = 0) -> RewardInput:
     return RewardInput(PROMPT, Completion(0, sample, tuple(range(len(text))), (0.0,) * len(text), "stop", 3), text)
 
 
-def scores(sabotage: sab.Sabotage, texts: list[str]) -> list[list[float]]:
+def scores(sabotage: sab.Sabotage, texts: list[str]) -> list[list[Any]]:
     rewards = sabotage.rewards([ExactMatch(pattern=ANSWER)], seed=0)
     batch = [item(text, sample) for sample, text in enumerate(texts)]
     return [[score[0] if isinstance(score, tuple) else score for score in reward.score(batch)] for reward in rewards]
