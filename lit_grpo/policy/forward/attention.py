@@ -315,6 +315,14 @@ def register(*, compiles: bool = False) -> None:
                         where="model.policy.attention",
                         remedy="set attention: eager",
                     )
+            # The mask that goes with segments is a placeholder of one bool. A layer that adds numbers of its own to it
+            # (Doge) would lose them here, and its parameters behind them their gradient.
+            if segments is not None and attention_mask is not None and attention_mask.is_floating_point():
+                raise UserError(
+                    f"{type(module).__name__} adds weights of its own to the mask, which this attention does not compute",
+                    where="model.policy.attention",
+                    remedy="set attention: eager",
+                )
             if segments is None:
                 return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
             return packed(query, key, value, segments, options.get("scaling"), *reach(module, options)), None
