@@ -315,11 +315,11 @@ def register(*, compiles: bool = False) -> None:
                         where="model.policy.attention",
                         remedy="set attention: eager",
                     )
-            # The mask that goes with segments is a placeholder of one bool. A layer that adds numbers of its own to it
-            # (Doge) would lose them here, and its parameters behind them their gradient.
-            if segments is not None and attention_mask is not None and attention_mask.is_floating_point():
+            # The mask that goes with segments is a placeholder of one bool. A layer that makes more of it (Doge adds
+            # weights that it learns) would lose that here, and the parameters behind it their gradient.
+            if segments is not None and attention_mask is not None and attention_mask.numel() > 1:
                 raise UserError(
-                    f"{type(module).__name__} adds weights of its own to the mask, which this attention does not compute",
+                    f"{type(module).__name__} makes a mask of its own, which this attention does not compute",
                     where="model.policy.attention",
                     remedy="set attention: eager",
                 )
