@@ -108,7 +108,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}),
     "glm": ("Glm", {}),
-    "gpt_neox": ("GPTNeoX", {}),
+    # It has keys for all of its heads, and vLLM would believe the number.
+    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": LEFT_OUT}),
     "phi": ("Phi", {}),
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "seed_oss": ("SeedOss", {}),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -30,7 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         *("jamba", "falcon_h1", "nemotron", "nemotron_h", "recurrent_gemma", "olmo_hybrid", "minimax", "minimax_m2"),
         *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         *("seed_oss", "apertus", "arcee", "bitnet", "diffllama", "nanochat", "rwkv", "xlstm", "biogpt"),
-        *("modernbert-decoder", "afmoe", "mimo_v2_flash", "bert"),
+        *("modernbert-decoder", "afmoe", "mimo_v2_flash", "bert", "doge", "deepseek_v32"),
+        *("t5", "bart", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl"),
     )
 }
 # Latent attention has keys for all of its heads.
@@ -42,8 +44,12 @@ FAMILIES["qwen3_next"] = FAMILIES["qwen3_5_text"] = _LINEAR
 FAMILIES["falcon_h1"] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
 FAMILIES["mamba2"] = {"head_dim": 16, "num_heads": 4, "n_groups": 1}
 FAMILIES["bamba"] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]}
+FAMILIES["deepseek_v32"] = {"num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 FAMILIES["gptj"] = {"rotary_dim": 8}
 FAMILIES["gpt_neo"] = {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+
+NOT_CAUSAL = ("t5", "bart", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl")
+"""Encoder-decoders and multimodal models, which are refused by name."""
 
 
 def save(family: str, folder: Path) -> None:
@@ -59,10 +65,19 @@ def save(family: str, folder: Path) -> None:
     settings = {key: value for key, value in SHAPE.items() if key in fields and key not in changes}
     config = cls(**settings, **changes)
     torch.manual_seed(0)
+    if family in NOT_CAUSAL:
+        # Refused by its configuration, before weights are read: their header is enough.
+        config.save_pretrained(folder)
+        save_file({"weight": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+        return
     model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])._from_config(config).float()
     # As they are initialised, weights hardly look at what is before a token, and no error would show.
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim >= 2:
                 weight.mul_(5)
+        # It begins at 0, where the mask that the layer learns is the same for all tokens.
+        for name, weight in model.named_parameters():
+            if family == "doge" and name.endswith(".A"):
+                weight.normal_()
     model.save_pretrained(folder)

@@ -315,6 +315,14 @@ def register(*, compiles: bool = False) -> None:
                         where="model.policy.attention",
                         remedy="set attention: eager",
                     )
+            # The mask that goes with segments is a placeholder of one bool. A layer that makes more of it (Doge adds
+            # weights that it learns) would lose that here, and the parameters behind it their gradient.
+            if segments is not None and attention_mask is not None and attention_mask.numel() > 1:
+                raise UserError(
+                    f"{type(module).__name__} makes a mask of its own, which this attention does not compute",
+                    where="model.policy.attention",
+                    remedy="set attention: eager",
+                )
             if segments is None:
                 return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
             return packed(query, key, value, segments, options.get("scaling"), *reach(module, options)), None

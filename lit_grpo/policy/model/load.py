@@ -19,6 +19,7 @@ from lit_grpo.policy.model.adapter_folder import base_of, has_tokenizer, is_adap
 from lit_grpo.policy.model.arguments import TRUST, check_model_args, loader_arguments, refuse_unknown
 from lit_grpo.policy.model.compiling import compile_blocks
 from lit_grpo.policy.model.files import check_folder
+from lit_grpo.policy.model.kind import check_kind
 from lit_grpo.policy.model.lora import add_adapters, check_lora
 from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
 from lit_grpo.utils.bounds import check_fields
@@ -152,10 +153,11 @@ def _flash_fits(config: PolicyConfig) -> bool:
 
 
 def _needs_eager(config: PolicyConfig) -> bool:
-    """Tell whether the model attends in a way that only its own code computes: a soft cap, sinks."""
+    """Tell whether the model attends in a way that only its own code computes: a soft cap, sinks, a learnt mask."""
     if config.tiny is not None:
         return False
-    if getattr(load_model_config(config).get_text_config(), "attn_logit_softcapping", None) is not None:
+    text = load_model_config(config).get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None or hasattr(text, "keep_window_size"):
         return True
     return not getattr(_model_class(config), "_supports_sdpa", True)
 
@@ -290,7 +292,8 @@ def load_model_config(config: PolicyConfig) -> Any:
         arguments = loader_arguments(config).config
         loaded, unused = AutoConfig.from_pretrained(_location(config), **arguments, return_unused_kwargs=True)
         refuse_unknown(unused, vars(loaded))
-        return loaded
+    check_kind(loaded, config.path or "", f"{KEY}.path")
+    return loaded
 
 
 def load_model(config: PolicyConfig) -> PreTrainedModel:

@@ -101,8 +101,17 @@ def _linear_layers(model: Any) -> list[str]:
         return child in ("out_proj", "dt_proj") and hasattr(parts[parent], "conv1d")
 
     names = [
-        name for name, layer in parts.items() if isinstance(layer, nn.Linear) and layer is not head and not fused(name)
+        name
+        for name, layer in parts.items()
+        if isinstance(layer, nn.Linear) and _is_plain(layer) and layer is not head and not fused(name)
     ]
+    if not names and any(type(layer).__name__ == "Conv1D" for layer in parts.values()):
+        raise UserError(
+            f"the layers of {type(model).__name__} are of transformers' Conv1D, with weights [in, out], and adapters "
+            "are merged into weights [out, in] alone",
+            where=KEY,
+            remedy="leave lora out, which trains all weights",
+        )
     if not names:
         raise UserError(
             f"{type(model).__name__} has no linear layers that could have an adapter",
@@ -110,6 +119,15 @@ def _linear_layers(model: Any) -> list[str]:
             remedy="leave lora out, which trains all weights",
         )
     return names
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Tell whether a layer computes the product with its weights and nothing else.
+
+    Routers of some mixtures (Llama 4, PhiMoE) are linear layers by name and return scores and choices, which no adapter
+    can be added to.
+    """
+    return type(layer).forward is nn.Linear.forward or is_quantized(layer.weight)
 
 
 def has_adapters(model: nn.Module) -> bool:
