@@ -23,6 +23,12 @@ POLICY = PolicyConfig(tiny=TinyModel(layers=2, width=64, heads=2))  # vLLM on CP
 ENGINE = EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26})
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning saves into the working folder where a trainer has callbacks and no folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(staleness: int, *callbacks: Any, rollouts: int = 4, **fit: Any) -> tuple[Any, tiny.Recorder]:
     recorder = tiny.Recorder()
     module = tiny.module(policy=POLICY, max_staleness=staleness, updates_per_rollout=2)
