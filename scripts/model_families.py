@@ -65,7 +65,7 @@ def remedied(settings: PolicyConfig, error: UserError) -> PolicyConfig | None:
     """Return settings with what the remedy says, its first alternative; None if it says no setting."""
     first = re.split(r",? or ", str(error.remedy or ""))[0]
     found = dict(re.findall(r"\b(?:model\.policy\.)?(pack|share_prompts|attention|compile): (\w+)", first))
-    values = {key: {"true": True, "false": False}.get(value, value) for key, value in found.items()}
+    values: dict[str, Any] = {key: {"true": True, "false": False}.get(value, value) for key, value in found.items()}
     return replace(settings, **values) if values else None
 
 
@@ -123,8 +123,8 @@ def adapters(settings: PolicyConfig) -> float:
     TransformersEngine(merged, [2], own_weights=True)  # its weights are those that a sync would bring
     names = dict(merged.named_parameters())
     with torch.no_grad():
-        for name, weight in policy.named_weights():
-            names[name].copy_(weight)
+        for name, own in policy.named_weights():
+            names[name].copy_(own)
     return max(
         float((found[i, : len(c)] - own_logprobs(merged.eval(), p, c)).abs().max())
         for i, (p, c) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True))

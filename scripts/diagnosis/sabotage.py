@@ -164,7 +164,9 @@ class WrappedReward(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> list[Score]:
         plain = [score[0] if isinstance(score, tuple) else score for score in self.inner.score(batch)]
-        return [Score(self.change(item, value)) for item, value in zip(batch, plain, strict=True)]
+        if None in plain:
+            raise ValueError(f"{self.name} leaves completions out, and what is changed here are scores")
+        return [Score(self.change(item, float(value or 0.0))) for item, value in zip(batch, plain, strict=True)]
 
 
 class RewardNoise(Sabotage):
