@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,16 +54,17 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     """
     import peft
 
+    every = config.target_modules == "all-linear"
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type] # any number will do
         lora_dropout=0.0,
-        target_modules=_linear_layers(model) if config.target_modules == "all-linear" else config.target_modules,
+        target_modules=_linear_layers(model) if every else config.target_modules,
         bias="none",
     )
     try:
         # From a seed of their own: the run's random numbers are the same with and without adapters.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _names_as_they_are(model) if every else nullcontext():
             torch.manual_seed(config.seed)
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
@@ -83,6 +85,20 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
                 where=f"{KEY}.target_modules",
                 remedy="all-linear, or ends of layer names like [q_proj, v_proj]",
             )
+
+
+@contextmanager
+def _names_as_they_are(model: Any) -> Iterator[None]:
+    """Keep peft from taking the names of layers for those that an earlier transformers had.
+
+    In a mixture of experts it takes every ``gate_proj`` for one of the experts, which have since become one parameter,
+    and puts an adapter there; that of a shared expert or of a dense layer is meant. It goes by ``config.model_type``.
+    """
+    config = vars(model).pop("config")
+    try:
+        yield
+    finally:
+        model.config = config
 
 
 def _linear_layers(model: Any) -> list[str]:

@@ -229,6 +229,27 @@ def test_layers_can_be_chosen() -> None:
     assert layers == {"q_proj", "v_proj"}
 
 
+def test_shared_experts_and_dense_layers_of_a_mixture_have_adapters_and_its_experts_have_none() -> None:
+    """By their names peft takes them for experts, which earlier versions of transformers kept as single layers."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=32, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16,
+            first_k_dense_replace=1,
+        )
+    )  # fmt: skip
+    config = model.config
+    adapters.add_adapters(model, LORA)
+    assert model.config is config
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.down_proj"} <= adapted
+    assert not any(".experts" in name for name in adapted)
+
+
 def test_on_a_mesh_of_one_rank_the_shard_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, init_device_mesh
