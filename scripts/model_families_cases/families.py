@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         *("jamba", "falcon_h1", "nemotron", "nemotron_h", "recurrent_gemma", "olmo_hybrid", "minimax", "minimax_m2"),
         *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         *("seed_oss", "apertus", "arcee", "bitnet", "diffllama", "nanochat", "rwkv", "xlstm", "biogpt"),
-        *("modernbert-decoder", "afmoe", "mimo_v2_flash", "bert", "doge", "deepseek_v32"),
+        *("modernbert-decoder", "afmoe", "mimo_v2_flash", "bert", "doge", "zamba2", "deepseek_v32"),
         *("t5", "bart", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl"),
     )
 }
@@ -44,6 +44,11 @@ FAMILIES["qwen3_next"] = FAMILIES["qwen3_5_text"] = _LINEAR
 FAMILIES["falcon_h1"] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
 FAMILIES["mamba2"] = {"head_dim": 16, "num_heads": 4, "n_groups": 1}
 FAMILIES["bamba"] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1]}
+# Its one shared block needs two places: with a single one transformers' own code fails.
+FAMILIES["zamba2"] = {
+    "layer_types": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
+    "num_mem_blocks": 1, "n_mamba_heads": 4, "mamba_headdim": 16,
+}  # fmt: skip
 FAMILIES["deepseek_v32"] = {"num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 FAMILIES["gptj"] = {"rotary_dim": 8}
 FAMILIES["gpt_neo"] = {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}

@@ -7,6 +7,7 @@ B [out, rank] zero, so that an untrained adapter changes nothing.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -55,6 +56,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     import peft
 
     every = config.target_modules == "all-linear"
+    # Before there are adapters: they show the weights of the layers that they are put around as their own.
+    shared = _shared_weights(model)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type] # any number will do
@@ -79,6 +82,12 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         if ".lora_" in name:
             parameter.data = parameter.data.float()
     for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and id(layer.base_layer.weight) in shared:
+            raise UserError(
+                f"the layer {name} cannot have an adapter: another layer has the same weights",
+                where=f"{KEY}.target_modules",
+                remedy="all-linear, which leaves such layers out",
+            )
         if hasattr(layer, "lora_A") and (name.endswith("lm_head") or not isinstance(layer.base_layer, nn.Linear)):
             raise UserError(
                 f"the layer {name} cannot have an adapter: only linear layers below the output head can",
@@ -116,10 +125,15 @@ def _linear_layers(model: Any) -> list[str]:
         parent, _, child = name.rpartition(".")
         return child in ("out_proj", "dt_proj") and hasattr(parts[parent], "conv1d")
 
+    shared = _shared_weights(model)
     names = [
         name
         for name, layer in parts.items()
-        if isinstance(layer, nn.Linear) and _is_plain(layer) and layer is not head and not fused(name)
+        if isinstance(layer, nn.Linear)
+        and _is_plain(layer)
+        and layer is not head
+        and not fused(name)
+        and id(layer.weight) not in shared
     ]
     if not names and any(type(layer).__name__ == "Conv1D" for layer in parts.values()):
         raise UserError(
@@ -135,6 +149,17 @@ def _linear_layers(model: Any) -> list[str]:
             remedy="leave lora out, which trains all weights",
         )
     return names
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Return the ids of weights that belong to several layers, as those of Zamba2's shared blocks do.
+
+    Every layer would get an adapter of its own, and no single weight could hold them all when they are merged.
+    """
+    weights = Counter(
+        id(layer.weight) for layer in model.modules() if isinstance(getattr(layer, "weight", None), nn.Parameter)
+    )
+    return {weight for weight, layers in weights.items() if layers > 1}
 
 
 def _is_plain(layer: nn.Linear) -> bool:

@@ -250,6 +250,24 @@ def test_shared_experts_and_dense_layers_of_a_mixture_have_adapters_and_its_expe
     assert not any(".experts" in name for name in adapted)
 
 
+def test_layers_that_share_their_weights_have_no_adapter() -> None:
+    """Each would have one of its own, and the one weight that an engine gets cannot hold both."""
+
+    def shared() -> Any:
+        model = load_model(PolicyConfig(tiny=tiny.TINY))
+        first, second = (layer.mlp for layer in model.model.layers[:2])
+        second.up_proj.weight = first.up_proj.weight
+        return model
+
+    model = shared()
+    adapters.add_adapters(model, LORA)
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert not any("up_proj" in name for name in adapted)
+    assert "model.layers.0.mlp.down_proj" in adapted
+    with pytest.raises(UserError, match="another layer has the same weights"):
+        adapters.add_adapters(shared(), LoraConfig(rank=4, alpha=8.0, target_modules=["up_proj"]))
+
+
 def test_on_a_mesh_of_one_rank_the_shard_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, init_device_mesh
