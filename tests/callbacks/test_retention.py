@@ -73,9 +73,12 @@ def test_a_resumed_run_knows_the_best_so_far(tmp_path):
 
 def test_bytes_are_said_at_the_start_and_are_about_right(tmp_path, caplog):
     caplog.set_level("INFO")
-    own = fit(tmp_path, rollouts=3)
+    own = fit(tmp_path, rollouts=3, values=[0.1, 0.2, 0.3])
     (said,) = [r.getMessage() for r in caplog.records if "checkpoints take about" in r.getMessage()]
     assert "the newest 2 and the best 1 by val/reward are kept, at most" in said
+    caplog.clear()
+    fit(tmp_path / "unvalidated", rollouts=3)
+    assert "; the newest 2 are kept, at most" in caplog.text
     assert "free" in said
     number, unit = said.split("about ")[1].split()[:2]
     assert own.last_path is not None

@@ -14,7 +14,8 @@ from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import make_experience, minibatches, scored_rows
 from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
-from lit_grpo.policy import OptimizerConfig
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import CriticConfig, OptimizerConfig
 from lit_grpo.types import Completion, Rollout
 from tests import tiny
 from tests.learner.helpers import fit, rollout, vector
@@ -35,8 +36,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    from lit_grpo.objectives import ObjectiveConfig
-
     return {"objective": ObjectiveConfig(**({"recipe": name} | RECIPES[name])), "optimizer": RATE}
 
 
@@ -86,12 +85,31 @@ def test_training_is_that_of_the_rollout_without_them(name: str, seed: int, hole
     other, seen_other = fit(batches=[with_holes], **settings_of(name))
     start, _ = fit(batches=[replace(whole, reward=torch.zeros(6))], **settings_of("grpo"))
     assert not torch.equal(vector(start.policy), vector(one.policy))
+    # What the monitors of single tokens read: as much as without the others.
+    assert one.step_result is not None
+    assert other.step_result is not None
+    whole_logprobs, logprobs = one.step_result.snapshot.logprobs, other.step_result.snapshot.logprobs
+    assert (logprobs is None) == (whole_logprobs is None)
     torch.testing.assert_close(vector(other.policy), vector(one.policy), rtol=1e-5, atol=1e-6)
     same = ["loss", "optim/grad_norm", "reward", "reward/std", "groups/zero_std_frac", "groups/all_correct_frac"]
     same += ["completions/correct_length", "completions/incorrect_length", "policy/advantage_abs", "policy/entropy"]
     same += ["groups/distinct_frac", "groups/zero_advantage_frac", "completions/filtered_frac"]
     for key in same:
         assert seen_other.metrics[0].get(key) == pytest.approx(seen.metrics[0].get(key), rel=1e-4, abs=1e-6), key
+
+
+def test_a_critic_learns_from_what_was_scored_and_is_measured_on_it() -> None:
+    whole = tiny.rollout([1.0, 0.0, 0.25, 1.0, 1.0, 0.0], [3, 1, 5, 2, 4, 4], 3, seed=5, flipped_reward=None)
+    given = {"objective": ObjectiveConfig(recipe="ppo"), "critic": CriticConfig(optimizer=RATE), "optimizer": RATE}
+    one, seen = fit(batches=[whole], **given)
+    other, seen_other = fit(batches=[holed(whole, [4, 7], seed=5)], **given)
+    torch.testing.assert_close(vector(other.policy), vector(one.policy), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(vector(other.critic), vector(one.critic), rtol=1e-5, atol=1e-6)
+    for metrics, expected in zip(seen_other.metrics, seen.metrics, strict=True):
+        keys = {key for key in expected if key.startswith("critic/")}
+        assert any(key.endswith("_after") for key in keys)
+        for key in keys:
+            assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
 
 
 def without(whole: Rollout, rows: list[int]) -> Rollout:
@@ -180,8 +198,6 @@ def test_equal_completions_of_which_one_has_no_score_contradict_nothing() -> Non
 
 
 def test_an_objective_by_verdicts_refuses_one_that_is_missing() -> None:
-    from lit_grpo.objectives import ObjectiveConfig
-
     judged = torch.ones(8, dtype=torch.bool)
     judged[5] = False
     given = rollout()
