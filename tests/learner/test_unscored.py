@@ -100,7 +100,11 @@ def test_training_is_that_of_the_rollout_without_them(name: str, seed: int, hole
 
 def test_a_critic_learns_from_what_was_scored_and_is_measured_on_it() -> None:
     whole = tiny.rollout([1.0, 0.0, 0.25, 1.0, 1.0, 0.0], [3, 1, 5, 2, 4, 4], 3, seed=5, flipped_reward=None)
-    given = {"objective": ObjectiveConfig(recipe="ppo"), "critic": CriticConfig(optimizer=RATE), "optimizer": RATE}
+    given: dict[str, Any] = {
+        "objective": ObjectiveConfig(recipe="ppo"),
+        "critic": CriticConfig(optimizer=RATE),
+        "optimizer": RATE,
+    }
     one, seen = fit(batches=[whole], **given)
     other, seen_other = fit(batches=[holed(whole, [4, 7], seed=5)], **given)
     torch.testing.assert_close(vector(other.policy), vector(one.policy), rtol=1e-5, atol=1e-6)
