@@ -54,6 +54,7 @@ from lit_grpo.learner.run_checks import (
 )
 from lit_grpo.learner.step_size import measure_step
 from lit_grpo.learner.sync_check import COARSE_ROUNDING, ROUNDING, SyncResult, check_sync
+from lit_grpo.learner.unscored import UnscoredRollouts
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.safeguards import Safeguard, changes_that_add
@@ -226,6 +227,7 @@ class LitGRPO(pl.LightningModule):
         """Result of the last evaluation."""
         self.step_result: StepResult | None = None
         """The rollout under way or, between rollouts, the last one; for callbacks."""
+        self._unscored_rollouts = UnscoredRollouts()
         self.sync_result: SyncResult | None = None
         """What the check of the engine's first sync found; None before it, and where nothing was checked."""
         self._step_metrics: dict[str, float] = {}
@@ -596,6 +598,7 @@ class LitGRPO(pl.LightningModule):
         self.policy_version += 1
         self._refresh_reference()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
+        self._unscored_rollouts.check(batch.index, self.step_metrics)
 
     def _compute_advantages(self, objective: Objective, batch: Rollout, experience: Experience) -> Tensor:
         """Compute the advantages of a rollout, [N, T], and keep the state that the objective goes on with."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
 from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
-from lit_grpo.rewards.combine import OnError, RewardError, judge_again, score_all
+from lit_grpo.rewards.combine import OnError, judge_again, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
 from lit_grpo.utils.random import derive_seed
 from lit_grpo.utils.text import completion_text
@@ -29,8 +29,6 @@ SYNC_PROMPTS, SYNC_SAMPLES, SYNC_TOKENS = 4, 4, 8
 """Prompts, samples of each, and tokens of each sample, in the check of an engine's first sync."""
 SyncCheck = Callable[[Callable[[int], object], Callable[[], Rollout]], None]
 
-UNSCORED_ROLLOUTS = 3
-"""Rollouts without any score at the beginning of a run, after which it ends: what never scores is a fault."""
 REJUDGED = "sanity/rejudged_diff_frac"
 
 
@@ -141,8 +139,6 @@ class RolloutGenerator:
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
         self._said_unknown = False
         self._said_skipped: set[str] = set()
-        # Rollouts since the beginning in which nothing was scored; None once something was.
-        self._unscored_so_far: int | None = 0
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
@@ -253,7 +249,6 @@ class RolloutGenerator:
         correct, flipped = verdicts(self.rewards, scores, sources), flipped_totals(self.rewards, scores, sources)
         rewards, total, sums = self._combine(scores)
         self._say_skipped(scores, prompts, group_size)
-        self._say_unscored(index, bool(completions) and bool(total.isnan().all()))
         if judged := sum(result.rejudged[1] for result in results):
             sums[REJUDGED] = sum(result.rejudged[0] for result in results), judged
         return Rollout(
@@ -395,26 +390,6 @@ class RolloutGenerator:
                 f"The reward {name!r} gave None for a completion of prompt {prompts[first // group_size].id!r}, which "
                 "leaves it to the other rewards. A completion that none of them scores is left out of training: "
                 "completions/unscored_frac counts them. If that is not meant, a return is missing in the reward."
-            )
-
-    def _say_unscored(self, index: int, unscored: bool) -> None:
-        """Say that a rollout teaches nothing, and end a run in which nothing was ever scored.
-
-        Raises:
-            RewardError: none of the first :data:`UNSCORED_ROLLOUTS` rollouts had a completion with a score.
-        """
-        if not unscored:
-            self._unscored_so_far = None
-            return
-        rank_zero_warn(f"Rollout {index}: every reward gave None for all of its completions, so it teaches nothing.")
-        if self._unscored_so_far is None:
-            return
-        self._unscored_so_far += 1
-        if self._unscored_so_far >= UNSCORED_ROLLOUTS:
-            raise RewardError(
-                ", ".join(reward.name for reward in self.rewards),
-                f"gave None for every completion of the first {UNSCORED_ROLLOUTS} rollouts: a `return` is missing "
-                "in it, or it leaves everything out",
             )
 
     def _without_answer(self, scores: dict[str, list[Score]]) -> Tensor | None:

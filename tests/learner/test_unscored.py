@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_grpo.errors import UserError
+from lit_grpo.errors import StopRun, UserError
 from lit_grpo.learner.batch import make_experience, minibatches, scored_rows
 from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
+from lit_grpo.learner.unscored import UnscoredRollouts
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig
+from lit_grpo.rewards import Reward
 from lit_grpo.types import Completion, Rollout
 from tests import tiny
 from tests.learner.helpers import fit, rollout, vector
@@ -171,6 +173,40 @@ def test_a_group_or_a_rollout_that_is_left_out_ends_nothing(rows: list[int], upd
     assert ("reward" in first, "reward" in second) == (len(rows) < 8, True)
     assert module.optimizer_steps + module.empty_steps == 2 * updates
     assert bool(torch.isfinite(vector(module.policy)).all())
+
+
+def test_a_run_in_which_nothing_is_ever_scored_ends_and_one_that_had_a_score_goes_on() -> None:
+    """The share of all ranks decides, of training alone, whatever else the metrics hold."""
+    watch = UnscoredRollouts()
+    with pytest.warns(UserWarning, match="Rollout 0: every reward gave None"):
+        watch.check(0, {"completions/unscored_frac": 1.0})
+    with pytest.warns(UserWarning, match="teaches nothing"):
+        watch.check(1, {"completions/unscored_frac": 1.0})
+    with pytest.warns(UserWarning, match="teaches nothing"), pytest.raises(StopRun, match="first 3 rollouts") as stop:
+        watch.check(2, {"completions/unscored_frac": 1.0})
+    assert stop.value.diagnosis == "verifier_failure"
+    scored = UnscoredRollouts()
+    scored.check(0, {"completions/unscored_frac": 0.99})
+    for index in range(1, 6):
+        with pytest.warns(UserWarning, match="teaches nothing"):
+            scored.check(index, {"completions/unscored_frac": 1.0})
+    # Demonstrations have no rewards.
+    UnscoredRollouts().check(0, {})
+
+
+class Forgetful(Reward):
+    """A reward without its return."""
+
+    def score(self, batch: Any) -> list[Any]:
+        return [None] * len(batch)
+
+
+@pytest.mark.filterwarnings("ignore:Rollout|The reward")
+def test_a_forgotten_return_ends_the_fit() -> None:
+    recorder = tiny.Recorder()
+    with pytest.raises(StopRun, match="a `return` is missing"):
+        tiny.trainer(callbacks=[recorder]).fit(tiny.module(), datamodule=tiny.data(rewards=[Forgetful()], rollouts=9))
+    assert len(recorder.metrics) <= 3
 
 
 def test_metrics_are_over_what_was_scored() -> None:

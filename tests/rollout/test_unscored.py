@@ -13,7 +13,6 @@ from lit_grpo.commands.check import rollout as checks
 from lit_grpo.commands.filter.sampling import FilterData
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.rewards import Reward
-from lit_grpo.rewards.combine import RewardError
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig
 from lit_grpo.rollout.dynamic_sampling import join_groups, split_groups
 from lit_grpo.rollout.loader import RolloutLoader
@@ -54,30 +53,10 @@ def test_a_rollout_says_which_have_no_score_and_warns_once() -> None:
     assert rollout.judged.tolist() == rollout.scored.tolist()
     assert rollout.sums["completions/unscored_frac"] == (2, 4)
     assert rollout.rewards["halves"].isnan().tolist() == [False, True, False, True]
-    with pytest.warns(UserWarning, match="for all of its completions, so it teaches nothing"):
-        made([[NONE, NONE]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         whole = made([[2, 1]])
     assert (whole.scored, whole.judged, whole.sums["completions/unscored_frac"]) == (None, None, (0, 2))
-
-
-@pytest.mark.filterwarnings("ignore:Rollout|The reward")
-def test_a_run_in_which_nothing_is_ever_scored_ends_and_one_that_had_a_score_goes_on() -> None:
-    nothing, prompts = [[NONE, NONE]], [Prompt("p0", "", (0,), "1")]
-    generator = producer(Told(nothing), [Halves()])
-    for index in (0, 1):
-        generator.produce(prompts, Sampling(), 2, index=index)
-    with pytest.raises(RewardError, match="'halves' gave None for every completion of the first 3 rollouts"):
-        generator.produce(prompts, Sampling(), 2, index=2)
-    told = Told([[2, NONE]])
-    generator = producer(told, [Halves()])
-    generator.produce(prompts, Sampling(), 2, index=0)
-    told.outcomes = nothing
-    for index in range(1, 5):
-        scored = generator.produce(prompts, Sampling(), 2, index=index).scored
-        assert scored is not None
-        assert scored.tolist() == [False, False]
 
 
 def test_another_reward_keeps_it_in_without_a_verdict() -> None:
