@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from scripts.diagnosis.cases import CASES, SEEDS, Case, find, plan
-from scripts.diagnosis.scoring import judge, judge_rollback, onset_of, reward_fall, smoothed, summary
+from scripts.diagnosis.scoring import fall_beside, judge, judge_rollback, onset_of, reward_fall, smoothed, summary
 from scripts.diagnosis.table import misses, report
 
 FALLING = [0.6] * 30 + [0.6 - 0.02 * k for k in range(30)]
@@ -129,3 +131,20 @@ def test_every_expected_diagnosis_is_one_there_is():
     from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 
     assert {name for case in CASES for name in case.right} <= set(diagnosis_kinds())
+
+
+def test_beside_a_twin_the_difficulty_of_the_questions_is_no_fall_and_a_fall_is_found():
+    draw = random.Random(4)
+    difficulty = [draw.uniform(0.02, 0.4) for _ in range(60)]
+    twin = [min(1.0, max(0.0, d + draw.gauss(0, 0.02))) for d in difficulty]
+    healthy = [min(1.0, max(0.0, d + draw.gauss(0, 0.02))) for d in difficulty]
+    assert reward_fall(healthy) is not None, "by itself it looks like a collapse"
+    assert fall_beside(healthy, twin) is None
+    sick = [value if k < 30 else 0.3 * value for k, value in enumerate(healthy)]
+    fall = fall_beside(sick, twin)
+    assert fall is not None
+    assert 25 <= fall.onset <= fall.lost
+    assert 31 <= fall.lost <= 38
+    # A difference that is one of chance alone: as often above as below.
+    unsure = [value * (0.2 if k % 2 else 1.3) for k, value in enumerate([0.2] * 60)]
+    assert fall_beside(unsure, [0.2] * 60) is None
