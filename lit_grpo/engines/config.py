@@ -123,8 +123,8 @@ class EngineConfig:
         gpu_memory_utilization: vllm engines only: share of the card's memory for weights and key-value cache.
         sleep: vllm only, on GPUs: while the learner trains, the engine's memory is its own: 0 keeps it; 1 moves the
             weights to main memory; 2 drops them, since new ones come before the next rollout anyway.
-        processes: vllm only: engines that share the rank's card, or its cores. 1 samples in the learner's process; from 2
-            on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
+        processes: vllm only: engines that share the rank's card, or its cores. 1 samples in the learner's process; from
+            2 on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
             takes what ``lit-grpo check`` has measured on this card, or else chooses by the size of the model, and says
             so.
         args: vllm engines only: further engine arguments, passed on as they are.

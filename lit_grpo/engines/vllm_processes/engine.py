@@ -25,8 +25,8 @@ from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of
-from lit_grpo.engines.vllm.start import KEY, check_in_process, checked_path
-from lit_grpo.engines.vllm_processes.blocks import handle, packed
+from lit_grpo.engines.vllm.start import check_in_process, checked_path
+from lit_grpo.engines.vllm_processes.blocks import Buffer, packed, settle
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
 from lit_grpo.engines.vllm_processes.settings import environment, per_process
 from lit_grpo.engines.vllm_processes.shares import Shares
@@ -67,6 +67,7 @@ class VLLMProcesses:
         policy_model: the transformers model whose weights come by ``sync``, as of ``VLLMEngine``.
         current_weights: gives the weights of the last sync once more; None: they may have changed since.
         scratch: folder for what is handed over, which is removed with the engine; None: one is made.
+        weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
         options: the other arguments of ``VLLMEngine``. What is a share of something (memory, ``max_num_seqs``) is that
             of all processes together, and divided among them.
 
@@ -85,6 +86,7 @@ class VLLMProcesses:
         policy_model: Any = None,
         current_weights: Callable[[], NamedWeights] | None = None,
         scratch: Path | None = None,
+        weight_files: bool | None = None,
         **options: Any,
     ) -> None:
         check_in_process()
@@ -94,6 +96,10 @@ class VLLMProcesses:
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
         self._version = -1
         self._unusable = "it was started without weights" if options.get("load_format") == "dummy" else None
+        on_card = torch.cuda.is_available()
+        # Of the thread that builds the engine: others, in which a process may have to be mended, begin with card 0.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
+        self._weight_files = not on_card if weight_files is None else weight_files
         self._numbers = itertools.count()
         self._shares = Shares(processes, self._options["max_num_seqs"])
         self._inboxes: dict[int, deque[Completion | Exception]] = {}
@@ -111,9 +117,11 @@ class VLLMProcesses:
         self._facts: dict[str, Any] = {}
         try:
             self._start(range(processes))
-        except Gone as error:
+        except (Gone, EngineError) as error:
+            what = "a process of vLLM ended before it was ready" if isinstance(error, Gone) else str(error)
+            tail = self._log.tail()
             self.close()
-            raise EngineError(f"a process of vLLM ended before it was ready. {self._log.tail()}") from error
+            raise EngineError(f"{what}. {tail}") from error
         except BaseException:
             self.close()
             raise
@@ -198,9 +206,8 @@ class VLLMProcesses:
         self._require_open()
         if self._unusable:
             raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
-        check_requests(
-            requests, sampling, max_model_len=self.max_model_len, vocab_size=self._facts["vocab_size"]
-        )  # fmt: skip
+        vocab_size = self._facts["vocab_size"]
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=vocab_size)
         if sampling.stop and self._tokenizer is None:
             raise EngineError("sampling.stop needs the policy's tokenizer, and the engine was made without one")
         return self._generate(list(requests), sampling)
@@ -230,14 +237,14 @@ class VLLMProcesses:
                     self._processes[i].send(("cancel", numbers))
 
     def _go_on(self) -> None:
-        """Hand out what there is room for, and wait until something has come."""
+        """Hand out what there is room for, and wait until something has come or a process has died."""
+        self._mend()
         for i, news in self._shares.hand_out().items():
             try:
                 self._processes[i].send(("work", [(n, share.request, share.sampling) for n, share in news]))
             except Gone:
                 self._lost(i)
         if not all(self._holds_weights):
-            self._mend()
             return
         by_connection = {process.connection: i for i, process in enumerate(self._processes)}
         for connection in wait(list(by_connection)):
@@ -314,7 +321,7 @@ class VLLMProcesses:
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
         try:
             stream = weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
-            if self._on_cpu:
+            if self._weight_files:
                 write_weights(self._weights, stream, None)
                 self._holds_weights = [False] * self.processes
                 self._load_files(range(self.processes), version)
@@ -328,10 +335,6 @@ class VLLMProcesses:
             weights_named = f"the weights of version {version}" if version >= 0 else "the policy's weights"
             raise EngineError(f"{weights_named} cannot be loaded into vLLM: {error}") from error
         self._version, self._unusable, self._deaths = version, None, 0
-
-    @property
-    def _on_cpu(self) -> bool:
-        return bool(self._facts["on_cpu"])
 
     @property
     def _weights(self) -> Path:
@@ -350,17 +353,16 @@ class VLLMProcesses:
         Raises:
             EngineError: the weights do not fit; all processes that are there have then heard of the end.
         """
-        device = torch.device("cuda", torch.cuda.current_device())
         for i in which:
             self._holds_weights[i] = False
         there = self._each(which, ("sync", version, None))
-        opened: torch.Tensor | None = None
+        opened: Buffer | None = None
         try:
-            for block in packed(weights, device):
-                torch.cuda.synchronize(device)
+            for block in packed(weights, self._device, self._scratch):
+                settle(self._device)
                 if block.buffer is not opened:
                     opened = block.buffer
-                    there = [i for i in there if self._each([i], ("buffer", handle(opened)))]
+                    there = [i for i in there if self._each([i], ("buffer", opened.handle()))]
                 there = self._each(there, ("block", block.entries), "taken")
         except BaseException as error:
             self._finish_blocks(there, ("break", f"{type(error).__name__}: {error}"), quiet=True)
@@ -374,8 +376,9 @@ class VLLMProcesses:
             if not quiet:
                 raise
         finally:
-            # What processes had opened is free from now on.
-            torch.cuda.ipc_collect()
+            if self._device.type == "cuda":
+                # What processes had opened is free from now on.
+                torch.cuda.ipc_collect()
 
     def _each(self, which: Sequence[int], message: tuple[Any, ...], *answer: str) -> list[int]:
         """Tell processes something, wait for their answers, and return those that are still there."""
@@ -453,7 +456,7 @@ class VLLMProcesses:
     def _load_again(self, i: int, version: int) -> None:
         """Give a process that was just started the weights of the last sync."""
         twins = [j for j, holds in enumerate(self._holds_weights) if holds]
-        if self._on_cpu:
+        if self._weight_files:
             self._load_files([i], version)
         elif self._current_weights is not None:
             weights = self._current_weights()
@@ -470,7 +473,7 @@ class VLLMProcesses:
         """Have a process take the tensors of another one's model."""
         self._processes[i].send(("take", version))
         try:
-            self._processes[twin].send(("give",))
+            self._processes[twin].send(("give", str(self._scratch)))
             while (message := self._reply(twin, "buffer", "block", "end"))[0] != "end":
                 self._processes[i].send(tuple(message))
                 if message[0] == "block":

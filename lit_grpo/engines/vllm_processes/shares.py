@@ -3,8 +3,8 @@
 A group is never spread over processes, since its samples share the prefill of their prompt. Only what one process could
 not hold at once is cut, and so is a generation of fewer groups than processes, which would leave some idle.
 
-A process is given a group whenever it works on fewer samples than it can hold, so that at most one group waits in it and
-the tail of a generation is shared out as it comes. Who samples what changes no token: every sample has its own seed.
+A process is given a group whenever it works on fewer samples than it can hold, so that at most one group waits in it
+and the tail of a generation is shared out as it comes. Who samples what changes no token: every sample has its own seed.
 """
 
 from __future__ import annotations
@@ -154,4 +154,3 @@ class Shares:
         for share in shares:
             share.missing = set(range(len(share.samples)))
             share.expected = self.lengths.tokens(share.request.token_ids, share.sampling.max_new_tokens)
-

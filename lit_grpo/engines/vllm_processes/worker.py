@@ -11,7 +11,7 @@ Messages are tuples whose first entry says what they are. In, and what is answer
     buffer handle                                            opens the memory that the blocks lie in
     block entries                          taken             it may be written again
     end | break reason                                       after the last block
-    give                                   buffer, block ..., end      its model's own tensors, for a twin
+    give folder                            buffer, block ..., end      its model's own tensors, for a twin
     take version                           synced            takes what a twin gave, as blocks
     sleep level                            slept version, why it must not sample
     close
@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.vllm_processes.blocks import handle, opened, packed
 from lit_grpo.engines.vllm.weights import own_tensors
+from lit_grpo.engines.vllm_processes.blocks import Buffer, opened, packed, settle
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -174,18 +174,18 @@ class Worker:
                 continue
             # Copies: vLLM holds on to weights of layers that are not complete, and to those that others are tied to.
             weights = [(entry.name, entry.of(buffer).clone()) for entry in details[0]]
-            torch.cuda.synchronize()
+            settle(self._device)
             self._send("taken")
             while weights:
                 yield weights.pop(0)
 
-    def _do_give(self) -> None:
-        given: Tensor | None = None
-        for block in packed(own_tensors(self._open.loaded_model), torch.device("cuda", torch.cuda.current_device())):
-            torch.cuda.synchronize()
+    def _do_give(self, folder: str) -> None:
+        given: Buffer | None = None
+        for block in packed(own_tensors(self._open.loaded_model), self._device, Path(folder)):
+            settle(self._device)
             if block.buffer is not given:
                 given = block.buffer
-                self._send("buffer", handle(given))
+                self._send("buffer", given.handle())
             self._send("block", block.entries)
             if (kind := self._inbox.get()[0]) != "taken":
                 raise EngineError(f"a twin was to take weights, and {kind} came")
@@ -212,6 +212,10 @@ class Worker:
         self._send("slept", self._open.policy_version, self._open.unusable)
 
     @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self._open.on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    @property
     def _open(self) -> VLLMEngine:
         if self._engine is None:
             raise EngineError("the engine process was not built")
@@ -235,6 +239,8 @@ def main(descriptor: int) -> None:
     if sys.platform == "linux":
         # The parent is the supervisor, whose main thread waits for this process: should it be killed, nothing is left.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Nothing that is started here may hold it open.
+    os.set_inheritable(descriptor, False)
     Worker(Connection(descriptor)).run()
 
 
