@@ -8,9 +8,9 @@
     python scripts/benchmark_engines.py MODEL --overlap           # generation and other work of this process at once
 
 Every setting has a process of its own and starts afresh; settings follow one another, in one run on one machine. A
-round is one call of the engine's ``generate`` as a run makes it: ``--prompts`` groups of ``--samples``, log-probabilities,
-temperature 1, every completion read. Without ``--data`` prompts are random tokens and every completion has exactly
-``--tokens``; with a JSON-lines file (``--key`` names the text) they end as they end.
+round is one call of the engine's ``generate`` as a run makes it: ``--prompts`` groups of ``--samples`` with their
+log-probabilities, temperature 1, every completion read. Without ``--data`` prompts are random tokens and every
+completion has exactly ``--tokens``; with a JSON-lines file (``--key`` names the text) they end as they end.
 
 Needs the repository root as working folder or in PYTHONPATH, and nothing that is not installed with vLLM.
 """

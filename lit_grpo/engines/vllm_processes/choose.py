@@ -127,6 +127,8 @@ def write_measured(key: str, processes: int, tokens_per_second: Mapping[int, flo
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict):
         known = {}
     known[key] = {"processes": processes, "tokens_per_second": {str(n): rate for n, rate in tokens_per_second.items()}}
     path.parent.mkdir(parents=True, exist_ok=True)

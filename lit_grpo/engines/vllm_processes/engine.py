@@ -178,8 +178,9 @@ class VLLMProcesses:
         started = time.monotonic()
         for i in which:
             self._processes[i].start()
+            self._processes[i].send(("prepare",))
         for i in which:
-            self._reply(i, "imported", seconds=_START_SECONDS)
+            self._reply(i, "prepared", seconds=_START_SECONDS)
         build = ("build", str(self._path), self._options, self._tokenizer)
         # vLLM measures how much of the card it takes itself by how much is gone, so no two may take some at once.
         measuring = torch.cuda.is_available() and "kv_cache_memory_bytes" not in self._options

@@ -57,7 +57,9 @@ def environment(processes: int) -> dict[str, str | None]:
     if torch.cuda.is_available():
         number = torch.cuda.current_device()
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-        return {"CUDA_VISIBLE_DEVICES": visible[number].strip() if visible else str(number)}
+        card = visible[number].strip() if visible else str(number)
+        # What these processes do on a CPU is Python; threads of torch would only wait for each other.
+        return {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"}
     threads = max(1, torch.get_num_threads() // processes)
     # vLLM binds its threads to the first cores that it finds, which would be the same ones in all processes.
     return {"OMP_NUM_THREADS": str(threads), _BINDING: os.environ.get(_BINDING, "nobind"), _CPU_CACHE: None}

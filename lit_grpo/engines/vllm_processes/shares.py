@@ -4,7 +4,8 @@ A group is never spread over processes, since its samples share the prefill of t
 not hold at once is cut, and so is a generation of fewer groups than processes, which would leave some idle.
 
 A process is given a group whenever it works on fewer samples than it can hold, so that at most one group waits in it
-and the tail of a generation is shared out as it comes. Who samples what changes no token: every sample has its own seed.
+and the tail of a generation is shared out as it comes. Who samples what changes no token: every sample has a seed of
+its own.
 """
 
 from __future__ import annotations
@@ -142,9 +143,10 @@ class Shares:
         return dropped
 
     def _cut(self, requests: Sequence[Request]) -> Iterable[tuple[Request, tuple[int, ...]]]:
-        count, processes = sum(len(request.seeds) for request in requests), len(self.given)
-        longest = self._capacity if len(requests) >= processes else min(self._capacity, -(-count // processes))
+        # Above 1 where there are fewer groups than processes.
+        parts = -(-len(self.given) // max(1, len(requests)))
         for request in requests:
+            longest = max(1, min(self._capacity, -(-len(request.seeds) // parts)))
             for start in range(0, len(request.seeds), longest):
                 seeds = request.seeds[start : start + longest]
                 samples = tuple(range(start, start + len(seeds)))

@@ -4,6 +4,7 @@
 
 Messages are tuples whose first entry says what they are. In, and what is answered:
 
+    prepare                                prepared
     build path options tokenizer           ready {max_model_len, vocab_size, on_cpu}
     work [(number, request, sampling)]     done [(number, position, ids, logprobs, reason, version)], step by step
     cancel [number]
@@ -69,10 +70,6 @@ class Worker:
 
     def run(self) -> None:
         """Do what comes until the process is ended."""
-        # Most of a start is this import; it is done before anybody's turn to take memory has come.
-        with contextlib.suppress(Exception):
-            import vllm  # noqa: F401
-        self._send("imported")
         while True:
             # Everything that has come is looked at before the next step.
             while not self._batches or not self._inbox.empty():
@@ -100,6 +97,13 @@ class Worker:
             self._send("failed", _sendable(error))
 
     # ---------------------------------------------------------------------------------------------- sampling
+
+    def _do_prepare(self) -> None:
+        # Most of a start is this import; it is done before anybody's turn to take memory has come. What is wrong with
+        # it is said when the engine is built.
+        with contextlib.suppress(Exception):
+            import vllm  # noqa: F401
+        self._send("prepared")
 
     def _do_build(self, path: str, options: dict[str, Any], tokenizer: Any) -> None:
         from lit_grpo.engines.vllm.engine import VLLMEngine
