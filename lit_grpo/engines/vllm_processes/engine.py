@@ -324,7 +324,6 @@ class VLLMProcesses:
             stream = weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
             if self._weight_files:
                 write_weights(self._weights, stream, None)
-                self._holds_weights = [False] * self.processes
                 self._load_files(range(self.processes), version)
             else:
                 self._load_blocks(range(self.processes), stream, version)
@@ -344,75 +343,68 @@ class VLLMProcesses:
 
     def _load_files(self, which: Sequence[int], version: int) -> None:
         """Have processes that run load the weights from the files."""
-        self._all(which, ("sync", version, str(self._weights)), "synced")
+        self._load(which, ("sync", version, str(self._weights)))
+
+    def _load(self, which: Sequence[int], message: tuple[Any, ...]) -> None:
+        """Tell processes what lets them end their loading, and note which of them have the weights."""
+        for i in which:
+            self._holds_weights[i] = False
+        for i in self._ask(which, message, "synced"):
+            self._holds_weights[i] = True
 
     def _load_blocks(self, which: Sequence[int], weights: NamedWeights, version: int) -> None:
-        """Hand processes that run the weights, block by block on the card.
+        """Hand processes that run the weights, block by block.
 
         All of the stream is read, also where a process dies meanwhile: other ranks may be gathering it too.
 
         Raises:
-            EngineError: the weights do not fit; all processes that are there have then heard of the end.
+            EngineError: the weights do not fit, or the stream broke off; the processes have then heard of its end.
         """
-        for i in which:
-            self._holds_weights[i] = False
-        there = self._each(which, ("sync", version, None))
+        there = self._tell(which, ("sync", version, None))
         opened: Buffer | None = None
         try:
             for block in packed(weights, self._device, self._scratch):
                 settle(self._device)
                 if block.buffer is not opened:
                     opened = block.buffer
-                    there = [i for i in there if self._each([i], ("buffer", opened.handle()))]
-                there = self._each(there, ("block", block.entries), "taken")
+                    there = [i for i in there if self._tell([i], ("buffer", opened.handle()))]
+                there = list(self._ask(there, ("block", block.entries), "taken"))
         except BaseException as error:
-            self._finish_blocks(there, ("break", f"{type(error).__name__}: {error}"), quiet=True)
+            with contextlib.suppress(EngineError):
+                self._load(there, ("break", f"{type(error).__name__}: {error}"))
             raise
-        self._finish_blocks(there, ("end",))
+        self._load(there, ("end",))
+        if self._device.type == "cuda":
+            # What the processes had opened is free from now on.
+            torch.cuda.ipc_collect()
 
-    def _finish_blocks(self, there: Sequence[int], last: tuple[Any, ...], quiet: bool = False) -> None:
-        try:
-            self._all(there, last, "synced")
-        except EngineError:
-            if not quiet:
-                raise
-        finally:
-            if self._device.type == "cuda":
-                # What processes had opened is free from now on.
-                torch.cuda.ipc_collect()
-
-    def _each(self, which: Sequence[int], message: tuple[Any, ...], *answer: str) -> list[int]:
-        """Tell processes something, wait for their answers, and return those that are still there."""
+    def _tell(self, which: Sequence[int], message: tuple[Any, ...]) -> list[int]:
+        """Tell processes something, and return those that are still there."""
         there = []
         for i in which:
             with self._counted(i):
                 self._processes[i].send(message)
                 there.append(i)
-        if not answer:
-            return there
-        answered = []
-        for i in there:
-            with self._counted(i):
-                self._reply(i, *answer)
-                answered.append(i)
-        return answered
+        return there
 
-    def _all(self, which: Sequence[int], message: tuple[Any, ...], answer: str) -> None:
-        """Tell processes to load weights, and note who has them.
+    def _ask(self, which: Sequence[int], message: tuple[Any, ...], kind: str) -> dict[int, list[Any]]:
+        """Tell processes something, and return what those that are still there answer.
 
         Raises:
-            EngineError: one has refused; all have answered by then.
+            UserError: one refused; all have answered by then, so that none of their answers is taken for another.
+            EngineError: one failed, as above.
         """
-        error: Exception | None = None
-        for i in self._each(which, message):
+        answers: dict[int, list[Any]] = {}
+        refused: Exception | None = None
+        for i in self._tell(which, message):
             try:
                 with self._counted(i):
-                    self._reply(i, answer)
-                    self._holds_weights[i] = True
-            except (EngineError, UserError) as refused:
-                error = refused
-        if error is not None:
-            raise error
+                    answers[i] = self._reply(i, kind)
+            except (EngineError, UserError) as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+        return answers
 
     # ---------------------------------------------------------------------------------------------- failures
 
@@ -447,12 +439,17 @@ class VLLMProcesses:
         version = self._version if version is None else version
         while dead := [i for i, holds in enumerate(self._holds_weights) if not holds]:
             i = dead[0]
-            with self._counted(i):
-                self._start([i])
-                # Without a sync the folder's own weights are in use.
-                if version != -1:
-                    self._load_again(i, version)
-                self._holds_weights[i] = True
+            try:
+                with self._counted(i):
+                    self._start([i])
+                    # Without a sync the folder's own weights are in use.
+                    if version != -1:
+                        self._load_again(i, version)
+                    self._holds_weights[i] = True
+            except (EngineError, UserError):
+                # It may be waiting for more weights.
+                self._processes[i].stop()
+                raise
 
     def _load_again(self, i: int, version: int) -> None:
         """Give a process that was just started the weights of the last sync."""
@@ -471,22 +468,34 @@ class VLLMProcesses:
             )
 
     def _load_from_twin(self, i: int, twin: int, version: int) -> None:
-        """Have a process take the tensors of another one's model."""
+        """Have a process take the tensors of another one's model.
+
+        Raises:
+            Gone: the process has died, or the other one has, which is noted.
+        """
         self._processes[i].send(("take", version))
-        try:
-            self._processes[twin].send(("give", str(self._scratch)))
-            while (message := self._reply(twin, "buffer", "block", "end"))[0] != "end":
+        message = self._of_twin(twin, ("give", str(self._scratch)))
+        while message[0] != "end":
+            try:
                 self._processes[i].send(tuple(message))
                 if message[0] == "block":
                     self._reply(i, "taken")
-                    self._processes[twin].send(("taken",))
-        except Gone:
-            # Which of the two it was shows at its next message; the other one is in the middle of something.
-            with contextlib.suppress(Gone):
-                self._processes[twin].send(("taken",))
-            raise
+            except Gone:
+                with contextlib.suppress(EngineError):
+                    self._of_twin(twin, ("enough",))
+                raise
+            message = self._of_twin(twin, ("taken",) if message[0] == "block" else None)
         self._processes[i].send(("end",))
         self._reply(i, "synced")
+
+    def _of_twin(self, twin: int, message: tuple[Any, ...] | None) -> list[Any]:
+        try:
+            if message is not None:
+                self._processes[twin].send(message)
+            return self._reply(twin, "buffer", "block", "end")
+        except Gone:
+            self._lost(twin)
+            raise
 
     # ---------------------------------------------------------------------------------------------- memory
 
@@ -503,10 +512,9 @@ class VLLMProcesses:
         self._require_open()
         if self._inboxes:
             raise EngineError(f"cannot sleep while {len(self._inboxes)} generations are running")
-        for i in self._each(range(self.processes), ("sleep", level)):
-            with self._counted(i):
-                self._version, self._unusable = self._reply(i, "slept")
-        # One that died is not needed before the next generation or sync, which start it again.
+        # One that has died is not needed before the next generation or sync, which start it again.
+        for version, unusable in self._ask(range(self.processes), ("sleep", level), "slept").values():
+            self._version, self._unusable = version, unusable
 
     def close(self) -> None:
         """Break off what runs, end the processes, remove the files. Safe to call twice."""

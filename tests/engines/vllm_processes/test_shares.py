@@ -65,8 +65,8 @@ def test_what_no_process_can_hold_at_once_is_cut_and_few_groups_leave_none_idle(
     shares = Shares(2, 16)
     shares.add("one", [group(0, 40), group(1, 40)], SAMPLING)
     sizes, seeds = [], []
-    for given in shares.hand_out().values():
-        for _, share in given:
+    for news in shares.hand_out().values():
+        for _, share in news:
             sizes.append(len(share.samples))
             assert share.request.seeds == tuple(100 * share.request.index + sample for sample in share.samples)
             seeds += share.request.seeds
