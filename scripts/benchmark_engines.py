@@ -6,6 +6,7 @@
     python scripts/benchmark_engines.py MODEL --sync              # ms of a sync, and that the weights are the policy's
     python scripts/benchmark_engines.py MODEL --kill              # seconds until a process that died is back
     python scripts/benchmark_engines.py MODEL --overlap           # generation and other work of this process at once
+    python scripts/benchmark_engines.py MODEL --same              # completions that equal those of one process
 
 Every setting has a process of its own and starts afresh; settings follow one another, in one run on one machine. A
 round is one call of the engine's ``generate`` as a run makes it: ``--prompts`` groups of ``--samples`` with their
@@ -60,6 +61,7 @@ def main() -> int:
     mode.add_argument("--sync", dest="mode", action="store_const", const="sync", default="rate")
     mode.add_argument("--kill", dest="mode", action="store_const", const="kill")
     mode.add_argument("--overlap", dest="mode", action="store_const", const="overlap")
+    mode.add_argument("--same", dest="mode", action="store_const", const="same")
     parser.add_argument("--own", action="store_true", help="a process of its own where it is the only one, too")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -184,7 +186,26 @@ def overlap(args: argparse.Namespace, processes: int, scheduling: str) -> dict[s
     return {"generate_s": alone, "work_s": work, "together_s": together, "over_longer": together / max(alone, work)}
 
 
-MODES = {"rate": rate, "sync": sync, "kill": kill, "overlap": overlap}
+def same(args: argparse.Namespace, processes: int, scheduling: str) -> dict[str, Any]:
+    """Return which share of the completions is the same as from one engine in this process."""
+    requests, ends = make_requests(args)
+    sampling = Sampling(max_new_tokens=args.tokens)
+    found = []
+    for number in (1, processes):
+        engine, _ = build(args, number, scheduling, end_token_ids=ends)
+        found.append({(c.request, c.sample): c for c in engine.generate(requests, sampling)})
+        engine.close()
+    pairs = [(c, found[1][key]) for key, c in found[0].items()]
+    alike = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
+    firsts = [next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), None)
+              for a, b in pairs]  # fmt: skip
+    gaps = [abs(x - y) for a, b in alike for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    return {"completions": len(pairs), "same": len(alike), "same_to_the_bit": sum(a == b for a, b in alike),
+            "mean_first_difference": statistics.mean([i for i in firsts if i is not None] or [0]),
+            "largest_gap_nats": max(gaps, default=0.0), "mean_gap_nats": statistics.mean(gaps or [0.0])}  # fmt: skip
+
+
+MODES = {"same": same, "rate": rate, "sync": sync, "kill": kill, "overlap": overlap}
 
 
 def busy(count: int) -> int:
