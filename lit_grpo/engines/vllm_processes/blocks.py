@@ -69,7 +69,8 @@ class Buffer:
             return self._file, len(self.bytes)
         from torch.multiprocessing.reductions import reduce_tensor
 
-        return reduce_tensor(self.bytes)[1]  # type: ignore[no-any-return]
+        arguments: tuple[Any, ...] = reduce_tensor(self.bytes)[1]
+        return arguments
 
     def close(self) -> None:
         """Remove the file; whoever has opened it keeps the memory."""
@@ -125,8 +126,11 @@ def opened(handle: tuple[Any, ...]) -> Tensor:
         return torch.from_file(handle[0], shared=True, size=handle[1], dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+    arguments: list[Any] = list(handle)
     # The card has another number in a process that sees more of them.
-    return rebuild_cuda_tensor(*handle[:_DEVICE], torch.cuda.current_device(), *handle[_DEVICE + 1 :])  # type: ignore[no-any-return]
+    arguments[_DEVICE] = torch.cuda.current_device()
+    buffer: Tensor = rebuild_cuda_tensor(*arguments)
+    return buffer
 
 
 def settle(device: torch.device) -> None:

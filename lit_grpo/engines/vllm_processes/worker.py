@@ -184,6 +184,8 @@ class Worker:
                 yield weights.pop(0)
 
     def _do_give(self, folder: str) -> None:
+        # Its tensors lie in main memory while it sleeps.
+        self._open.wake()
         given: Buffer | None = None
         for block in packed(own_tensors(self._open.loaded_model), self._device, Path(folder)):
             settle(self._device)

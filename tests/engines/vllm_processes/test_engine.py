@@ -70,7 +70,7 @@ def alone(tmp_path_factory: Any, models: Any) -> Iterator[Any]:
 
 def pids(pair: Any) -> list[int]:
     """The process of each engine, below its supervisor."""
-    supervisors = [process._process.pid for process in pair._processes]
+    supervisors = [process._process.pid for process in pair._group._processes]
     return [int(Path(f"/proc/{pid}/task/{pid}/children").read_text()) for pid in supervisors]
 
 
@@ -120,8 +120,8 @@ def test_both_processes_work_and_groups_stay_together(pair: Any) -> None:
 def test_the_check_of_the_first_sync_asks_every_process(pair: Any, models: Any) -> None:
     """One process with other weights than the rest must be found by 4 prompts of 4 samples."""
     pair.sync(models[1].named_parameters(), 1)
-    write_weights(pair._weights, models[2].named_parameters(), None)
-    pair._load_files([1], 1)
+    write_weights(pair._group._weights, models[2].named_parameters(), None)
+    pair._group._load_files([1], 1)
     asked = requests(4)
     found = sampled(pair, asked, Sampling(max_new_tokens=8))
     assert largest_gap(models[1], asked, found, 1.0) > WRONG_WEIGHTS
@@ -192,7 +192,7 @@ def broken_off(model: Any) -> Iterator[tuple[str, Tensor]]:
 @pytest.fixture(params=["files", "blocks"])
 def either_way(request: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The pair, which is handed weights as on CPU, and block by block as on a card."""
-    monkeypatch.setattr(pair, "_weight_files", request.param == "files")
+    monkeypatch.setattr(pair._group, "_weight_files", request.param == "files")
     monkeypatch.setattr("lit_grpo.engines.vllm_processes.blocks.BLOCK_BYTES", 1000)
     return pair
 
@@ -227,8 +227,8 @@ def test_weights_that_do_not_fit_stop_sampling_until_a_good_sync(
 
 def test_a_version_counts_in_all_processes_or_in_none(pair: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process takes the new weights, and the other cannot read them."""
-    real = pair._processes[1].send
-    monkeypatch.setattr(pair._processes[1], "send", lambda message: real((*message[:2], "/nowhere")))
+    real = pair._group._processes[1].send
+    monkeypatch.setattr(pair._group._processes[1], "send", lambda message: real((*message[:2], "/nowhere")))
     with pytest.raises(EngineError, match="no weights in /nowhere"):
         pair.sync(models[1].named_parameters(), 1)
     monkeypatch.undo()
@@ -280,8 +280,8 @@ def test_a_process_that_dies_is_back_with_the_weights_and_nothing_is_lost(pair: 
 
 
 def test_one_that_dies_without_files_gets_the_policys_weights(pair: Any, models: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pair, "_weight_files", False)
-    monkeypatch.setattr(pair, "_current_weights", models[1].named_parameters)
+    monkeypatch.setattr(pair._group, "_weight_files", False)
+    monkeypatch.setattr(pair._group, "_current_weights", models[1].named_parameters)
     pair.sync(models[1].named_parameters(), 3)
     running = pair.generate(requests(24), SAMPLING)
     first = next(running)
@@ -293,7 +293,7 @@ def test_one_that_dies_without_files_gets_the_policys_weights(pair: Any, models:
 
 def test_processes_that_die_again_and_again_end_the_run(pair: Any, models: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "RESTARTS", 0)
+        patch.setattr("lit_grpo.engines.vllm_processes.group.RESTARTS", 0)
         running = pair.generate(requests(4), SAMPLING)
         os.kill(pids(pair)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match=r"died 1 times(.|\n)*log of the engine processes \(.*\.log\)"):
@@ -427,8 +427,8 @@ def test_a_process_that_does_not_start_says_why(tmp_path: Path, models: Any) -> 
 
 def test_closing_twice_is_safe_and_a_closed_engine_refuses(pair: Any, models: Any) -> None:
     """The last test of the module: it closes the engine of all others."""
-    ids, scratch = pids(pair), pair._scratch
-    log = pair._log.path
+    ids, scratch = pids(pair), pair._group._scratch
+    log = pair._group._log.path
     running = pair.generate(requests(4), SAMPLING)
     next(running)
     pair.close()

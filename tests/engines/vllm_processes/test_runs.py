@@ -31,7 +31,7 @@ class Killer(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         engine = trainer.datamodule.producer.engine
         if not self.killed:
-            supervisor = engine._processes[0]._process.pid
+            supervisor = engine._group._processes[0]._process.pid
             self.killed = int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
             os.kill(self.killed, signal.SIGKILL)
 

@@ -64,12 +64,11 @@ def test_the_longest_prompts_come_first_and_are_balanced_by_what_was_learned() -
 def test_what_no_process_can_hold_at_once_is_cut_and_few_groups_leave_none_idle() -> None:
     shares = Shares(2, 16)
     shares.add("one", [group(0, 40), group(1, 40)], SAMPLING)
-    sizes, seeds = [], []
+    sizes: list[int] = []
     for news in shares.hand_out().values():
         for _, share in news:
             sizes.append(len(share.samples))
             assert share.request.seeds == tuple(100 * share.request.index + sample for sample in share.samples)
-            seeds += share.request.seeds
     assert max(sizes) == 16
     lonely = Shares(4, 128)
     lonely.add("one", [group(0, 8)], SAMPLING)
