@@ -305,14 +305,19 @@ def test_processes_that_die_again_and_again_end_the_run(pair: Any, models: Any) 
 
 
 UNPACKED = """
-import torch, vllm.model_executor.layers.utils
-from lit_grpo.engines.vllm import weights
+import sys
 
-def leave_unpacked(layer, remove_weight):
-    layer.cpu_linear = torch.nn.functional.linear
+# Not in what vLLM itself starts.
+if "lit_grpo.engines.vllm_processes.worker" in sys.orig_argv:
+    import torch
+    import vllm.model_executor.layers.utils
+    from lit_grpo.engines.vllm import weights
 
-vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = leave_unpacked
-weights._on_cuda = lambda: True
+    def leave_unpacked(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+
+    vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = leave_unpacked
+    weights._on_cuda = lambda: True
 """
 
 
