@@ -198,7 +198,7 @@ def paid(per_token: float, groups: int = 4, size: int = 6, seed: int = 0) -> tup
     return [right + per_token * n for right, n in zip(verdicts, lengths, strict=True)], lengths, verdicts
 
 
-@pytest.mark.parametrize("per_token, expected", [(0.01, 1.0), (5.0, 1.0), (-0.01, -1.0)])
+@pytest.mark.parametrize(("per_token", "expected"), [(0.01, 1.0), (5.0, 1.0), (-0.01, -1.0)])
 def test_a_reward_of_each_token_goes_with_length_whatever_its_size(per_token: float, expected: float):
     rewards, lengths, verdicts = paid(per_token)
     total, sets = reward_length_correlation(rewards, lengths, verdicts, 6)
