@@ -456,19 +456,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """The generator of rollouts from engine and rewards, made when the first rollout is asked for."""
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
-            learner, tokenizer = self.learner, self.learner.tokenizer
-            longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
-            context = EngineContext(
-                policy=learner.policy,
-                policy_config=learner.policy_config,
-                tokenizer=tokenizer,
-                end_token_ids=end_token_ids(learner.policy_config, tokenizer),
-                max_model_len=longest + self._max_new_tokens,
-                seed=rng.run_seed(),
-                beside_learner=self._num_prefetch > 0,
-                wants_experts=self._needs_experts,
-                wants_stop_strings=any(sampling.stop for sampling in self._samplings),
-            )
+            learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
             engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
                 engine,
@@ -487,6 +475,23 @@ class RolloutDataModule(pl.LightningDataModule):
                 longest_completion=self._max_new_tokens,
             )
         return self._producer
+
+    @property
+    def engine_context(self) -> EngineContext:
+        """What an engine is built from in this stage."""
+        learner = self.learner
+        longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
+        return EngineContext(
+            policy=learner.policy,
+            policy_config=learner.policy_config,
+            tokenizer=learner.tokenizer,
+            end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
+            max_model_len=longest + self._max_new_tokens,
+            seed=rng.run_seed(),
+            beside_learner=self._num_prefetch > 0,
+            wants_experts=self._needs_experts,
+            wants_stop_strings=any(sampling.stop for sampling in self._samplings),
+        )
 
     def _shortest_prompts(self, count: int) -> list[Prompt]:
         """Return the shortest prompts of this stage, fewer than ``count`` if there are no more, none of them twice."""

@@ -299,3 +299,33 @@ def _repack(module: nn.Module) -> None:
     # It was filled through the embedding, and the head's own packed copy still holds the old weights.
     if hasattr(module, "cpu_linear"):
         module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+
+
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what vLLM's model holds, parameters and buffers, each tensor once under the first of its names."""
+    seen: set[int] = set()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        # Equal addresses are one memory; empty tensors have none.
+        if tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield name, tensor.detach()
+
+
+def copy_from_twin(model: nn.Module, vllm_config: Any, tensors: NamedWeights) -> None:
+    """Fill vLLM's ``model`` with what :func:`own_tensors` gave of the same model in another process.
+
+    Raises:
+        ValueError: this model keeps more than its tensors show, or the twin's are not those of the same model. The
+            model then must not be used before a reload.
+    """
+    if not weights_stay_as_loaded(model, vllm_config):
+        raise ValueError("the model packs its weights after loading, so that they cannot be taken from another process")
+    own = dict(own_tensors(model))
+    with torch.no_grad():
+        for name, tensor in tensors:
+            mine = own.pop(name, None)
+            if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+                raise ValueError(f"the other process's model has another {name}")
+            mine.copy_(tensor)
+    if own:
+        raise ValueError(f"the other process's model has no {next(iter(own))}")
