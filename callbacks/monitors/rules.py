@@ -79,8 +79,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "groups/reward_length_corr",
-        above=0.9,
-        for_rollouts=3,
+        above=0.5,
+        for_rollouts=5,
+        statistic="mean",
+        on_average=True,
         name="length_paid",
         text="among completions of one prompt that are equally right, the reward grows with length ({value:.2f})",
         remedies=(
@@ -89,8 +91,8 @@ RULES: tuple[Rule, ...] = (
         ),
         diagnosis=LENGTH_EXPLOSION,
         rank=558,
-        healthy="absent, or below 0.5",
-        source="ours: exact where each token is paid alike",
+        healthy="absent, or below 0.3",
+        source="ours: 1 where each token is paid alike, 0.6 to 0.9 where that pay hides what is right",
     ),
     Rule(
         "completions/empty_frac",

@@ -102,7 +102,9 @@ def reward_length_correlation(
 ) -> tuple[float, int]:
     """Sum up how reward goes with length among completions of one prompt and one verdict.
 
-    A reward that says no more than what is right is equal among them. One that pays for length grows with it.
+    A reward that says no more than what is right is equal among them. One that pays for length grows with it. A form
+    that is kept or not goes with length too, most often, and is no pay for it: such rewards take few values, so that
+    only sets count in which the reward tells as many completions apart as their length does.
 
     Args:
         rewards: total reward of each completion, groups after one another.
@@ -111,8 +113,8 @@ def reward_length_correlation(
         group_size: completions of each prompt.
 
     Returns:
-        Sum of Pearson's correlations over the sets of at least three completions of one prompt and one verdict in which
-        both reward and length differ, and the number of such sets; 0 and 0 where there are fewer than
+        Sum of Pearson's correlations over the sets of completions of one prompt and one verdict that have at least
+        three rewards, and as many as lengths; and the number of such sets. 0 and 0 where there are fewer than
         :data:`FEWEST_SETS`, for three completions alone go with one another by chance.
     """
     total, count = 0.0, 0
@@ -121,7 +123,9 @@ def reward_length_correlation(
             chosen = [i for i in range(start, start + group_size) if verdicts[i] is verdict]
             paid, long = [rewards[i] for i in chosen], [float(lengths[i]) for i in chosen]
             # Rewards are sums of float32: what differs by rounding is equal.
-            if len(chosen) < 3 or len(set(long)) < 2 or max(paid) - min(paid) <= 1e-5 * max(map(abs, paid)):
+            scale = max(map(abs, paid), default=0.0) * 1e-5
+            values = len({round(r / scale) for r in paid}) if scale else 0
+            if values < 3 or not 1 < len(set(long)) <= values:
                 continue
             total, count = total + correlation(paid, long), count + 1
     return (total, count) if count >= FEWEST_SETS else (0.0, 0)

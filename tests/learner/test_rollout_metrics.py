@@ -193,7 +193,7 @@ def test_the_cosine_is_that_of_the_gradient_with_the_mean_of_those_before():
 def paid(per_token: float, groups: int = 4, size: int = 6, seed: int = 0) -> tuple[list[float], list[int], list[bool]]:
     """Rewards of 1 for every right answer and some for each token; half of each group is right."""
     draw = random.Random(seed)
-    lengths = [draw.randint(1, 40) for _ in range(groups * size)]
+    lengths = [n for _ in range(groups) for n in draw.sample(range(1, 41), size)]
     verdicts = [i % 2 == 0 for i in range(groups * size)]
     return [right + per_token * n for right, n in zip(verdicts, lengths, strict=True)], lengths, verdicts
 
@@ -210,6 +210,14 @@ def test_right_answers_that_are_longer_are_not_paid_for_length():
     verdicts = [True, True, True, False, False, False] * 4
     lengths = [30, 31, 32, 1, 2, 3] * 4
     assert reward_length_correlation([float(v) for v in verdicts], lengths, verdicts, 6) == (0.0, 0)
+
+
+def test_a_form_that_makes_answers_longer_is_no_pay_for_length():
+    lengths = [10, 11, 12, 30, 31, 32] * 8
+    form = [0.0, 0.0, 0.0, 0.2, 0.2, 0.2] * 8
+    assert reward_length_correlation(form, lengths, [True] * 48, 6) == (0.0, 0)
+    graded = [0.01 * n for n in lengths]
+    assert reward_length_correlation(graded, lengths, [True] * 48, 6) == (pytest.approx(8.0), 8)
 
 
 def test_rewards_that_go_by_chance_hardly_correlate_with_length():
