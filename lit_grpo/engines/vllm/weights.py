@@ -133,7 +133,7 @@ def _load_in_place(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> 
     Returns:
         The number of elements of every parameter of the model, and the names of those that were loaded.
     """
-    loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+    loaded = own_names(model, model.load_weights(stream))  # type: ignore[operator]
     return _sizes(model), loaded
 
 
@@ -146,7 +146,7 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
         initialize_layerwise_reload(model)
         try:
             sizes = _sizes(model)
-            loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+            loaded = own_names(model, model.load_weights(stream))  # type: ignore[operator]
             _check_loaded(model, loaded)
         except BaseException:
             _drop_waiting_weights(model)
@@ -155,6 +155,21 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
             # Also after a failure: it puts the model's tensors back, so that a later reload finds it whole.
             finalize_layerwise_reload(model, vllm_config.model_config)
     return sizes, loaded
+
+
+def own_names(model: nn.Module, reported: Collection[str]) -> set[str]:
+    """Return the names of parameters that a model says it has loaded, as the model has them.
+
+    vLLM 0.26 reports the experts of a mixture without the module that holds them: ``experts.w13_weight`` for
+    ``experts.routed_experts.w13_weight``.
+    """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = set()
+    for name in reported:
+        path, _, leaf = name.rpartition(".")
+        held = f"{path}.routed_experts.{leaf}"
+        names.add(held if name not in own and held in own else name)
+    return names
 
 
 def _check_loaded(model: nn.Module, loaded: Collection[str]) -> None:
