@@ -216,10 +216,10 @@ class VLLMProcesses:
                     )
                 self._inboxes[share.owner].append(Completion(index, sample, ids, logprobs, reason, version))  # type: ignore[index]
         elif kind == "dropped":
-            error, numbers = details
+            failure, numbers = details
             owners = {self._shares.given[i][n].owner for n in numbers if n in self._shares.given[i]}
             for owner in owners:
-                self._inboxes[owner].append(error)  # type: ignore[index]
+                self._inboxes[owner].append(failure)  # type: ignore[index]
         else:
             raise EngineError(f"engine process {i} sent {kind!r}: {details}")
 

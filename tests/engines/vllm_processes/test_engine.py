@@ -80,10 +80,10 @@ def same(found: list[Completion], expected: list[Completion]) -> bool:
 
 
 def test_it_is_an_engine(pair: Any) -> None:
-    assert isinstance(pair, RolloutEngine)
-    assert isinstance(pair, SleepingEngine)
     assert pair.processes == 2
     assert len(set(pids(pair))) == 2
+    assert isinstance(pair, RolloutEngine)
+    assert isinstance(pair, SleepingEngine)
 
 
 def test_tokens_do_not_depend_on_the_number_of_processes(pair: Any, alone: Any, models: Any) -> None:

@@ -79,7 +79,7 @@ def test_processes_see_the_ranks_card_alone(monkeypatch: pytest.MonkeyPatch, vis
 def test_several_engines_on_a_card_are_not_one_on_several(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(start, "find_spec", lambda name: object())
     for processes in (2, "auto"):
-        config = EngineConfig(name="vllm", processes=processes, args={name: 2})  # type: ignore[arg-type]
+        config = EngineConfig(name="vllm", processes=processes, args={name: 2})
         with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*processes: 1"):
             check_engine(config)
     check_engine(EngineConfig(name="vllm", processes=1, args={name: 2}))
