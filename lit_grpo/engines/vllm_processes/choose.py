@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 RULE = ((1.0e9, 4), (3.0e9, 2))
 """(most parameters, processes), the first that fits; a larger model keeps a card busy from one process."""
 OVERHEAD = 3 * 2**30
-"""Bytes of a process besides weights and key-value cache: CUDA's own, graphs, activations."""
+"""Bytes of a process besides weights and key-value cache (CUDA's own, graphs, activations), assumed generously."""
 CACHE_SHARE = 0.5
 """Share of the engines' memory that must be left for keys and values."""
 
