@@ -14,7 +14,7 @@ import yaml
 
 from tests.paths import ROOT
 
-KEY = re.compile(r"(?<![\w.])((?:model|data)\.(?!jsonl)\w+(?:\.\w+)*)")
+KEY = re.compile(r"(?<![\w.])((?:model|data)\.(?!jsonl|md\b)\w+(?:\.\w+)*)")
 FOREIGN = re.compile(r"^\| [^|]* \|", re.MULTILINE)
 """First cell of a row: the name that another program has."""
 
