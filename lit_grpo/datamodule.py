@@ -62,7 +62,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
-        difficulty: how training questions that are solved or out of reach come up less often; None: all equally often.
+        curriculum: how training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: sets of held-out questions by name, for ``test`` and ``predict``.
         val_prompts: source of one more set beside ``val``, named after its source:
