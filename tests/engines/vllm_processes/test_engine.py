@@ -296,7 +296,7 @@ def test_one_that_dies_without_files_gets_the_policys_weights(pair: Any, models:
     running = pair.generate(requests(24), SAMPLING)
     next(running)
     os.kill(pids(pair)[0], signal.SIGKILL)
-    with pytest.raises(EngineError, match="version 3 cannot be loaded(.|\n)*packs its weights"):
+    with pytest.raises(EngineError, match=r"version 3 cannot be loaded(.|\n)*packs its weights"):
         list(running)
 
 
