@@ -201,6 +201,13 @@ class VLLMEngine:
         return self._unusable
 
     @property
+    def measured_cache_bytes(self) -> int | None:
+        """Size of the key-value cache for which vLLM found room on the card; None where it did not measure."""
+        self._require_open()
+        found = self._llm.collective_rpc(lambda worker: getattr(worker, "available_kv_cache_memory_bytes", None))[0]
+        return None if found is None else int(found)
+
+    @property
     def loaded_model(self) -> Any:
         """The model inside vLLM, for whoever passes its tensors on."""
         self._require_open()

@@ -132,14 +132,23 @@ class EngineGroup:
             self._processes[i].send(("prepare",))
         for i in which:
             self._reply(i, "prepared", seconds=_START_SECONDS)
-        build = ("build", *self._build)
-        # vLLM measures how much of the card it takes itself by how much is gone, so no two may take some at once.
-        measuring = torch.cuda.is_available() and "kv_cache_memory_bytes" not in self._build[1]
-        for turn in [[i] for i in which] if measuring else [list(which)]:
+        waiting = list(which)
+        while waiting:
+            path, options, tokenizer = self._build
+            # vLLM measures how much of the card it takes itself by how much is gone, so no two may do so at once, nor
+            # one beside a learner that trains. What the first has found holds for the others, and for later starts.
+            measured = self.facts.get("cache_bytes")
+            measures = torch.cuda.is_available() and "kv_cache_memory_bytes" not in options
+            if measures and measured:
+                options = {**options, "kv_cache_memory_bytes": measured}
+            turn = waiting[:1] if measures and not measured else waiting
             for i in turn:
-                self._processes[i].send(build)
+                self._processes[i].send(("build", path, options, tokenizer))
             for i in turn:
-                (self.facts,) = self._reply(i, "ready", seconds=_START_SECONDS)
+                (facts,) = self._reply(i, "ready", seconds=_START_SECONDS)
+                # One that was told the size has measured nothing.
+                self.facts = {**facts, "cache_bytes": facts["cache_bytes"] or measured}
+            waiting = waiting[len(turn) :]
         log.debug("%d engine processes were ready after %.1f s", len(which), time.monotonic() - started)
 
     # ---------------------------------------------------------------------------------------------- messages

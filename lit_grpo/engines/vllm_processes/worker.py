@@ -5,7 +5,7 @@
 Messages are tuples whose first entry says what they are. In, and what is answered:
 
     prepare                                prepared
-    build path options tokenizer           ready {max_model_len, vocab_size, on_cpu}
+    build path options tokenizer           ready {max_model_len, vocab_size, cache_bytes}
     work [(number, request, sampling)]     done [(number, position, ids, logprobs, reason, version)], step by step
     cancel [number]
     sync version folder | None             synced            None: the weights follow as blocks
@@ -113,7 +113,7 @@ class Worker:
         gc.collect()
         gc.freeze()
         facts = {"max_model_len": self._engine.max_model_len, "vocab_size": self._engine.vocab_size,
-                 "on_cpu": self._engine.on_cpu}  # fmt: skip
+                 "cache_bytes": self._engine.measured_cache_bytes}  # fmt: skip
         self._send("ready", facts)
 
     def _do_work(self, news: list[tuple[Any, ...]]) -> None:
