@@ -24,7 +24,6 @@ def test_sick_runs_are_named_and_healthy_ones_left_alone(runs, half):
     assert found["sick"] >= 15
     assert found["healthy"] >= 8
     assert found["false_stops"] == 0, report(of_half)
-    assert found["runs_with_untrue_warnings"] <= found["healthy"] / 10 + 1, report(of_half)
     assert found["recall"] >= 0.95, report(of_half)
     assert found["right"] >= 0.9, report(of_half)
     assert found["in_time"] >= 0.85, report(of_half)
@@ -33,6 +32,7 @@ def test_sick_runs_are_named_and_healthy_ones_left_alone(runs, half):
 def test_there_are_enough_of_them_and_a_real_model_is_among_them(runs):
     found = summary(runs)
     assert found["healthy"] >= 24
+    assert found["runs_with_untrue_warnings"] <= found["healthy"] / 10
     assert found["sick"] + found["unharmed"] >= 40
     assert len({run["name"].split("__")[1] for run in runs if run["state"] == "sick"}) >= 12
     assert sum(run["name"].startswith("qwen") for run in runs) >= 15
