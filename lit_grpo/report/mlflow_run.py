@@ -16,7 +16,7 @@ from lit_grpo.report.run import RUN_ID, Run, add_files, fill, read_folder
 
 log = logging.getLogger(__name__)
 
-ARTIFACTS = ("findings.jsonl", "config.yaml", "objective.json", "flight")
+ARTIFACTS = ("findings.jsonl", "config.yaml", "objective.json", "completions.json", "flight")
 
 
 @contextmanager
