@@ -115,7 +115,8 @@ def plot_box(session):
     """Return a function from a share of the plot's width to a point of the window, a quarter down the plot."""
     session.run("document.querySelector('#chart-reward').scrollIntoView({block: 'center'})")
     left, top, width = session.run(
-        "const b = document.querySelector('#chart-reward > svg').getBoundingClientRect(); return [b.left, b.top, b.width]"
+        "const b = document.querySelector('#chart-reward > svg').getBoundingClientRect();"
+        " return [b.left, b.top, b.width]"
     )
     scale = width / 400
     return lambda share: (left + (52 + 340 * share) * scale, top + 50 * scale)
