@@ -70,12 +70,13 @@ def make_comparison(runs: Sequence[Run], folder: Path) -> str:
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """List the dotted names of the settings that are not the same everywhere, with the value of each run as text.
 
-    A setting that a run does not have is "-".
+    A setting that a run does not have is "-"; those that all have come first.
     """
     flat = [dict(_flatten(one)) for one in settings]
     keys = sorted({key for one in flat for key in one})
     rows = [(key, [_shown(one[key]) if key in one else "-" for one in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    found = [(key, values) for key, values in rows if len(set(values)) > 1]
+    return sorted(found, key=lambda row: any(row[0] not in one for one in flat))
 
 
 def _flatten(value: Any, name: str = "") -> list[tuple[str, Any]]:

@@ -40,7 +40,7 @@ def _table(text: str) -> Iterator[dict[str, Any]]:
         columns, data = table["columns"], table["data"]
         for cells in data:
             row = dict(zip(columns, cells, strict=True))
-            row["correct"] = {"yes": True, "no": False}.get(row.get("correct"))
+            row["correct"] = {"yes": True, "no": False}.get(str(row.get("correct")))
             yield row
     except (ValueError, KeyError, TypeError):
         return

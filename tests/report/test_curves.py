@@ -257,5 +257,5 @@ def test_runs_of_one_name_are_told_apart_and_hostile_names_stay_text(tmp_path):
 def test_what_differs():
     one = {"a": 1, "b": {"c": [1, 2], "d": None}, "e": [{"x": 1}, {"x": 2}]}
     two = {"a": 1, "b": {"c": [1, 3]}, "e": [{"x": 1}, {"x": 3}]}
-    assert differences([one, two]) == [("b.c", ["[1, 2]", "[1, 3]"]), ("b.d", ["null", "-"]), ("e.1.x", ["2", "3"])]
+    assert differences([one, two]) == [("b.c", ["[1, 2]", "[1, 3]"]), ("e.1.x", ["2", "3"]), ("b.d", ["null", "-"])]
     assert differences([one, one]) == []
