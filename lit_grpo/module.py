@@ -42,6 +42,7 @@ from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metric
 from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, StepCounters, make_steps
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
 from lit_grpo.learner.run_checks import (
+    check_batch,
     check_critic_settings,
     check_minibatches,
     check_objective,
@@ -65,6 +66,7 @@ from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
+from lit_grpo.trainer.connect import connect
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
@@ -242,6 +244,13 @@ class LitGRPO(pl.LightningModule):
         """Calls a function that makes a model; where the run is sharded, it keeps this rank's shards of that model."""
 
     # ---------------------------------------------------------------------------------------------- set-up
+
+    @pl.LightningModule.trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        # The first that the Trainer does with a module: before it looks for the checkpoint, and refuses what we would.
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None:
+            connect(trainer)
 
     @property
     def tokenizer(self) -> Any:
@@ -558,8 +567,13 @@ class LitGRPO(pl.LightningModule):
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
-    def training_step(self, batch: Rollout, batch_idx: int) -> None:
-        """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
+    def training_step(self, batch: Rollout, batch_idx: int) -> dict[str, Tensor]:
+        """Take all optimizer steps on one rollout: old forward, advantages, updates, report.
+
+        Returns:
+            The mean loss of the steps under ``loss``, for callbacks; 0 where there was nothing to learn from.
+        """
+        check_batch(batch)
         started = time.perf_counter()
         staleness = self._check_staleness(batch)
         self._check_verdicts(batch)
@@ -599,6 +613,7 @@ class LitGRPO(pl.LightningModule):
         self._refresh_reference()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
         self._unscored_rollouts.check(batch.index, self.step_metrics)
+        return {"loss": torch.tensor(self.step_metrics.get("loss", 0.0))}
 
     def _compute_advantages(self, objective: Objective, batch: Rollout, experience: Experience) -> Tensor:
         """Compute the advantages of a rollout, [N, T], and keep the state that the objective goes on with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
+from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
@@ -30,13 +32,15 @@ from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
-from lit_grpo.run.folder import check_can_be_made, goes_on_from
+from lit_grpo.run.folder import check_can_be_made, goes_on_from, shown
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
+from lit_grpo.trainer.checkpoint_words import WORDS, Word, no_checkpoint
+from lit_grpo.trainer.refused import REFUSED_ARGUMENTS, check_argument
 from lit_grpo.utils.imports import from_import, line_of
 from lit_grpo.utils.secrets import holds_mask, with_environment
 from lit_grpo.utils.text import shorten
@@ -56,15 +60,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     # The loaders share out prompts over ranks themselves.
     "use_distributed_sampler": False,
 }
-
-# Arguments of the Trainer that LitGRPO's manual optimization cannot follow: (default, what to set in their place).
-_UNSUPPORTED = {
-    "gradient_clip_val": (None, "set model.max_grad_norm"),
-    "accumulate_grad_batches": (1, "set model.micro_batch_tokens, which bounds memory and leaves the gradient alone"),
-    "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
-    "reload_dataloaders_every_n_epochs": (0, "leave it out: rollouts are made anew at every step"),
-}
-
 
 _ABOVE_ZERO = ("val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "num_nodes")
 """Numbers of the Trainer that it divides by, or counts to, without a look."""
@@ -188,15 +183,32 @@ class TrainingCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         # Lightning lets the hyperparameters in the checkpoint silently win over the configuration. Here they do not.
-        path = self.config[self._command].get("ckpt_path")
-        if path is not None and (path in ("last", "best", "hpc") or not Path(path).exists()):
+        config = self.config[self._command]
+        if config.get("ckpt_path") in WORDS:
+            config["ckpt_path"] = self._checkpoint_of(config.ckpt_path)
+        path = config.get("ckpt_path")
+        if path is not None and not Path(path).exists():
             raise UserError(
                 f"there is no checkpoint {path}",
                 where="ckpt_path",
-                remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt",
+                remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt, or `last` or `best`",
             )
         if path is not None and self._command != "fit":
             check_evaluation(Path(path))
+
+    def _checkpoint_of(self, word: Word) -> str | None:
+        """Return the path that ``last`` or ``best`` stands for; None where a fit with ``last`` begins anew."""
+        config = self.config[self._command]
+        places = places_in(config.trainer, config.get("checkpoint"))
+        found = places.find(word)
+        if found is not None:
+            print(f"ckpt_path: {word} is {shown(found)}", file=sys.stderr)
+            return str(found)
+        if word == "best" or self._command != "fit":
+            raise no_checkpoint(word, places)
+        # As Lightning has it: a job that is started again and again with `last` begins where there is nothing yet.
+        print(f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew", file=sys.stderr)
+        return None
 
     # Building.
 
@@ -223,11 +235,8 @@ class TrainingCLI(LightningCLI):
             # A place that is no path of this machine is one of a remote store.
             if folder is not None and "://" not in str(folder):
                 check_can_be_made(Path(str(folder)), key)
-        for name, (value, remedy) in _UNSUPPORTED.items():
-            if trainer.get(name, value) != value:
-                raise UserError(
-                    f"trainer.{name} does not work with manual optimization", where=f"trainer.{name}", remedy=remedy
-                )
+        for refused in REFUSED_ARGUMENTS:
+            check_argument(refused.name, trainer.get(refused.name))
 
     def _check_resume(self) -> None:
         # Before the model is built, which takes longer than to say no.
@@ -287,7 +296,18 @@ class TrainingCLI(LightningCLI):
         # Lightning checks many of its arguments by using them.
         except (MisconfigurationException, ValueError, TypeError, ArithmeticError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
-            raise UserError(f"the Trainer refuses this: {text}", where="trainer") from error
+            raise UserError(f"the Trainer refuses this: {text}", where=self._argument_named_in(text)) from error
+
+    def _argument_named_in(self, text: str) -> str:
+        """Return the key of the Trainer's argument that a message of Lightning is about, as far as it can be told."""
+        trainer, defaults = self.config[self._command].trainer, self._subcommand_parsers[self._command].get_defaults()
+        words = re.findall(r"[a-z_]+", text.lower().replace("gpu", "accelerator").replace("cuda", "accelerator"))
+        given = [name for name in trainer.keys() if trainer.get(name) != defaults.trainer.get(name)]  # noqa: SIM118
+        named = [name for name in given if name in words]
+        # Of several the one that is named first; where none is, the only one that was given.
+        if named:
+            return f"trainer.{min(named, key=words.index)}"
+        return f"trainer.{given[0]}" if len(given) == 1 else self._explainer().sources()
 
     def _result_writers(self) -> list[Callback]:
         if self._command == "predict":

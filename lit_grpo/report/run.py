@@ -80,9 +80,9 @@ def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]]:
-    """Return steps (from 1) and metrics by key from records with ``step`` (from 0)."""
+    """Return steps and metrics by key from records with ``step``."""
     keys = sorted({key for row in rows for key in row} - {"step", "wall_time", "epoch"})
-    steps = [int(row.get("step", 0)) + 1 for row in rows]
+    steps = [int(row.get("step", 0)) for row in rows]
     return steps, {key: [_number(row.get(key)) for row in rows] for key in keys}
 
 

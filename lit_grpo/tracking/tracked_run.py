@@ -36,8 +36,9 @@ class TrackedRun(Callback):
         # Checkpoints come after all other callbacks. The logger leaves out what Lightning then logs once more.
         logger = run_logger(trainer)
         if logger is not None and not getattr(trainer, "fast_dev_run", False):
+            # Every rollout, whatever `log_every_n_steps` is: it thins the other loggers, and takes nothing from the record.
             values = dict(trainer._logger_connector.metrics["log"])
-            if values and trainer._logger_connector.should_update_logs:
+            if values:
                 metrics = {key: float(value) for key, value in values.items()}
                 logger.log_metrics(
                     {**metrics, "epoch": float(trainer.current_epoch)},
