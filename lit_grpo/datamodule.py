@@ -310,6 +310,10 @@ class RolloutDataModule(pl.LightningDataModule):
         parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
         return [self.sampling, *(part.sampling for part in parts)]
 
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """Return the prompts of this stage by the name of their set, once they are set up: ``train``, ``val/NAME``."""
+        return dict(self._sets)
+
     @property
     def train_set(self) -> PromptSet:
         """The training prompts as token ids, with where they come from; once they are set up."""
@@ -525,9 +529,11 @@ class RolloutDataModule(pl.LightningDataModule):
             if self._supervised
             else self.producer
         )
+        overfitted = bool(getattr(self._current_trainer, "overfit_batches", 0))
+        prompts = self._overfitted() if overfitted else self.train_prompts
         return RolloutLoader(
             source,
-            self.train_prompts,
+            prompts,
             count=self.rollouts,
             prompts_per_rollout=self.prompts_per_rollout,
             group_size=self.group_size,
@@ -539,15 +545,24 @@ class RolloutDataModule(pl.LightningDataModule):
             max_rounds=self.max_sampling_rounds,
             on_short=self.on_incomplete_rollout,
             gather=_Gather() if self._current_trainer.world_size > 1 else no_exchange,
-            weights=self.train_set.weights,
-            curriculum=self._make_curriculum(),
+            weights=None if overfitted else self.train_set.weights,
+            curriculum=self._make_curriculum(prompts),
             num_prefetch=self._num_prefetch,
         )
 
-    def _make_curriculum(self) -> Curriculum | None:
+    def _overfitted(self) -> list[Prompt]:
+        """Return the prompts that a run with the Trainer's ``overfit_batches`` stays with: those of its first rollouts."""
+        batches = getattr(self._current_trainer, "overfit_batches", 0)
+        # As Lightning reads it: a whole number counts batches, a fraction is a share of them.
+        count = batches if isinstance(batches, int) else max(1, int(batches * self.rollouts))
+        needed = min(count * self.prompts_per_rollout, len(self.train_prompts))
+        order = make_order(self.train_prompts, rng.run_seed(), self.train_set.weights)
+        return [self.train_prompts[number] for number in dict.fromkeys(order[place] for place in range(needed))]
+
+    def _make_curriculum(self, prompts: list[Prompt]) -> Curriculum | None:
         if self.curriculum is None:
             return None
-        return Curriculum(self.curriculum, self.train_prompts, self.rewards, self.producer.seed)
+        return Curriculum(self.curriculum, prompts, self.rewards, self.producer.seed)
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("val")

@@ -67,6 +67,7 @@ from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.trainer.connect import connect
+from lit_grpo.trainer.refused import refuse_spawning
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
@@ -251,6 +252,10 @@ class LitGRPO(pl.LightningModule):
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
         if trainer is not None:
             connect(trainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_spawning()
+        return super().__getstate__()
 
     @property
     def tokenizer(self) -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.callbacks import FlightRecorder, HealthMonitor, Monitor, RolloutCheckpoint
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
@@ -34,6 +34,7 @@ from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
 from lit_grpo.run.folder import check_can_be_made, goes_on_from, shown
 from lit_grpo.tracking import RunSummary
+from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
@@ -129,6 +130,14 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(CompletionTable, "completions")
+        parser.add_argument(
+            "--monitors",
+            type=bool,
+            default=True,
+            help="whether a fit without monitors of its own in trainer.callbacks gets all of them, which then say what "
+            "goes wrong and stop nothing (a HealthMonitor with `actions: {critical: log}`)",
+        )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -271,7 +280,7 @@ class TrainingCLI(LightningCLI):
         # It comes first: where a run has to end soon, it is saved before anything else is written.
         added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
         if self._command == "fit":
-            added.append(RunSettings(self._settings))
+            added += [*self._watchers(configured), RunSettings(self._settings)]
         # A bar that redraws itself would fill a log file with its every state.
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             added.append(LineProgress())
@@ -308,6 +317,17 @@ class TrainingCLI(LightningCLI):
         if named:
             return f"trainer.{min(named, key=words.index)}"
         return f"trainer.{given[0]}" if len(given) == 1 else self._explainer().sources()
+
+    def _watchers(self, configured: list[Any]) -> list[Callback]:
+        """Return what watches every fit: the monitors, unless there are some, and a small flight record."""
+        config = self.config[self._command]
+        added: list[Callback] = []
+        if config.get("monitors") and not any(isinstance(one, HealthMonitor | Monitor) for one in configured):
+            added.append(HealthMonitor(actions={"critical": "log"}))
+        # A few completions token by token, for the report.
+        if config.completions.every:
+            added.append(FlightRecorder(steps=2, landmarks=6, groups=config.completions.groups))
+        return added
 
     def _result_writers(self) -> list[Callback]:
         if self._command == "predict":

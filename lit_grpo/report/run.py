@@ -148,7 +148,8 @@ def add_files(run: Run, folder: Path) -> None:
     run.config = _text(folder / "config.yaml")
     run.objective = _json(folder / "objective.json")
     note = _json(folder / "run.json")
-    run.tags = {**{str(k): str(v) for k, v in (note.get("tags") or {}).items()}, **run.tags}
+    own = {str(k): str(v) for k, v in (note.get("tags") or {}).items() if not str(k).startswith("mlflow.")}
+    run.tags = {**own, **run.tags}
     run.started = run.started or str(note.get("started") or "")
     run.run_id = run.run_id or str(note.get("run_id") or "")
     records = folder / flight.FOLDER

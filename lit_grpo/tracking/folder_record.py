@@ -29,6 +29,11 @@ class FolderRecord(RunLogger):
         self._wanted = always
 
     @property
+    def wanted(self) -> bool:
+        """Whether anything has asked for a record."""
+        return self._wanted
+
+    @property
     def run_dir(self) -> Path | None:
         self._wanted = True
         return super().run_dir

@@ -405,6 +405,29 @@ class RunLogger(Logger, RunRecord):
         self._note(tags={**self._read_note().get("tags", {}), **text})
 
     @rank_zero_only
+    def log_inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:
+        """Queue data sets and model as inputs of the MLflow run; also kept in ``run.json``.
+
+        Args:
+            datasets: by name, each with its ``count`` of prompts and ``digest``.
+            model: ``name``, ``path`` and ``settings`` of the model that the run begins with.
+        """
+        self._open()[1].put(lambda target: target.inputs(datasets, model))
+        self._note(inputs={"datasets": {k: dict(v) for k, v in datasets.items()}, "model": masked(dict(model))})
+
+    def begin_from(self, folder: Path, checkpoint: Path) -> None:
+        """Note that the run goes on from a checkpoint of another run, its parent: MLflow's page shows it below that.
+
+        Args:
+            folder: folder of the other run.
+            checkpoint: the checkpoint.
+        """
+        note = _read_json(folder / RUN_FILE)
+        self._tags |= {"begun_from": shown(checkpoint)}
+        if note.get("run_id") and note.get("tracking_uri") == self._shown_uri:
+            self._tags["mlflow.parentRunId"] = str(note["run_id"])
+
+    @rank_zero_only
     def mark_stopped(self, reason: str) -> None:
         """Note that the run is being stopped on purpose: it ends as ``KILLED``, with the tag ``stop.reason``."""
         if self._stop is None:

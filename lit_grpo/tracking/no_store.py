@@ -30,6 +30,9 @@ class NoStore:
     def artifact(self, path: Path, folder: str | None) -> None:
         pass
 
+    def inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:
+        pass
+
     def end(self, status: str) -> None:
         pass
 

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.run.folder import RUNS, run_logger
+from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.folder_record import FolderRecord
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.tracked_run import TrackedRun
@@ -110,6 +111,9 @@ def _keep_in_a_folder(trainer: Trainer) -> None:
         first = next((one for one in trainer.loggers if isinstance(one, CSVLogger | TensorBoardLogger)), None)
         record = FolderRecord(root / RUNS, None if first is None else Path(first.log_dir), always=bool(trainer.loggers))
         trainer.loggers = [*trainer.loggers, record]
+    logger, callbacks = run_logger(trainer), trainer.callbacks  # type: ignore[attr-defined]
+    if getattr(logger, "wanted", True) and not any(isinstance(one, CompletionTable) for one in callbacks):
+        callbacks.insert(0, CompletionTable())
 
 
 @rank_zero_only
@@ -189,3 +193,5 @@ def _go_on_in_its_folder(trainer: Trainer, checkpoint: Path) -> None:
     logger, folder = run_logger(trainer), checkpoint.absolute().parent.parent
     if isinstance(logger, RunLogger) and (folder / RUN_FILE).is_file():
         logger.continue_run(folder)
+        if logger.named_folder != folder:
+            logger.begin_from(folder, checkpoint)

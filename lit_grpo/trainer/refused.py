@@ -36,7 +36,8 @@ class RefusedArgument:
         """Return the error of a value; None if it is taken."""
         if self.takes(value):
             return None
-        shown = value if isinstance(value, str | int | float | bool) else type(value).__name__
+        plain = isinstance(value, str | int | float | bool)
+        shown = getattr(value, "value", value) if plain else type(value).__name__
         return UserError(
             f"trainer.{self.name} is {shown}: {self.why}", where=f"trainer.{self.name}", remedy=self.remedy(value)
         )
@@ -162,6 +163,18 @@ def check_argument(name: str, value: Any) -> None:
     for refused in REFUSED_ARGUMENTS:
         if refused.name == name and (error := refused.error(value)) is not None:
             raise error
+
+
+def refuse_spawning() -> None:
+    """Refuse to be sent to a process that is being spawned, as ``strategy: ddp_spawn`` does with the module.
+
+    Raises:
+        UserError: the object is being pickled for a new process.
+    """
+    from multiprocessing.context import get_spawning_popen
+
+    if get_spawning_popen() is not None:
+        check_argument("strategy", "ddp_spawn")
 
 
 def check_callback(callback: object) -> None:
