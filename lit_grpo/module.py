@@ -255,7 +255,8 @@ class LitGRPO(pl.LightningModule):
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_spawning()
-        return super().__getstate__()
+        # A copy (weight averaging makes one) has the weights and the settings, and no part in the run.
+        return super().__getstate__() | {"_context": None, "_forward_runner": None, "_optimizer_stepper": None}
 
     @property
     def tokenizer(self) -> Any:

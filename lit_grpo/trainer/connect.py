@@ -22,7 +22,7 @@ from lit_grpo.tracking.folder_record import FolderRecord
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.trainer.checkpoint_words import CheckpointPlaces, Word, no_checkpoint, runs_named
-from lit_grpo.trainer.logged_moment import LoggedMoment
+from lit_grpo.trainer.logged_moment import LoggedMoment, watch_in_time
 from lit_grpo.trainer.refused import check_trainer
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def connect(trainer: Trainer) -> None:
     """
     check_trainer(trainer)
     _add_callbacks(trainer)
+    watch_in_time(trainer)
     if getattr(trainer, _CONNECTED, False):
         return
     setattr(trainer, _CONNECTED, True)

@@ -31,13 +31,8 @@ class LoggedMoment(Callback):
         """Kinds of keys ("train", "val") of which is known that all that are watched are logged."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        self._asked = set()
-        for callback in _of(trainer, EarlyStopping):
-            _ask_in_time(callback)
-        for callback in _of(trainer, ModelCheckpoint):
-            _save_in_time(callback)
+        if stage == "fit":
+            self._asked = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         number_from_one(trainer)
@@ -86,6 +81,14 @@ class LoggedMoment(Callback):
         for callback, key in _watched(trainer):
             if key not in known and key.startswith(HELD_OUT) == (kind == "val"):
                 raise _unknown(callback, key, [str(name) for name in known])
+
+
+def watch_in_time(trainer: Trainer) -> None:
+    """Let the stock callbacks of a Trainer look when something is logged; before their ``setup``, which decides it."""
+    for callback in _of(trainer, EarlyStopping):
+        _ask_in_time(callback)
+    for callback in _of(trainer, ModelCheckpoint):
+        _save_in_time(callback)
 
 
 def _of(trainer: Trainer, cls: type) -> list[Any]:
