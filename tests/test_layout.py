@@ -61,7 +61,7 @@ ALLOWED = {
     "cli": {"callbacks", "datamodule", "distributed", "evaluation", "module", "report", "run", "tracking", "trainer", "utils"},
     "commands": {
         *("cli", "data", "datamodule", "distributed", "engines", "learner", "module", "objectives", "policy", "report"),
-        *("rewards", "rollout", "run", "utils"),
+        *("rewards", "rollout", "run", "tracking", "utils"),
     },
 }
 NOT_AT_IMPORT = {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers.logger import Logger
@@ -63,6 +63,8 @@ class RunLogger(Logger, RunRecord):
         tags: tags of the MLflow run.
         patience: seconds without progress after which the end of a run stops waiting for the server. It tries again
             every second meanwhile, also where the connection is refused.
+        checkpoints: which checkpoint becomes an artifact at the end of the run: ``best`` by its evaluation, else the
+            last; the ``last``; or ``none``. It is uploaded within ``patience``.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RunLogger(Logger, RunRecord):
         artifact_location: str | None = None,
         tags: dict[str, str] | None = None,
         patience: float = 30.0,
+        checkpoints: Literal["none", "best", "last"] = "none",
     ) -> None:
         super().__init__()
         self._given_uri, self._given_location = tracking_uri, artifact_location
@@ -86,6 +89,7 @@ class RunLogger(Logger, RunRecord):
         check_place(self._run_dir or self.root, None if self._run_dir else run_name)
         self._tags = masked(dict(tags or {}))
         self._patience = patience
+        self.checkpoints = checkpoints
         # MLflow retries for four minutes by default, and the end of a run waits for the request under way.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
@@ -460,6 +464,16 @@ class RunLogger(Logger, RunRecord):
         records = "1 record" if count == 1 else f"{count} records"
         reason = f" ({masked_text(str(sender.last_error))})" if sender.last_error else " yet"
         return f"{records} could not be sent to {self._shown_uri}{reason}; all are in {shown(spool.path)}"
+
+    def page_address(self) -> str | None:
+        """Return the address of the run's page where MLflow shows the local store; None for a server, or before it.
+
+        MLflow's own first page shows traces of language models, of which a run has none.
+        """
+        experiment_id = self._read_note().get("experiment_id") if self._opened is not None else None
+        if not self.tracking_uri.startswith("sqlite:") or self._run_id is None or experiment_id is None:
+            return None
+        return f"http://127.0.0.1:5000/#/experiments/{experiment_id}/runs/{self._run_id}/model-metrics"
 
     def view_command(self) -> str | None:
         """Return the address of the run in MLflow, or the command that shows its store; None without a store."""

@@ -198,7 +198,9 @@ class MlflowTarget:
         if found is None:
             try:
                 with _final_errors():
-                    return self.client.create_experiment(self._experiment, artifact_location=self._artifact_location)
+                    # Otherwise its page opens with traces of language models, of which there are none.
+                    tags = {"mlflow.experimentKind": "custom_model_development"}
+                    return self.client.create_experiment(self._experiment, self._artifact_location, tags)
             except Refused:
                 # Another run created it in the meantime.
                 found = self.client.get_experiment_by_name(self._experiment)

@@ -172,9 +172,12 @@ class RunSummary(Callback):
         if logger is not None and logger.started:
             if curves:
                 logger.log_artifact(curves)
+            self._upload_checkpoint(trainer, logger)
             logger.flush()
             if (command := logger.view_command()) is not None:
                 facts.append(("MLflow", command))
+                if (page := logger.page_address()) is not None:
+                    facts.append(("its page", page))
             if report := logger.delivery_report(shown_by_caller=True):
                 facts.append(("not sent", report))
         count = f"{len(self._steps)} rollout" + ("" if len(self._steps) == 1 else "s")
@@ -187,6 +190,16 @@ class RunSummary(Callback):
             print(f"final reward {final[0]:.3f} over the last {final[1]} steps", flush=True)
         elif self._steps and "loss" in trainer.callback_metrics:
             print(f"final loss {float(trainer.callback_metrics['loss']):.3f} in the last step", flush=True)
+
+    def _upload_checkpoint(self, trainer: Trainer, logger: Any) -> None:
+        """Make the checkpoint that the logger wants an artifact of the run."""
+        saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
+        wanted = getattr(logger, "checkpoints", "none")
+        if saver is None or wanted == "none":
+            return
+        best = Path(saver.best_model_path) if wanted == "best" and saver.best_model_path else None
+        if (path := best or saver.last_path) is not None:
+            logger.log_artifact(path.resolve(), "checkpoints")
 
     def _checkpoint_facts(self, trainer: Trainer, unfinished: bool) -> list[tuple[str, str]]:
         saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)

@@ -61,9 +61,12 @@ def _precision_remedy(value: Any) -> str:
     return known or "set trainer.precision: 32-true or bf16-mixed"
 
 
-_FSDP1 = "use `strategy: fsdp`, which is FSDP2 and splits weights, gradients and optimizer states as ZeRO-3 does"
+_SHARDED = "use `strategy: fsdp`, which is FSDP2 and splits weights, gradients and optimizer states as ZeRO-3 does"
+_FSDP1 = "use `strategy: fsdp`, which is FSDP2; this is Lightning's FSDP1, which cannot clip gradients by norm"
 _SPAWNED = "use `strategy: ddp`, whose processes begin from the command and not from a copy of this one"
-_STRATEGIES = {"deepspeed": _FSDP1, "DeepSpeedStrategy": _FSDP1, "FSDPStrategy": _FSDP1, "fsdp_cpu_offload": _FSDP1,
+_STRATEGIES = {"deepspeed": _SHARDED, "DeepSpeedStrategy": _SHARDED,
+               "FSDPStrategy": f"{_FSDP1}. model.sharding has its settings",
+               "fsdp_cpu_offload": f"{_FSDP1}. model.sharding.cpu_offload: true moves what is not in use to memory",
                "ddp_spawn": _SPAWNED, "ddp_fork": _SPAWNED, "ddp_notebook": _SPAWNED, "xla": "use a CUDA device or a CPU",
                "XLAStrategy": "use a CUDA device or a CPU"}  # fmt: skip
 
