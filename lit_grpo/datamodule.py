@@ -551,7 +551,7 @@ class RolloutDataModule(pl.LightningDataModule):
         )
 
     def _overfitted(self) -> list[Prompt]:
-        """Return the prompts that a run with the Trainer's ``overfit_batches`` stays with: those of its first rollouts."""
+        """Return the prompts that a run with ``trainer.overfit_batches`` stays with: those of its first rollouts."""
         batches = getattr(self._current_trainer, "overfit_batches", 0)
         # As Lightning reads it: a whole number counts batches, a fraction is a share of them.
         count = batches if isinstance(batches, int) else max(1, int(batches * self.rollouts))

@@ -246,7 +246,7 @@ class LitGRPO(pl.LightningModule):
 
     # ---------------------------------------------------------------------------------------------- set-up
 
-    @pl.LightningModule.trainer.setter
+    @pl.LightningModule.trainer.setter  # type: ignore[attr-defined]
     def trainer(self, trainer: pl.Trainer | None) -> None:
         # The first that the Trainer does with a module: before it looks for the checkpoint, and refuses what we would.
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]

@@ -17,11 +17,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_grpo.callbacks import FlightRecorder, HealthMonitor, Monitor, RolloutCheckpoint
+from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
-from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
@@ -216,7 +216,9 @@ class TrainingCLI(LightningCLI):
         if word == "best" or self._command != "fit":
             raise no_checkpoint(word, places)
         # As Lightning has it: a job that is started again and again with `last` begins where there is nothing yet.
-        print(f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew", file=sys.stderr)
+        print(
+            f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew", file=sys.stderr
+        )
         return None
 
     # Building.

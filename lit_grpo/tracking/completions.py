@@ -6,6 +6,7 @@ import html
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,12 +111,16 @@ class CompletionTable(Callback):
             elif isinstance(logger, WandbLogger):
                 logger.log_table(KEY, columns=list(COLUMNS), data=_cells(rows), step=rollout)
             elif isinstance(logger, MLFlowLogger) and logger.run_id is not None:
+                # Its client shows a bar for the table that it downloads to add to.
+                os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
                 data = dict(zip(COLUMNS, map(list, zip(*_cells(rows), strict=True)), strict=True))
                 logger.experiment.log_table(logger.run_id, data, TABLE_NAME)
         # Whatever a tracker's client raises: its table is missing, and the run goes on.
         except Exception as error:
             self._failed.add(name)
-            log.warning("%s takes no completions (%s: %s); they are in %s", name, type(error).__name__, error, self._path)
+            log.warning(
+                "%s takes no completions (%s: %s); they are in %s", name, type(error).__name__, error, self._path
+            )
 
     def _send_table(self, logger: Any) -> None:
         """Give our own logger the table as MLflow's own ``log_table`` would write it, whole each time."""
@@ -196,4 +201,3 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
         texts = [html.escape(str(by_name[name])[:_SHOWN]).replace("|", "&#124;") for name in shown]
         lines.append("| " + " | ".join(text.replace("\n", "<br>") for text in texts) + " |")
     return "\n".join(lines)
-

@@ -586,7 +586,9 @@ class _LazyClient:
     def __getattr__(self, name: str) -> Any:
         target = self._logger._open()[2]
         if isinstance(target, NoStore):
-            raise AttributeError(f"the run is kept in its folder alone (tracking_uri: {NO_STORE}): MLflow has no {name}")
+            raise AttributeError(
+                f"the run is kept in its folder alone (tracking_uri: {NO_STORE}): MLflow has no {name}"
+            )
         return getattr(target.client, name)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import MLFlowLogger
 
 from lit_grpo.run.folder import run_logger
 from lit_grpo.tracking.environment import environment_tags, system_metrics
 from lit_grpo.tracking.parameters import log_parameters, settings_of_module
 from lit_grpo.tracking.save_config import SaveRunConfig
+
+log = logging.getLogger(__name__)
 
 
 class TrackedRun(Callback):
@@ -31,8 +36,12 @@ class TrackedRun(Callback):
         configured = any(isinstance(one, SaveRunConfig) for one in trainer.callbacks)  # type: ignore[attr-defined]
         if not configured and trainer.loggers:
             log_parameters(trainer.loggers, settings_of_module(pl_module, datamodule))
+        tags = environment_tags() if trainer.loggers else {}
+        for one in trainer.loggers:
+            if isinstance(one, MLFlowLogger):
+                _tag(one, tags)
         if logger is not None and getattr(logger, "wanted", True):
-            logger.set_tags(environment_tags())
+            logger.set_tags(tags)
             sets = getattr(datamodule, "prompt_sets", None)
             if sets is not None and hasattr(logger, "log_inputs"):
                 logger.log_inputs({name: one.identity() for name, one in sets().items()}, _model(pl_module))
@@ -63,6 +72,16 @@ class TrackedRun(Callback):
                     {**metrics, "epoch": float(trainer.current_epoch)},
                     step=trainer.fit_loop.epoch_loop._batches_that_stepped,
                 )
+
+
+def _tag(logger: MLFlowLogger, tags: Mapping[str, str]) -> None:
+    """Give tags to Lightning's own MLflow logger, whose server may refuse them."""
+    try:
+        for key, value in tags.items():
+            logger.experiment.set_tag(logger.run_id, key, value[:5000])
+    # Whatever the client raises: the run goes on without them.
+    except Exception as error:
+        log.warning("MLFlowLogger takes no tags: %s: %s", type(error).__name__, error)
 
 
 def _model(pl_module: LightningModule) -> dict[str, Any]:

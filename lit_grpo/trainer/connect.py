@@ -81,8 +81,10 @@ def _count_rollouts(trainer: Trainer) -> None:
         manual.optim_step_progress.increment_completed()
         return end()
 
-    manual._on_before_step = lambda: trainer.profiler.start("optimizer_step")
-    manual._on_after_step = lambda: trainer.profiler.stop("optimizer_step")
+    # Every Trainer has a profiler, but Lightning does not declare it.
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    manual._on_before_step = lambda: profiler.start("optimizer_step")
+    manual._on_after_step = lambda: profiler.stop("optimizer_step")
     manual.on_run_end = on_run_end
 
 
@@ -91,7 +93,7 @@ class _EveryRollout(_LoggerConnector):
 
     @property
     def should_update_logs(self) -> bool:
-        trainer = self.trainer
+        trainer: Any = self.trainer
         if trainer._active_loop is not trainer.fit_loop:
             return super().should_update_logs
         every = 1 if trainer.log_every_n_steps == LIGHTNINGS_LOG_INTERVAL else trainer.log_every_n_steps

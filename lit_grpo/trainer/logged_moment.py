@@ -103,7 +103,9 @@ def _batches(trainer: Trainer) -> list[float]:
 def _watched(trainer: Trainer) -> list[tuple[Any, str]]:
     """Return (callback, key) of those that cannot do without their metric."""
     found = [(one, one.monitor) for one in _of(trainer, EarlyStopping) if one.strict]
-    return found + [(one, one.monitor) for one in _of(trainer, ModelCheckpoint) if one.monitor not in (None, "step", "epoch")]
+    return found + [
+        (one, one.monitor) for one in _of(trainer, ModelCheckpoint) if one.monitor not in (None, "step", "epoch")
+    ]
 
 
 def _unknown(callback: Any, key: str, known: list[str]) -> UserError:
@@ -137,19 +139,18 @@ def _ask_in_time(callback: Any) -> None:
 
 def _save_in_time(callback: Any) -> None:
     interval: timedelta | None = callback._train_time_interval
-    key = callback.monitor
+    key, steps = callback.monitor, callback._every_n_train_steps
     if key is not None and key.startswith(HELD_OUT):
         if callback._save_on_train_epoch_end is None:
             callback._save_on_train_epoch_end = False
-    elif key is not None and interval is None and not callback._every_n_train_steps:
-        if callback._save_on_train_epoch_end is None:
-            callback._every_n_train_steps, callback._every_n_epochs = 1, 0
+    elif key is not None and interval is None and (callback._save_on_train_epoch_end, steps) == (None, 0):
+        callback._every_n_train_steps, callback._every_n_epochs = 1, 0
     if interval is not None and not hasattr(callback.on_train_batch_end, "by_time"):
         callback.on_train_batch_end = _by_time(callback, interval)
 
 
 def _by_time(callback: Any, interval: timedelta) -> Any:
-    """Return the hook of a checkpoint that is saved every so often, which Lightning leaves out for this kind of module."""
+    """Return the hook of a checkpoint that is saved every so often, which Lightning leaves out for this module."""
 
     def on_train_batch_end(trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         due = time.monotonic() - (callback._last_time_checked or 0.0) >= interval.total_seconds()

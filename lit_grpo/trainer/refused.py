@@ -64,11 +64,12 @@ def _precision_remedy(value: Any) -> str:
 _SHARDED = "use `strategy: fsdp`, which is FSDP2 and splits weights, gradients and optimizer states as ZeRO-3 does"
 _FSDP1 = "use `strategy: fsdp`, which is FSDP2; this is Lightning's FSDP1, which cannot clip gradients by norm"
 _SPAWNED = "use `strategy: ddp`, whose processes begin from the command and not from a copy of this one"
+_NO_XLA = "use a CUDA device or a CPU"
 _STRATEGIES = {"deepspeed": _SHARDED, "DeepSpeedStrategy": _SHARDED,
                "FSDPStrategy": f"{_FSDP1}. model.sharding has its settings",
                "fsdp_cpu_offload": f"{_FSDP1}. model.sharding.cpu_offload: true moves what is not in use to memory",
-               "ddp_spawn": _SPAWNED, "ddp_fork": _SPAWNED, "ddp_notebook": _SPAWNED, "xla": "use a CUDA device or a CPU",
-               "XLAStrategy": "use a CUDA device or a CPU"}  # fmt: skip
+               "ddp_spawn": _SPAWNED, "ddp_fork": _SPAWNED, "ddp_notebook": _SPAWNED, "xla": _NO_XLA,
+               "XLAStrategy": _NO_XLA}  # fmt: skip
 
 
 def _strategy_remedy(value: Any) -> str | None:
@@ -97,8 +98,9 @@ REFUSED_ARGUMENTS = (
         "accumulate_grad_batches",
         lambda value: value in (None, 1),
         "one batch is one rollout, and its micro-batches are accumulated already",
-        lambda value: "set data.prompts_per_rollout for more completions in a step, model.micro_batch_tokens for less "
-        "memory",
+        lambda value: (
+            "set data.prompts_per_rollout for more completions in a step, model.micro_batch_tokens for less memory"
+        ),
     ),
     RefusedArgument(
         "reload_dataloaders_every_n_epochs",
@@ -122,8 +124,10 @@ REFUSED_ARGUMENTS = (
         "barebones",
         lambda value: not value,
         "it takes away the metrics, checkpoints and callbacks that guard a run",
-        lambda value: "for a bare measurement: --trainer.logger false --trainer.enable_checkpointing false "
-        "--trainer.enable_progress_bar false",
+        lambda value: (
+            "for a bare measurement: --trainer.logger false --trainer.enable_checkpointing false "
+            "--trainer.enable_progress_bar false"
+        ),
     ),
 )
 

@@ -10,11 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch import loggers
 from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lit_grpo.trainer.refused import REFUSED_ARGUMENTS, REFUSED_CALLBACKS
 from tests.tiny import Recorder
@@ -194,7 +194,7 @@ FLAGS = [
     works("strategy: auto, ddp, fsdp; devices; accelerator; num_nodes", "as in Lightning, `fsdp` being FSDP2; see "
           "[distributed](distributed.md)", all_rollouts, strategy="ddp", devices=1),
     works("plugins: [...]", "as in Lightning; one that stores checkpoints takes the place of ours", all_rollouts,
-          plugins=[pl.plugins.io.TorchCheckpointIO()]),
+          plugins=[TorchCheckpointIO()]),
     works("enable_autolog_hparams: false", "the configuration still goes to every logger", all_rollouts,
           enable_autolog_hparams=False),
     refused_flag("gradient_clip_val", 1.0),

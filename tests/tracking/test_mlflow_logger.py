@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.tracking import RunLogger, read_metrics
+from lit_grpo.tracking.mlflow_target import MlflowTarget
 from tests.tracking.stand_in import StandIn, StandInLoader, make_trainer
 from tests.waiting import PATIENCE, wait_until
 
@@ -122,7 +123,9 @@ def test_what_an_earlier_life_could_not_send_is_sent_after_a_resume(root):
     (root / "mlflow.db").rename(hidden)
     first.log_metrics({"reward": 0.2}, step=1)
     # With the tables gone the store answers with an error.
-    first._open()[2]._client = None
+    target = first._open()[2]
+    assert isinstance(target, MlflowTarget)
+    target._client = None
     (root / "mlflow.db").mkdir()
     first.finalize("success")
     assert first.unsent >= 1

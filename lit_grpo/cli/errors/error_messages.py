@@ -17,7 +17,6 @@ from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
 from lit_grpo.errors import UserError, nearest
 
-
 ELSEWHERE = {
     "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
     "lr_scheduler": "--model.optimizer.schedule is constant, linear or cosine, and --model.optimizer.scheduler takes a "
