@@ -29,7 +29,7 @@ MAIN_CURVES = {
     "completions/length": "1 main/length",
     "policy/entropy": "1 main/entropy",
 }
-"""Second names of the curves that are looked at first: MLflow's page sorts groups by name, and what has none is last."""
+"""Second names of the curves to look at first: MLflow's page sorts groups by name, and what has none comes last."""
 IDENTITY_TAG = "lit_grpo.identity"
 """Tag that finds a run whose id was never written down, because the process died just after the run was made."""
 
