@@ -61,11 +61,10 @@ class LoggedMoment(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        known = trainer.callback_metrics
         self._check_keys(trainer, "train")
         for callback in _of(trainer, EarlyStopping):
             # A rollout that lacks the key logs NaN under it, which is no value that went bad.
-            value = known.get(callback.monitor)
+            value = trainer.callback_metrics.get(callback.monitor)
             if _is_of_training(callback) and value is not None and not math.isnan(float(value)):
                 callback._run_early_stopping_check(trainer)
 
@@ -77,8 +76,9 @@ class LoggedMoment(Callback):
         if kind in self._asked or getattr(trainer, "fast_dev_run", False):
             return
         self._asked.add(kind)
-        known = trainer.callback_metrics
         for callback, key in _watched(trainer):
+            # Only where something is watched: reading them makes Lightning compute what is still being accumulated.
+            known = trainer.callback_metrics
             if key not in known and key.startswith(HELD_OUT) == (kind == "val"):
                 raise _unknown(callback, key, [str(name) for name in known])
 
