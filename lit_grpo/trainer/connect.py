@@ -54,6 +54,8 @@ def connect(trainer: Trainer) -> None:
     setattr(trainer, _CONNECTED, True)
     # Lightning's text for modules with manual optimization, whose weights it would save from before the step.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+    if trainer.log_every_n_steps == LIGHTNINGS_LOG_INTERVAL:  # type: ignore[attr-defined]
+        warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging inter")
     _count_rollouts(trainer)
     trainer._logger_connector.__class__ = _EveryRollout
     _keep_in_a_folder(trainer)
