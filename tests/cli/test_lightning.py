@@ -247,3 +247,28 @@ def test_completions_are_recorded_by_default(tmp_path):
     (parameters,) = tmp_path.rglob("hparams.yaml")
     assert "objective" in parameters.read_text()
     assert "group_size: 4" in parameters.read_text()
+
+
+class Kept(stock.Callback):
+    """Keeps what callbacks the last run from the command line had."""
+
+    names: tuple[str, ...] = ()
+
+    def setup(self, trainer, pl_module, stage):
+        Kept.names = tuple(type(one).__name__ for one in trainer.callbacks)
+
+
+@pytest.mark.parametrize(("arguments", "there", "missing"), [
+    ([], {"HealthMonitor", "CompletionTable", "FlightRecorder", "RolloutCheckpoint", "RunSummary"}, set()),
+    (["--monitors", "false"], {"CompletionTable", "FlightRecorder"}, {"HealthMonitor"}),
+    (["--completions.every", "0"], {"HealthMonitor"}, {"FlightRecorder"}),
+    (["--trainer.callbacks+=EntropyMonitor"], {"EntropyMonitor"}, {"HealthMonitor"}),
+])  # fmt: skip
+def test_what_is_always_there_and_how_it_is_switched_off(place, arguments, there, missing):
+    callbacks = ["--trainer.callbacks", "tests.cli.test_lightning.Kept"]
+    run = ["fit", "--config", "a.yaml", *callbacks, *arguments, "--trainer.logger", "false", "--data.rollouts", "1"]
+    assert main(run) == 0
+    assert there <= set(Kept.names)
+    assert not missing & set(Kept.names)
+    (folder,) = (path for path in (place / "runs").iterdir() if path.is_dir())
+    assert (folder / "completions.jsonl").exists() == ("--completions.every" not in arguments)
