@@ -31,7 +31,7 @@ from lit_grpo.rewards.combine import OnError
 from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
-from lit_grpo.rollout.generator import SYNC_PROMPTS, RolloutGenerator, RolloutSource
+from lit_grpo.rollout.generator import ENGINE_REMEDIES, SYNC_PROMPTS, RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
@@ -39,6 +39,7 @@ from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments
 from lit_grpo.utils.dataclasses import from_arguments
+from lit_grpo.utils.memory import screen_if_out_of_memory
 
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
@@ -469,7 +470,10 @@ class RolloutDataModule(pl.LightningDataModule):
                 wants_experts=self._needs_experts,
                 wants_stop_strings=any(sampling.stop for sampling in self._samplings),
             )
-            engine = make_engine(self.engine_config, context)
+            with screen_if_out_of_memory(
+                "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
+            ):
+                engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -561,6 +565,10 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def _current_trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
+
+    @property
+    def _target_device(self) -> torch.device:
+        return torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
 
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
         """Make one loader for each way of sampling each set."""
