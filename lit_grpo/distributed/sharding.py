@@ -163,10 +163,20 @@ def why_not_repeatable(model: nn.Module) -> str | None:
 
 
 def recover(*models: nn.Module | None) -> None:
-    """Bring sharded models back in order after a pass that broke off, gradients aside; others need nothing."""
+    """Bring sharded models back in order after a pass that broke off; gradients of shards stay for the optimizer."""
     for model in models:
-        if model is not None and is_sharded(model):
-            cast(Any, model).reset_iter_state()
+        if model is None or not is_sharded(model):
+            continue
+        cast(Any, model).reset_iter_state()
+        # What the backward pass had come to is left with the gathered weights (torch 2.13), and would be added to the
+        # gradient of the next one.
+        for part in model.modules():
+            if hasattr(part, "unshard"):
+                cast(Any, part).unshard()
+                for weight in part.parameters():
+                    if not hasattr(weight, "to_local"):
+                        weight.grad = None
+                cast(Any, part).reshard()
 
 
 @torch.no_grad()

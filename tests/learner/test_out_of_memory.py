@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.learner.engine_agreement import FirstUpdate
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.optimizer_step import OptimizerStepper
 from lit_grpo.objectives import ObjectiveConfig
@@ -90,6 +91,20 @@ def test_a_step_without_memory_is_done_again_with_nothing_lost(monkeypatch, sett
     assert found[0].budget.tokens <= 10
     assert found[0].step_metrics["memory/micro_batch_tokens"] == found[0].budget.tokens
     assert found[0].micro_batch_tokens == 20
+
+
+def test_what_the_first_update_saw_is_counted_once(monkeypatch):
+    seen: list[torch.Tensor] = []
+    original = FirstUpdate.check
+
+    def check(self: FirstUpdate, *args: Any, **kwargs: Any) -> None:
+        seen.append(self.seen()[0].sort().values)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(FirstUpdate, "check", check)
+    Fault(monkeypatch, OptimizerStepper, "_micro_batch", GPU, lambda number: number == 1)
+    fit(1, **(WHOLE | {"micro_batch_tokens": 20, "zero_advantage_samples": None}))
+    assert seen[0].tolist() == list(range(8))
 
 
 def test_half_a_gradient_of_a_backward_pass_that_broke_off_is_thrown_away(monkeypatch):
