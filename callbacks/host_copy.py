@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _Form = tuple[torch.Size, torch.dtype]
 
@@ -71,9 +72,14 @@ class HostCopy:
         self._copies, self._sources, self._buffers = {}, [], []
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(tensor):
+            # Shards, and moments in 8 bits, are classes around plain tensors; not all of them can be cloned.
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._copy(getattr(tensor, name)) for name in names}
+            kind: Any = type(tensor)
+            whole: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+            return whole
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
-            # Shards, and what is held in few bits, are classes of their own, which know how they are copied. Shards
-            # come from the strategy in main memory.
             return tensor.detach().clone()
         key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._copies:
