@@ -75,7 +75,8 @@ class HostCopy:
         if is_traceable_wrapper_subclass(tensor):
             # Shards, and moments in 8 bits, are classes around plain tensors; not all of them can be cloned.
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self._copy(getattr(tensor, name)) for name in names}
+            parts = ((name, getattr(tensor, name)) for name in names)
+            inner = {name: self._copy(part) if isinstance(part, Tensor) else part for name, part in parts}
             kind: Any = type(tensor)
             whole: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
             return whole

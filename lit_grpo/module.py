@@ -34,7 +34,7 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
-from lit_grpo.learner.budget import REMEDIES, GivesWay, MicroBatchBudget
+from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
@@ -78,7 +78,6 @@ __all__ = ["LitGRPO"]
 
 log = logging.getLogger(__name__)
 
-FEWER_BYTES = "take a smaller model, hold it in fewer bytes (model.policy.dtype, model.policy.quantization)"
 RANK_ZERO_LOGGER = "lightning.pytorch.utilities.rank_zero"
 """The logger that ``rank_zero_info`` writes to."""
 SHOWN_IN_PROGRESS_BAR = ("reward", "policy/entropy", "completions/length")
@@ -382,7 +381,10 @@ class LitGRPO(pl.LightningModule):
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
         with screen_if_out_of_memory(
-            "loading the model", self._target_device, where="model.policy", remedies=(FEWER_BYTES, *REMEDIES[2:])
+            "loading the model",
+            self._target_device,
+            where="model.policy",
+            remedies=remedies(self._target_device, activations=False),
         ):
             self._load_models()
 
@@ -441,7 +443,7 @@ class LitGRPO(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         with screen_if_out_of_memory(
-            "preparing the models", self.device, where="model", remedies=(FEWER_BYTES, *REMEDIES[2:])
+            "preparing the models", self.device, where="model", remedies=remedies(self.device, activations=False)
         ):
             self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
             if self.critic is not None:
@@ -593,7 +595,7 @@ class LitGRPO(pl.LightningModule):
         """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
         # What runs out in a micro-batch is mended below; the rest of a step has no smaller form.
         with screen_if_out_of_memory(
-            "training on a rollout", self.device, where="model.micro_batch_tokens", remedies=REMEDIES
+            "training on a rollout", self.device, where="model.micro_batch_tokens", remedies=remedies(self.device)
         ):
             self._train_on(batch)
 

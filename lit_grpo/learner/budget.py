@@ -20,14 +20,24 @@ from lit_grpo.utils.memory import (
 
 T = TypeVar("T")
 
-REMEDIES = (
+FEWER_ACTIVATIONS = (
     "set model.policy.gradient_checkpointing: true and a smaller model.policy.logits_chunk",
     "lower data.sampling.max_new_tokens or leave out long prompts (data.format.max_prompt_tokens)",
-    "leave the learner more of the card: a lower data.engine.gpu_memory_utilization, or data.engine.sleep",
+)
+"""What a person may do where no smaller micro-batch helps, the cheapest first."""
+FEWER_WEIGHTS = (
+    "take a smaller model, or hold it in fewer bytes (model.policy.dtype, model.policy.quantization)",
     "train adapters (model.policy.lora), hold optimizer states in 8 bits (model.optimizer.type), or spread the model "
     "over several GPUs (trainer.strategy: fsdp)",
 )
-"""What a person may do where no smaller micro-batch helps, the cheapest first."""
+"""The same where it is the model itself, or what its optimizer keeps, that does not fit."""
+LESS_ENGINE = "leave the learner more of the card: a lower data.engine.gpu_memory_utilization, or data.engine.sleep: 1"
+
+
+def remedies(device: torch.device | str, *, activations: bool = True) -> tuple[str, ...]:
+    """Return what may help on a device, the cheapest first; ``activations``: whether these may be what is large."""
+    card = (LESS_ENGINE,) if torch.device(device).type == "cuda" else ()
+    return (*(FEWER_ACTIVATIONS if activations else ()), *card, *FEWER_WEIGHTS)
 
 
 @dataclass
@@ -126,11 +136,11 @@ class GivesWay:
 
     def _screen(self, message: str, doing: str, count: int, tokens: int) -> MemoryShortageError:
         what = f"{doing}, on a micro-batch of {count} completion{'s' * (count > 1)} with {tokens:,} tokens"
-        remedies = list(REMEDIES)
+        steps = list(remedies(self.device))
         if self.refuses is None:
             what += ", which cannot be divided"
         else:
             what += f", and {self.refuses}"
-            remedies.insert(0, f"set model.micro_batch_tokens to {max(1, tokens // 2)} or less, and go on from the "
+            steps.insert(0, f"set model.micro_batch_tokens to {max(1, tokens // 2)} or less, and go on from the "
                             "last checkpoint")  # fmt: skip
-        return out_of_memory_error(what, self.device, message, where="model.micro_batch_tokens", remedies=remedies)
+        return out_of_memory_error(what, self.device, message, where="model.micro_batch_tokens", remedies=steps)

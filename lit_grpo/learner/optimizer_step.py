@@ -16,7 +16,7 @@ from lit_grpo.distributed.gradients import GradientExchange
 from lit_grpo.distributed.sharding import dtype_of
 from lit_grpo.errors import StopRun
 from lit_grpo.learner.batch import positions, probe
-from lit_grpo.learner.budget import REMEDIES, MemoryRanOut
+from lit_grpo.learner.budget import MemoryRanOut, remedies
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics
@@ -391,7 +391,7 @@ class OptimizerStepper:
             "changing the weights, for which the first step of an optimizer makes its state",
             self.device,
             where="model.optimizer.type",
-            remedies=REMEDIES[2:],
+            remedies=remedies(self.device, activations=False),
         )
 
     def _check_weights(self, bundle: OptimizerBundle, metrics: StepMetrics, reduce: Reduce | None) -> None:

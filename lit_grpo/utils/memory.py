@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -178,7 +179,8 @@ def out_of_memory_error(
     """
     found = report(device, message)
     steps = list(remedies)
-    if found.others:
+    scarce = found.free is not None and found.free < 2 * (found.asked or _WORTH_SAYING)
+    if found.others and "ulimit" not in found.device and (scarce or torch.device(device).type == "cuda"):
         steps.insert(0, "end the other processes, or wait for them")
     remedy = "; ".join(f"({number}) {step}" for number, step in enumerate(steps, 1))
     # vLLM says in its own words what it lacks, and names no bytes.
@@ -296,6 +298,11 @@ def _in_main_memory(asked: int | None) -> MemoryReport:
         if most.isdigit() and now.isdigit() and int(most) < min(_NO_LIMIT, total or _NO_LIMIT):
             total, name = int(most), "the main memory that this container may use"
             free = min(int(most) - int(now), free if free is not None else int(most))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    taken = re.search(r"^VmSize:\s+(\d+) kB$", _read("/proc/self/status"), re.MULTILINE | re.ASCII)
+    if limit != resource.RLIM_INFINITY and taken is not None and limit - int(taken[1]) * 1024 < (free or _NO_LIMIT):
+        total, free = limit, max(0, limit - int(taken[1]) * 1024)
+        name = "the address space that this process may use (ulimit -v)"
     others = _processes()
     own = next((holder.bytes for holder in others or () if holder.pid == os.getpid()), None)
     rest = None if others is None else tuple(holder for holder in others if holder.pid != os.getpid())
