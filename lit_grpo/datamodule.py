@@ -572,21 +572,31 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
         """Make one loader for each way of sampling each set."""
+        pairs = [(one, part) for one in self.evaluations.get(key, []) for part in one.parts]
         return [
             EvaluationLoader(
                 self.producer,
                 self._sets[f"{key}/{one.name}"].prompts,
-                batch_prompts=self.prompts_per_rollout,
+                batch_prompts=self._evaluation_prompts(part.samples),
                 group_size=part.samples,
                 sampling=part.sampling,
                 rank=self._current_trainer.global_rank,
                 world_size=self._current_trainer.world_size,
                 purpose=f"evaluation/{one.name}",
                 finish=partial(self._grade, part),
+                # The next set is sampled at once: only after the last does anybody else need the memory.
+                sleeps=number == len(pairs),
             )
-            for one in self.evaluations.get(key, [])
-            for part in one.parts
+            for number, (one, part) in enumerate(pairs, 1)
         ]
+
+    def _evaluation_prompts(self, samples: int) -> int:
+        """Return the evaluation prompts that a rank samples at once: as many completions as in training, or more.
+
+        An engine's throughput grows with the completions that it has at once, and each batch waits for its longest.
+        """
+        completions = self.prompts_per_rollout // self._current_trainer.world_size * self.group_size
+        return max(self.prompts_per_rollout, -(-completions // samples))
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))
