@@ -36,6 +36,7 @@ from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
 from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
+from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
@@ -459,6 +460,21 @@ class LitGRPO(pl.LightningModule):
         if self.objective.trust_region.needs_router_scores and not self._policy.routes:
             rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
         self._forward_runner = self._optimizer_stepper = None
+        if self._policy.compiled:
+            self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        updates = self.updates_per_rollout * self.objective.passes
+        passes = Passes(
+            objective=self.objective,
+            needed=self.objective.requires(self.updates_per_rollout) | ({"entropy"} if updates > 1 else set()),
+            temperature=1.0 if self._context is None else self._context.temperature,
+            probes=self.zero_advantage_samples != 0,
+            measures_step=self.step_kl_samples != 0,
+        )
+        context = self.trainer.precision_plugin.train_step_context()
+        seconds = compile_ahead(self.forward_runner, self.layout, passes, context)
+        rank_zero_info(f"compiled the learner's passes in {seconds:.1f} s; the code is kept for other runs")
 
     @property
     def sharded(self) -> bool:

@@ -248,7 +248,7 @@ class ForwardRunner:
             entropy,
             experts=experts,
             routing=_routing_for(step.routing, inputs, rows),
-            values=self._value_mode("values" in wanted),
+            values=self.value_mode("values" in wanted),
             frozen=step.warmup,
         )
         values = stats.values if values is None else values
@@ -289,10 +289,10 @@ class ForwardRunner:
         wants_values = "values" in step.objective.loss_requires()
         if self.critic is not None and wants_values:
             total = total + self.critic(inputs).sum()
-        stats = self.policy(inputs, 1.0, "none", values=self._value_mode(wants_values), frozen=step.warmup)
+        stats = self.policy(inputs, 1.0, "none", values=self.value_mode(wants_values), frozen=step.warmup)
         return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
 
-    def _value_mode(self, wanted: bool) -> ValueMode:
+    def value_mode(self, wanted: bool) -> ValueMode:
         """Return whether the value head's gradient ends at its own weights or goes on into the backbone."""
         head = self.policy.value_head
         if head is None or not wanted:
