@@ -293,8 +293,8 @@ def _in_main_memory(asked: int | None) -> MemoryReport:
     free = int(figures["MemAvailable"]) * 1024 if "MemAvailable" in figures else None
     total = int(figures["MemTotal"]) * 1024 if "MemTotal" in figures else None
     name = "main memory"
-    for limit, used in _CGROUPS:
-        most, now = _read(limit).strip(), _read(used).strip()
+    for bound, used in _CGROUPS:
+        most, now = _read(bound).strip(), _read(used).strip()
         if most.isdigit() and now.isdigit() and int(most) < min(_NO_LIMIT, total or _NO_LIMIT):
             total, name = int(most), "the main memory that this container may use"
             free = min(int(most) - int(now), free if free is not None else int(most))
