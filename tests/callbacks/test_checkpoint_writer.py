@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, request_stop
-from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter
 from lit_grpo.callbacks.host_copy import HostCopy, HostMemory
 from lit_grpo.errors import StopRun
 from lit_grpo.utils.integrity import check
@@ -66,7 +65,8 @@ def names(folder: Path) -> list[str]:
 
 
 def fit(folder: Path, rollouts: int, *callbacks: Any, path: Any = None, **options: Any) -> RolloutCheckpoint:
-    saver = RolloutCheckpoint(**({"every_n_rollouts": 2, "dirpath": str(folder)} | options))
+    settings: dict[str, Any] = {"every_n_rollouts": 2, "dirpath": str(folder)}
+    saver = RolloutCheckpoint(**(settings | options))
     make_trainer(False, [*callbacks, saver]).fit(StandIn(), datamodule=StandInData(rollouts), ckpt_path=path)
     return saver
 
@@ -170,7 +170,7 @@ def test_it_is_told_of_a_failure_between_two_rollouts(tmp_path, monkeypatch):
     disk.go.set()
 
     def dead(trainer: Any) -> None:
-        until(lambda: not CheckpointWriter.of(trainer)._thread.is_alive())
+        until(lambda: not any(thread.name == "checkpoint" for thread in threading.enumerate()))
 
     told: list[Any] = []
     monkeypatch.setattr(RolloutCheckpoint, "_note_unsaved", lambda self, rollout, error: told.append(rollout))
@@ -239,7 +239,7 @@ def killed(folder: Path) -> None:
             threading.Event().wait(60)
         save(strategy, content, path, *args, **kwargs)
 
-    Strategy.save_checkpoint = half  # type: ignore[method-assign]
+    Strategy.save_checkpoint = half  # type: ignore[method-assign,assignment]
 
     def die(_: Any) -> None:
         until((folder / ".rollout-000004.ckpt.tmp").exists)
