@@ -55,7 +55,7 @@ from lit_grpo.learner.run_checks import (
     with_untouched_entropy,
 )
 from lit_grpo.learner.step_size import measure_step
-from lit_grpo.learner.sync_check import COARSE_ROUNDING, ROUNDING, SyncResult, check_sync
+from lit_grpo.learner.sync_check import SyncResult, check_engine
 from lit_grpo.learner.unscored import UnscoredRollouts
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
@@ -539,40 +539,14 @@ class LitGRPO(pl.LightningModule):
 
     def _check_sync(self, sync: Callable[[int], object], sample: Callable[[], Rollout]) -> None:
         """Check that an engine takes over the weights, as :class:`lit_grpo.context.LearnerRequirements` says."""
-        guards, policy = self.guards, self._policy
-        assert guards.max_sync_gap is not None
-        assert guards.max_engine_gap is not None
-        exact = self.device.type == "cpu" and policy.model.dtype in (torch.float32, torch.float64)
-        # Dropout draws random numbers, and a run must not depend on whether it was checked.
-        random_state = rng.get_state()
-        try:
-            self.sync_result = check_sync(
-                policy,
-                sync=sync,
-                sample=sample,
-                logprobs=self._logprobs_of,
-                version=self.policy_version,
-                share=guards.max_sync_gap,
-                largest_gap=guards.max_engine_gap,
-                rounding=ROUNDING if exact else COARSE_ROUNDING,
-                reduce=self.reduce_or_none,
-            )
-        finally:
-            rng.set_state(random_state)
-        if (found := self.sync_result) is not None:
-            rank_zero_info(
-                f"the engine takes over weights: log-probabilities differ by {found.changed_gap:.2g} nats after a "
-                f"change of {found.change:.2g} (and by {found.gap:.2g} after that was undone)"
-            )
-
-    def _logprobs_of(self, rollout: Rollout) -> Tensor:
-        """Return the present log-probabilities of a rollout's tokens, [N, T], on the CPU."""
-        experience = make_experience(rollout, self.device)
-        results = self.forward_runner.old_forward(rollout, experience, frozenset({"old_logprobs"}))
-        # The engine may sample from this very model next.
-        self._policy.stop_replay()
-        assert results.old_logprobs is not None
-        return results.old_logprobs.cpu()
+        self.sync_result = check_engine(
+            self.forward_runner,
+            sync=sync,
+            sample=sample,
+            version=self.policy_version,
+            guards=self.guards,
+            reduce=self.reduce_or_none,
+        )
 
     def _optimizer_bundles(self) -> list[OptimizerBundle]:
         """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""
