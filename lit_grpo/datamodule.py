@@ -63,7 +63,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
-        difficulty: how training questions that are solved or out of reach come up less often; None: all equally often.
+        curriculum: how training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: sets of held-out questions by name, for ``test`` and ``predict``.
         val_prompts: source of one more set beside ``val``, named after its source:
@@ -458,19 +458,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """The generator of rollouts from engine and rewards, made when the first rollout is asked for."""
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
-            learner, tokenizer = self.learner, self.learner.tokenizer
-            longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
-            context = EngineContext(
-                policy=learner.policy,
-                policy_config=learner.policy_config,
-                tokenizer=tokenizer,
-                end_token_ids=end_token_ids(learner.policy_config, tokenizer),
-                max_model_len=longest + self._max_new_tokens,
-                seed=rng.run_seed(),
-                beside_learner=self._num_prefetch > 0,
-                wants_experts=self._needs_experts,
-                wants_stop_strings=any(sampling.stop for sampling in self._samplings),
-            )
+            learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
             with screen_if_out_of_memory(
                 "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
             ):
@@ -492,6 +480,23 @@ class RolloutDataModule(pl.LightningDataModule):
                 longest_completion=self._max_new_tokens,
             )
         return self._producer
+
+    @property
+    def engine_context(self) -> EngineContext:
+        """What an engine is built from in this stage."""
+        learner = self.learner
+        longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
+        return EngineContext(
+            policy=learner.policy,
+            policy_config=learner.policy_config,
+            tokenizer=learner.tokenizer,
+            end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
+            max_model_len=longest + self._max_new_tokens,
+            seed=rng.run_seed(),
+            beside_learner=self._num_prefetch > 0,
+            wants_experts=self._needs_experts,
+            wants_stop_strings=any(sampling.stop for sampling in self._samplings),
+        )
 
     def _shortest_prompts(self, count: int) -> list[Prompt]:
         """Return the shortest prompts of this stage, fewer than ``count`` if there are no more, none of them twice."""
