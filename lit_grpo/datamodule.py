@@ -31,7 +31,7 @@ from lit_grpo.rewards.combine import OnError
 from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
-from lit_grpo.rollout.generator import SYNC_PROMPTS, RolloutGenerator, RolloutSource
+from lit_grpo.rollout.generator import ENGINE_REMEDIES, SYNC_PROMPTS, RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
@@ -39,6 +39,7 @@ from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments
 from lit_grpo.utils.dataclasses import from_arguments
+from lit_grpo.utils.memory import screen_if_out_of_memory
 
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
@@ -224,6 +225,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     group_size=self.group_size,
                     prompts_per_rollout=self.prompts_per_rollout,
                     max_new_tokens=self.sampling.max_new_tokens,
+                    temperature=self.sampling.temperature or 1.0,
                     reward_range=total_range(self.rewards),
                     primary_range=None if primary is None else weighted_range(primary),
                     initial_completions=self.initial_completions,
@@ -457,7 +459,10 @@ class RolloutDataModule(pl.LightningDataModule):
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
-            engine = make_engine(self.engine_config, context)
+            with screen_if_out_of_memory(
+                "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
+            ):
+                engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -567,23 +572,37 @@ class RolloutDataModule(pl.LightningDataModule):
     def _current_trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
 
+    @property
+    def _target_device(self) -> torch.device:
+        return torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
         """Make one loader for each way of sampling each set."""
+        pairs = [(one, part) for one in self.evaluations.get(key, []) for part in one.parts]
         return [
             EvaluationLoader(
                 self.producer,
                 self._sets[f"{key}/{one.name}"].prompts,
-                batch_prompts=self.prompts_per_rollout,
+                batch_prompts=self._evaluation_prompts(part.samples),
                 group_size=part.samples,
                 sampling=part.sampling,
                 rank=self._current_trainer.global_rank,
                 world_size=self._current_trainer.world_size,
                 purpose=f"evaluation/{one.name}",
                 finish=partial(self._grade, part),
+                # The next set is sampled at once: only after the last does anybody else need the memory.
+                sleeps=number == len(pairs),
             )
-            for one in self.evaluations.get(key, [])
-            for part in one.parts
+            for number, (one, part) in enumerate(pairs, 1)
         ]
+
+    def _evaluation_prompts(self, samples: int) -> int:
+        """Return the evaluation prompts that a rank samples at once: as many completions as in training, or more.
+
+        An engine's throughput grows with the completions that it has at once, and each batch waits for its longest.
+        """
+        completions = self.prompts_per_rollout // self._current_trainer.world_size * self.group_size
+        return max(self.prompts_per_rollout, -(-completions // samples))
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))
