@@ -31,7 +31,7 @@ from lit_grpo.rewards.combine import OnError
 from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
-from lit_grpo.rollout.generator import SYNC_PROMPTS, RolloutGenerator, RolloutSource
+from lit_grpo.rollout.generator import ENGINE_REMEDIES, SYNC_PROMPTS, RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
@@ -39,6 +39,7 @@ from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments
 from lit_grpo.utils.dataclasses import from_arguments
+from lit_grpo.utils.memory import screen_if_out_of_memory
 
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
@@ -62,7 +63,7 @@ class RolloutDataModule(pl.LightningDataModule):
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
-        difficulty: how training questions that are solved or out of reach come up less often; None: all equally often.
+        curriculum: how training questions that are solved or out of reach come up less often; None: all equally often.
         val: sets of held-out questions by name, for ``validate`` and during ``fit``: ``{gsm8k: {samples: 8}}``.
         test: sets of held-out questions by name, for ``test`` and ``predict``.
         val_prompts: source of one more set beside ``val``, named after its source:
@@ -224,6 +225,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     group_size=self.group_size,
                     prompts_per_rollout=self.prompts_per_rollout,
                     max_new_tokens=self.sampling.max_new_tokens,
+                    temperature=self.sampling.temperature or 1.0,
                     reward_range=total_range(self.rewards),
                     primary_range=None if primary is None else weighted_range(primary),
                     initial_completions=self.initial_completions,
@@ -460,20 +462,11 @@ class RolloutDataModule(pl.LightningDataModule):
         """The generator of rollouts from engine and rewards, made when the first rollout is asked for."""
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
-            learner, tokenizer = self.learner, self.learner.tokenizer
-            longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
-            context = EngineContext(
-                policy=learner.policy,
-                policy_config=learner.policy_config,
-                tokenizer=tokenizer,
-                end_token_ids=end_token_ids(learner.policy_config, tokenizer),
-                max_model_len=longest + self._max_new_tokens,
-                seed=rng.run_seed(),
-                beside_learner=self._num_prefetch > 0,
-                wants_experts=self._needs_experts,
-                wants_stop_strings=any(sampling.stop for sampling in self._samplings),
-            )
-            engine = make_engine(self.engine_config, context)
+            learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
+            with screen_if_out_of_memory(
+                "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
+            ):
+                engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -491,6 +484,23 @@ class RolloutDataModule(pl.LightningDataModule):
                 longest_completion=self._max_new_tokens,
             )
         return self._producer
+
+    @property
+    def engine_context(self) -> EngineContext:
+        """What an engine is built from in this stage."""
+        learner = self.learner
+        longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
+        return EngineContext(
+            policy=learner.policy,
+            policy_config=learner.policy_config,
+            tokenizer=learner.tokenizer,
+            end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
+            max_model_len=longest + self._max_new_tokens,
+            seed=rng.run_seed(),
+            beside_learner=self._num_prefetch > 0,
+            wants_experts=self._needs_experts,
+            wants_stop_strings=any(sampling.stop for sampling in self._samplings),
+        )
 
     def _shortest_prompts(self, count: int) -> list[Prompt]:
         """Return the shortest prompts of this stage, fewer than ``count`` if there are no more, none of them twice."""
@@ -577,23 +587,37 @@ class RolloutDataModule(pl.LightningDataModule):
     def _current_trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
 
+    @property
+    def _target_device(self) -> torch.device:
+        return torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
         """Make one loader for each way of sampling each set."""
+        pairs = [(one, part) for one in self.evaluations.get(key, []) for part in one.parts]
         return [
             EvaluationLoader(
                 self.producer,
                 self._sets[f"{key}/{one.name}"].prompts,
-                batch_prompts=self.prompts_per_rollout,
+                batch_prompts=self._evaluation_prompts(part.samples),
                 group_size=part.samples,
                 sampling=part.sampling,
                 rank=self._current_trainer.global_rank,
                 world_size=self._current_trainer.world_size,
                 purpose=f"evaluation/{one.name}",
                 finish=partial(self._grade, part),
+                # The next set is sampled at once: only after the last does anybody else need the memory.
+                sleeps=number == len(pairs),
             )
-            for one in self.evaluations.get(key, [])
-            for part in one.parts
+            for number, (one, part) in enumerate(pairs, 1)
         ]
+
+    def _evaluation_prompts(self, samples: int) -> int:
+        """Return the evaluation prompts that a rank samples at once: as many completions as in training, or more.
+
+        An engine's throughput grows with the completions that it has at once, and each batch waits for its longest.
+        """
+        completions = self.prompts_per_rollout // self._current_trainer.world_size * self.group_size
+        return max(self.prompts_per_rollout, -(-completions // samples))
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))

@@ -31,6 +31,7 @@ if str(ROOT) not in sys.path:
 
 from lit_grpo.callbacks import monitors  # noqa: E402
 from lit_grpo.callbacks.monitors.facts import Facts  # noqa: E402
+from lit_grpo.learner.rollout_metrics import reward_length_correlation  # noqa: E402
 
 GROUP = 8
 BATCHES = (1, 8, 64)
@@ -65,6 +66,9 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
         reward = right.astype(float) if scale == "0/1" else 10.0 * right + 10.0 * form
         length = draw.lognormal(4.6 + 0.2 * done, 0.5, (prompts, GROUP))
         uniform = np.ptp(reward, axis=1) == 0
+        total, sets = reward_length_correlation(
+            reward.ravel().tolist(), length.ravel().tolist(), right.ravel().tolist(), GROUP
+        )
         cut = draw.random((prompts, GROUP)) < 0.02
         entropy = 0.4 - 0.1 * done
         out = {
@@ -77,6 +81,7 @@ def healthy(prompts: int, scale: str, trend: str, rollouts: int, seed: int) -> I
             "groups/all_wrong_frac": float((~right).all(1).mean()),
             "groups/count": float(prompts),
             "groups/distinct_frac": noisy(0.9, 0.2),
+            **({"groups/reward_length_corr": total / sets} if sets else {}),
             "groups/equal_pairs": float(draw.poisson(0.5 * prompts)),
             "groups/prefix_pushed_down_frac": float((draw.random(prompts) < 0.45).mean()),
             "completions/length": float(length.mean()),

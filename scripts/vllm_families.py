@@ -161,10 +161,11 @@ def main() -> None:
 def in_a_process_of_its_own(family: str) -> Row:
     """Return the row of a family; one whose process dies or hangs is wrong, since nothing was refused."""
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(Path(__file__)), "--one", family]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, env=environment | {"PYTHONPATH": str(ROOT)}
+            command, capture_output=True, text=True, timeout=SECONDS, env=environment | {"PYTHONPATH": paths}
         )
     except subprocess.TimeoutExpired:
         return Row(family, "wrong", reason=f"no end after {SECONDS} s")

@@ -46,6 +46,7 @@ ALLOWED = {
         *("engines.base", "engines.completion_checks", "engines.config", "engines.stop_strings", "engines.vllm"),
         "utils",
     },
+    "engines.vllm_processes": {"engines.base", "engines.config", "engines.vllm", "engines.vllm_server", "utils"},
     "evaluation": {"data", "objectives", "rewards", "run", "utils"},
     "rollout": {"data", "engines", "rewards", "utils"},
     "learner": {"distributed", "objectives", "policy", "utils"},

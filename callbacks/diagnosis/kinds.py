@@ -74,6 +74,11 @@ NO_SIGNAL = DiagnosisKind(
     "the prompts are solved or far too hard",
     outlives_rollback=True,
 )
+LENGTH_EXPLOSION = DiagnosisKind(
+    "length_explosion",
+    "length explosion",
+    "long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
+)
 
 _declared: dict[str, FindingKind] = {}
 

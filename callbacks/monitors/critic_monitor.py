@@ -35,11 +35,12 @@ class CriticMonitor(ThresholdMonitor):
     bound must be left for ``patience`` rollouts.
 
     Findings: ``value_sign`` (mean value of incorrect completions below ``lowest - margin``), ``value_out_of_range``
-    (share of values outside the range of the rewards above ``outside``), ``value_unexplained`` (explained variance
-    below 0 for ``unexplained`` rollouts; or below ``hopeless`` for ``patience``, at any time), ``values_contradict``
-    (equal completions to one prompt get different advantages, though their rewards are equal: the same states are
-    valued differently). The first three are critical where the reward has fallen as well, or values
-    are off by more than the range of the rewards; the last, and values beyond hope, always.
+    (share of values outside the range of the rewards by more than a twentieth of it above ``outside``),
+    ``value_unexplained`` (explained variance below ``worthless`` for ``unexplained`` rollouts; or below ``hopeless``
+    for ``patience``, at any time), ``values_contradict`` (equal completions to one prompt get different advantages,
+    though their rewards are equal: the same states are valued differently). The first three are critical where the
+    reward has fallen as well, or values are off by more than the range of the rewards; the last, and values beyond
+    hope, always.
 
     Args:
         lowest: smallest reward.
@@ -47,7 +48,9 @@ class CriticMonitor(ThresholdMonitor):
             standard deviations above the largest of them.
         margin: distance below ``lowest`` that a mean value may have, as a share of the range of the rewards.
         outside: share of tokens whose value may be outside the range of the rewards.
-        unexplained: rollouts in a row after which an explained variance below 0 is a finding.
+        unexplained: rollouts in a row after which an explained variance below ``worthless`` is a finding.
+        worthless: explained variance below which a critic is worse than a constant. One that values all completions
+            alike, as at first, is near 0 on either side.
         hopeless: explained variance below which a critic is beyond hope. One that is not trained yet is near 0, not
             far below.
         contradiction: share of the pairs of equal completions that may get different advantages.
@@ -77,6 +80,7 @@ class CriticMonitor(ThresholdMonitor):
         margin: float = 0.05,
         outside: float = 0.2,
         unexplained: int = 20,
+        worthless: float = -0.1,
         hopeless: float = -5.0,
         contradiction: float = 0.5,
         patience: int = 5,
@@ -123,7 +127,7 @@ class CriticMonitor(ThresholdMonitor):
             ),
             Rule(
                 "critic/explained_variance",
-                below=0.0,
+                below=worthless,
                 for_rollouts=unexplained,
                 name="value_unexplained",
                 text="the critic is worse than a constant: it explains {value:.2g} of the returns' variance",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
@@ -18,13 +18,6 @@ REMEDIES_LONG = (
     "add a soft penalty on overlong completions",
     "look at what is truncated",
 )
-LENGTH_EXPLOSION = DiagnosisKind(
-    "length_explosion",
-    "length explosion",
-    "long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
-)
-
-
 TRUNCATION = DiagnosisKind(
     "truncation", "completions hit the length limit", "the limit is too low, or the policy cannot end"
 )

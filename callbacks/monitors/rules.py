@@ -6,7 +6,7 @@ could be by chance over windows of its own, is a monitor with code.
 
 from __future__ import annotations
 
-from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, DiagnosisKind, declare
+from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, NO_SIGNAL, DiagnosisKind, declare
 from lit_grpo.callbacks.monitors.threshold import Rule
 
 PLUMBING_MASK = DiagnosisKind(
@@ -76,6 +76,23 @@ RULES: tuple[Rule, ...] = (
             ("completions/longest_run_frac", 0.5, "below 0.1", "ours"),
             ("completions/top_token_frac", 0.6, "below 0.3", "ours"),
         )
+    ),
+    Rule(
+        "groups/reward_length_corr",
+        above=0.5,
+        for_rollouts=5,
+        statistic="mean",
+        on_average=True,
+        name="length_paid",
+        text="among completions of one prompt that are equally right, the reward grows with length ({value:.2f})",
+        remedies=(
+            "take out of the reward what grows with length",
+            "pay for length only up to a cap, and only where the answer is right",
+        ),
+        diagnosis=LENGTH_EXPLOSION,
+        rank=558,
+        healthy="absent, or below 0.3",
+        source="ours: 1 where each token is paid alike, 0.6 to 0.9 where that pay hides what is right",
     ),
     Rule(
         "completions/empty_frac",

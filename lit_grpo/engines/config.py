@@ -65,6 +65,7 @@ class VLLMEngineConfig:
         max_num_seqs: completions sampled at once.
         gpu_memory_utilization: share of the card's memory for weights and key-value cache.
         sleep: what happens on GPUs to the engine's memory while the learner trains, see :class:`EngineConfig`.
+        processes: engines that share the card, see :class:`EngineConfig`.
         args: further arguments of ``vllm.EngineArgs``, passed on as they are.
     """
 
@@ -73,6 +74,7 @@ class VLLMEngineConfig:
     max_num_seqs: Annotated[int, Bound(least=1)] = 256
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
+    processes: Annotated[int | Literal["auto"], Bound(least=1, most=64)] = 1
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -121,6 +123,10 @@ class EngineConfig:
         gpu_memory_utilization: vllm engines only: share of the card's memory for weights and key-value cache.
         sleep: vllm only, on GPUs: while the learner trains, the engine's memory is its own: 0 keeps it; 1 moves the
             weights to main memory; 2 drops them, since new ones come before the next rollout anyway.
+        processes: vllm only: engines that share the rank's card, or its cores. 1 samples in the learner's process; from
+            2 on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
+            takes what ``lit-grpo check`` has measured on this card, or else chooses by the size of the model, and says
+            so.
         args: vllm engines only: further engine arguments, passed on as they are.
         server: vllm_server only: which server, and what happens when it fails.
     """
@@ -134,5 +140,6 @@ class EngineConfig:
     max_num_seqs: Annotated[int, Bound(least=1)] = 256
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
+    processes: Annotated[int | Literal["auto"], Bound(least=1, most=64)] = 1
     args: dict[str, Any] = field(default_factory=dict)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -37,6 +37,10 @@ def _check_vllm(config: VLLMEngineConfig) -> None:
     from lit_grpo.engines.vllm.start import check_in_process
 
     check_in_process()
+    if config.processes != 1:
+        from lit_grpo.engines.vllm_processes.settings import check_arguments
+
+        check_arguments(config.args)
 
 
 def _check_server(config: VLLMServerEngineConfig) -> None:
@@ -49,7 +53,7 @@ ENGINES = {
     "transformers": EngineEntry(
         TransformersEngineConfig, "lit_grpo.engines.transformers.engine.TransformersEngine", gives_experts=True
     ),
-    "vllm": EngineEntry(VLLMEngineConfig, "lit_grpo.engines.vllm.engine.VLLMEngine", check=_check_vllm),
+    "vllm": EngineEntry(VLLMEngineConfig, "lit_grpo.engines.vllm_processes.choose.VLLM", check=_check_vllm),
     "vllm_server": EngineEntry(
         VLLMServerEngineConfig, "lit_grpo.engines.vllm_server.engine.VLLMServer", check=_check_server
     ),

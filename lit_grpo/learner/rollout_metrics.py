@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import correlation
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ LONG_ENOUGH = 8
 """Tokens that a completion needs to have its repetition counted: in a shorter one chance alone repeats."""
 PREFIX = 16
 """Tokens at the beginning of completions among which a shared prefix is looked for."""
+FEWEST_SETS = 4
+"""Sets of completions of one prompt and one verdict from which on reward and length are compared."""
 SAMPLED = 4096
 """Elements of each weight matrix that are sampled to measure its update."""
 
@@ -84,11 +87,48 @@ def add_audit_metrics(
     if batch.correct is not None:
         truncated = torch.tensor([c.truncated for c in batch.completions])
         with_verdict = torch.tensor(scored) if batch.judged is None else torch.tensor(scored) & batch.judged
+        verdicts = [bool(c) if known else None for c, known in zip(batch.correct, with_verdict, strict=True)]
+        tokens = [len(c.token_ids) for c in batch.completions]
+        metrics.add("groups/reward_length_corr", *reward_length_correlation(rewards, tokens, verdicts, size))
         for name, chosen in (("correct", batch.correct & with_verdict), ("incorrect", ~batch.correct & with_verdict)):
             metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
         for name, values in repetition(experience.token_ids, experience.lengths).items():
             metrics.add(name, values.sum(), len(values))
+
+
+def reward_length_correlation(
+    rewards: Sequence[float], lengths: Sequence[int], verdicts: Sequence[bool | None], group_size: int
+) -> tuple[float, int]:
+    """Sum up how reward goes with length among completions of one prompt and one verdict.
+
+    A reward that says no more than what is right is equal among them. One that pays for length grows with it. A form
+    that is kept or not goes with length too, most often, and is no pay for it: such rewards take few values, so that
+    only sets count in which the reward tells as many completions apart as their length does.
+
+    Args:
+        rewards: total reward of each completion, groups after one another.
+        lengths: tokens of each completion.
+        verdicts: whether each completion is correct; None where nobody knows, which leaves it out.
+        group_size: completions of each prompt.
+
+    Returns:
+        Sum of Pearson's correlations over the sets of completions of one prompt and one verdict that have at least
+        three rewards, and as many as lengths; and the number of such sets. 0 and 0 where there are fewer than
+        :data:`FEWEST_SETS`, for three completions alone go with one another by chance.
+    """
+    total, count = 0.0, 0
+    for start in range(0, len(rewards), group_size):
+        for verdict in (True, False):
+            chosen = [i for i in range(start, start + group_size) if verdicts[i] is verdict]
+            paid, long = [rewards[i] for i in chosen], [float(lengths[i]) for i in chosen]
+            # Rewards are sums of float32: what differs by rounding is equal.
+            scale = max(map(abs, paid), default=0.0) * 1e-5
+            values = len({round(r / scale) for r in paid}) if scale else 0
+            if values < 3 or not 1 < len(set(long)) <= values:
+                continue
+            total, count = total + correlation(paid, long), count + 1
+    return (total, count) if count >= FEWEST_SETS else (0.0, 0)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -31,8 +31,8 @@ groups/zero_advantage_frac: share of groups without any advantage in the loss, a
 groups/prefix_pushed_down_frac: share of groups that share a beginning (first 16 tokens) and push it down: the weights
     that the loss gives to the log-probabilities of its tokens sum to less than 0. GTPO, 2508.03772 Eq. 6
 critic/value_correct: mean value on tokens of correct completions; ``critic/value_incorrect`` of the others
-critic/value_outside_frac: share of values outside the rewards' range; also ``critic/value_outside_correct_frac`` and
-    ``critic/value_outside_incorrect_frac``
+critic/value_outside_frac: share of values outside the rewards' range by more than a twentieth of it; also
+    ``critic/value_outside_correct_frac`` and ``critic/value_outside_incorrect_frac``
 critic/return: mean target of the critic; ``critic/error`` mean of target - V; ``critic/return_sq``,
     ``critic/error_sq`` of the squares
 critic/explained_variance: derived: 1 - Var(return - V) / Var(return), V before the update
@@ -68,6 +68,9 @@ from lit_grpo.objectives.tensors import exp_clamped, masked, token_mean
 from lit_grpo.objectives.token_weights import LN2
 from lit_grpo.objectives.trust_regions import SurrogateOutput
 from lit_grpo.types import Sum
+
+OUTSIDE = 0.05
+"""Share of the rewards' range by which a value must leave it to count as outside."""
 
 
 def mean_of(value: Tensor, mask: Tensor) -> Sum:
@@ -198,7 +201,8 @@ def value_signs(
     """
     v, target = masked(values, mask), masked(returns, mask)
     low, high = bounds
-    outside = ((v < low) | (v > high)).double()
+    margin = OUTSIDE * (high - low)
+    outside = ((v < low - margin) | (v > high + margin)).double()
     sums: dict[str, Sum] = {}
     for name, tokens in rows_by_verdict(correct, mask).items():
         sums[f"critic/value_{name}"] = mean_of(v, tokens)

@@ -11,9 +11,8 @@ from lit_grpo.callbacks import HealthMonitor
 from lit_grpo.callbacks.monitors.facts import facts_of
 from lit_grpo.objectives.objective import Objective
 from scripts.diagnosis.recording import read_trace
-from scripts.diagnosis.scoring import judge
+from scripts.diagnosis.scoring import judge, reward_fall
 from scripts.diagnosis.second_cases import CASES, SecondCase
-from scripts.diagnosis.settings import SETTINGS
 
 COUNTS = frozenset({"truncation", "no_signal"})
 """Warnings that state an exact count, such as that most completions were cut: they are true of healthy runs too, so
@@ -43,13 +42,16 @@ def replay(path: Path) -> dict[str, Any]:
 
 
 def twin_of(path: Path, case: SecondCase, seed: int) -> list[float] | None:
-    """Return the share of right answers of the healthy run on the same questions, where the setting asks for it."""
+    """Return the share of right answers of the healthy run on the same questions, where a run is judged beside it.
+
+    That is where the healthy run itself loses a fifth of its best by the rule for a run alone: there the rule measures
+    the difficulty of each rollout's questions, and would call every run of that seed collapsed.
+    """
     twin = path.with_name(f"{case.setting}__grpo_seed{seed}.json.gz")
-    if not SETTINGS[case.setting].few_questions or twin == path:
+    if twin == path or not twin.exists():
         return None
-    if not twin.exists():
-        raise FileNotFoundError(f"{path.name} is judged beside {twin.name}, which is not there")
-    return [float(share) for share in read_trace(twin)["correct"]]
+    correct = [float(share) for share in read_trace(twin)["correct"]]
+    return None if reward_fall(correct) is None else correct
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lit_grpo.learner.rollout_metrics import (
     gradient_cosine,
     prefix_pushed_down,
     repetition,
+    reward_length_correlation,
     update_size,
 )
 from lit_grpo.objectives import ObjectiveConfig
@@ -187,3 +188,57 @@ def test_the_cosine_is_that_of_the_gradient_with_the_mean_of_those_before():
     assert found[0] is None
     assert found[2] is not None
     assert found[2] < -0.9
+
+
+def paid(per_token: float, groups: int = 4, size: int = 6, seed: int = 0) -> tuple[list[float], list[int], list[bool]]:
+    """Rewards of 1 for every right answer and some for each token; half of each group is right."""
+    draw = random.Random(seed)
+    lengths = [n for _ in range(groups) for n in draw.sample(range(1, 41), size)]
+    verdicts = [i % 2 == 0 for i in range(groups * size)]
+    return [right + per_token * n for right, n in zip(verdicts, lengths, strict=True)], lengths, verdicts
+
+
+@pytest.mark.parametrize(("per_token", "expected"), [(0.01, 1.0), (5.0, 1.0), (-0.01, -1.0)])
+def test_a_reward_of_each_token_goes_with_length_whatever_its_size(per_token: float, expected: float):
+    rewards, lengths, verdicts = paid(per_token)
+    total, sets = reward_length_correlation(rewards, lengths, verdicts, 6)
+    assert sets == 8
+    assert total / sets == pytest.approx(expected)
+
+
+def test_right_answers_that_are_longer_are_not_paid_for_length():
+    verdicts = [True, True, True, False, False, False] * 4
+    lengths = [30, 31, 32, 1, 2, 3] * 4
+    assert reward_length_correlation([float(v) for v in verdicts], lengths, verdicts, 6) == (0.0, 0)
+
+
+def test_a_form_that_makes_answers_longer_is_no_pay_for_length():
+    lengths = [10, 11, 12, 30, 31, 32] * 8
+    form = [0.0, 0.0, 0.0, 0.2, 0.2, 0.2] * 8
+    assert reward_length_correlation(form, lengths, [True] * 48, 6) == (0.0, 0)
+    graded = [0.01 * n for n in lengths]
+    assert reward_length_correlation(graded, lengths, [True] * 48, 6) == (pytest.approx(8.0), 8)
+
+
+def test_rewards_that_go_by_chance_hardly_correlate_with_length():
+    draw = random.Random(1)
+    lengths = [draw.randint(1, 40) for _ in range(640)]
+    total, sets = reward_length_correlation([draw.random() for _ in lengths], lengths, [True] * 640, 8)
+    assert sets == 80
+    assert abs(total / sets) < 0.2
+
+
+def test_what_is_not_judged_and_what_is_too_few_is_left_out():
+    rewards, lengths, verdicts = paid(0.01)
+    nobody_knows = [None if i % 6 else verdict for i, verdict in enumerate(verdicts)]
+    assert reward_length_correlation(rewards, lengths, nobody_knows, 6) == (0.0, 0)
+    assert reward_length_correlation(rewards[:6], lengths[:6], verdicts[:6], 6) == (0.0, 0)
+    assert reward_length_correlation([0.1 + 0.2, 0.3, 0.3] * 8, [1, 2, 3] * 8, [False] * 24, 3) == (0.0, 0)
+
+
+def test_a_rollout_reports_what_length_is_paid_only_where_something_judges():
+    rewards, lengths, verdicts = paid(0.01)
+    ids = [list(range(1, n + 1)) for n in lengths]
+    batch = rollout(ids, rewards, 6)
+    assert audit(replace(batch, correct=torch.tensor(verdicts)))["groups/reward_length_corr"] == pytest.approx(1.0)
+    assert "groups/reward_length_corr" not in audit(replace(batch, correct=None))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import RECIPES, Objective, StepPlan
+from lit_grpo.objectives.diagnostics import value_signs
 from lit_grpo.objectives.filters import Filters
 from lit_grpo.objectives.tensors import Groups
 from lit_grpo.types import Experience
@@ -91,14 +92,20 @@ def test_values_are_told_apart_by_the_verdict_and_only_where_there_is_one() -> N
     for name, values in (("correct", right), ("incorrect", wrong)):
         total, count = sums[f"critic/value_{name}"]
         assert (float(total), float(count)) == (sum(values), len(values))
-        # The rewards of the run, as far as it has seen them, are 0 to 20.
+        # The rewards of the run, as far as it has seen them, are 0 to 20, and a value may leave them by a twentieth.
         total, count = sums[f"critic/value_outside_{name}_frac"]
-        assert (float(total), float(count)) == (sum(v > 20 for v in values), len(values))
+        assert (float(total), float(count)) == (sum(v > 21 for v in values), len(values))
     plan, _ = plan_of(made, experience(correct=None))
     assert plan.correct is None
     sums = made.loss(torch.full((8, 3), -1.0), plan, values=torch.zeros(8, 3)).metrics
     assert {k for k in sums if "correct" in k} == set()
     assert "critic/value_outside_frac" in sums
+
+
+def test_values_just_outside_the_range_of_the_rewards_are_not_outside() -> None:
+    values = torch.tensor([[-0.11, -0.09, 0.0, 1.0, 2.0, 2.09, 2.11]])
+    sums = value_signs(values, torch.zeros_like(values), None, torch.ones_like(values, dtype=torch.bool), (0.0, 2.0))
+    assert tuple(map(float, sums["critic/value_outside_frac"])) == (2, 7)
 
 
 def test_uniform_groups_are_told_by_reward_or_by_verdict() -> None:

@@ -261,9 +261,11 @@ class Explainer:
         """Return the error for a value of the wrong type, or none of the choices."""
         given = given_value(details)
         what = _cannot_be(name, given)
+        types = wanted_types(details)
         if names := literal_choices(details):
-            return self.bad_choice(name, given, names, where)
-        if types := wanted_types(details):
+            numbers = [one for one in types if one.endswith("number")]
+            return self.bad_choice(name, given, [*names, *numbers], where)
+        if types:
             return UserError(what, where=where, remedy=f"give {' or '.join(types)}")
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
@@ -354,7 +356,7 @@ def class_problem(details: str) -> tuple[str, str] | None:
 def literal_choices(details: str) -> list[str]:
     """List the values of the ``Literal`` types that a value did not match."""
     found: list[str] = []
-    for body in re.findall(r"Literal\[(.*?)\](?=\.| |,|$)", details, re.M):
+    for body in re.findall(r"Literal\[(.*?)\](?=\.| |,|\]|$)", details, re.M):
         found += [item.strip().strip("'\"") for item in body.split(",")]
     return list(dict.fromkeys(found))
 

@@ -16,7 +16,8 @@ from lit_grpo.utils.logging import log_level
 
 EXAMPLES = """\
 Everything else is as for `lit-grpo fit`: several --config, and any key as --data.group_size 16.
-Nothing is written but the table and FILE. The exit code is 0 if nothing failed, else 1; 2 for bad input.
+Nothing is written but the table, FILE, and with data.engine.processes: auto on a card how many engine processes are
+fastest there (~/.cache/lit-grpo), which later runs take. The exit code is 0 if nothing failed, else 1; 2 for bad input.
 
 examples:
   lit-grpo check --config configs/quickstart.yaml

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_grpo.commands.check import cost, prompts, rollout
+from lit_grpo.commands.check import cost, engines, prompts, rollout
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data.doubts import doubts_of
+from lit_grpo.engines import make_engine
 from lit_grpo.policy.config import PolicyConfig
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.types import Rollout
@@ -74,6 +76,7 @@ class Preflight(Callback):
         ]
         if not self.step or not any(c.token_ids for c in batch.completions):
             trainer.should_stop = True
+            self._measure_engines(trainer, module, data)
             return
         self._announce(trainer, "one rollout and one training step")
 
@@ -104,6 +107,32 @@ class Preflight(Callback):
             ),
             cost.time_result(module.step_metrics, data.rollouts),
         ]
+        # Last, since it takes the place of the engine that samples.
+        if not module.objective.demonstrations:
+            self._measure_engines(trainer, module, data)
+
+    def _measure_engines(self, trainer: Trainer, module: Any, data: Any) -> None:
+        """Measure with how many processes the engine samples fastest, where the configuration leaves it open."""
+        if not engines.left_open(data.engine_config):
+            return
+        self._announce(trainer, f"sampling with {', '.join(map(str, engines.CANDIDATES))} engine processes")
+        producer, context = data.producer, data.engine_context
+        # Waits for a rollout that is being sampled beside the learner, too.
+        producer.sync()
+        count = max(1, min(len(data.train_prompts), data.prompts_per_rollout // trainer.world_size))
+        asked = [
+            producer.request(i, i, p, data.group_size, 0, "speed") for i, p in enumerate(data.train_prompts[:count])
+        ]
+        result = engines.measure(
+            producer.engine,
+            lambda processes: make_engine(replace(data.engine_config, processes=processes), context),
+            lambda engine: engine.sync(module.named_weights(), module.policy_version),
+            asked,
+            data.sampling,
+        )
+        self.results.append(result)
+        if trainer.is_global_zero and result.status == "pass":
+            engines.keep(result, module.policy.model.config)
 
     def _announce(self, trainer: Trainer, activity: str) -> None:
         self.activity = activity

@@ -8,7 +8,7 @@ import itertools
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
-from lit_grpo.engines.vllm.settings import engine_dtype, model_config_of, runs_own_code, sampling_settings
+from lit_grpo.engines.vllm.settings import engine_options, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.start import (
     KEY,
     OTHER_ENGINE,
@@ -34,11 +34,21 @@ from lit_grpo.engines.vllm.start import (
     start,
 )
 from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
-from lit_grpo.engines.vllm.weights import reload_weights
+from lit_grpo.engines.vllm.weights import copy_from_twin, reload_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, FinishReason, Request, Sampling
 
 _open_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Requests that were given to an engine together, see :meth:`VLLMEngine.submit`."""
+
+    finished: deque[Completion]
+    """Completions of the samples that have ended, to be taken out by whoever submitted them."""
+    keys: list[str]
+    """What the engine calls the samples, ended ones included."""
 
 
 @dataclass(slots=True)
@@ -152,9 +162,9 @@ class VLLMEngine:
         self._engine = self._llm.llm_engine
         config = self._engine.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
-        self._vocab_size: int = config.model_config.get_vocab_size()
+        self.vocab_size: int = config.model_config.get_vocab_size()
         self._sleep_enabled: bool = config.model_config.enable_sleep_mode
-        self._on_cpu: bool = config.device_config.device_type == "cpu"
+        self.on_cpu: bool = config.device_config.device_type == "cpu"
         self.end_token_ids = tuple(sorted(set(end_token_ids)))
         self._version = -1
         self._unusable = "it was started without weights" if engine_args.get("load_format") == "dummy" else None
@@ -174,21 +184,8 @@ class VLLMEngine:
         vLLM is given the policy's configuration alone and no weights: they come with the first sync, so that it can
         never sample from a base model by mistake.
         """
-        config = VLLMEngineConfig(**settings)
-        options: dict[str, Any] = {
-            "end_token_ids": context.end_token_ids,
-            "policy_tokenizer": context.tokenizer,
-            "policy_model": context.policy.model,
-            "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
-            "max_model_len": config.max_model_len or context.max_model_len,
-            "seed": context.seed,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "max_num_seqs": config.max_num_seqs,
-            "load_format": "dummy",
-            "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
-            "trust_remote_code": runs_own_code(context),
-            **config.args,
-        }
+        options = engine_options(context, VLLMEngineConfig(**settings))
+        options |= {"policy_tokenizer": context.tokenizer, "policy_model": context.policy.model}
         with tempfile.TemporaryDirectory(prefix="lit-grpo-vllm-") as folder:
             model_config_of(context).save_pretrained(folder)
             return cls(folder, **options)
@@ -197,6 +194,24 @@ class VLLMEngine:
     def policy_version(self) -> int:
         """Version of the weights in use; -1 before the first sync (the folder's own weights) and after a failed one."""
         return self._version
+
+    @property
+    def unusable(self) -> str | None:
+        """Why the weights in the engine must not be sampled from; None where they may."""
+        return self._unusable
+
+    @property
+    def measured_cache_bytes(self) -> int | None:
+        """Size of the key-value cache for which vLLM found room on the card; None where it did not measure."""
+        self._require_open()
+        found = self._llm.collective_rpc(lambda worker: getattr(worker, "available_kv_cache_memory_bytes", None))[0]
+        return None if found is None else int(found)
+
+    @property
+    def loaded_model(self) -> Any:
+        """The model inside vLLM, for whoever passes its tensors on."""
+        self._require_open()
+        return self._llm.apply_model(lambda model: model)[0]
 
     # ---------------------------------------------------------------------------------------------- sampling
 
@@ -210,24 +225,48 @@ class VLLMEngine:
             UserError: at the call, before any work: a request or a setting that vLLM would refuse or quietly change.
             EngineError: the engine is closed, holds no usable weights, or failed while sampling.
         """
-        self._require_open()
-        if self._unusable:
-            raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
-        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        self._check(requests, sampling)
         return self._generate(list(requests), sampling)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
-        call = next(self._calls)
         # Sampling makes many short-lived objects; without this each collection would walk all that the process holds.
         gc.freeze()
-        inbox: deque[Completion] = deque()
-        stops = stop_strings(sampling, self._tokenizer)
-        waiting: set[str] = set()
+        batch: Batch | None = None
         try:
-            if self._asleep:
-                self.wake()
+            batch = self._submit(requests, sampling)
+            missing = len(batch.keys)
+            while missing:
+                while batch.finished:
+                    missing -= 1
+                    yield batch.finished.popleft()
+                if missing:
+                    self.step()
+        finally:
+            if batch is not None:
+                self.cancel(batch)
             if not self._running_samples:
-                self._forget_prefixes()
+                gc.unfreeze()
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> Batch:
+        """Begin to sample; each :meth:`step` then goes on with all batches that were submitted.
+
+        :meth:`generate` is made of these two. They are for a caller that must do other things between two steps.
+
+        Raises:
+            UserError: a request or a setting that vLLM would refuse or quietly change.
+            EngineError: the engine is closed, holds no usable weights, or does not take a request.
+        """
+        self._check(requests, sampling)
+        return self._submit(requests, sampling)
+
+    def _submit(self, requests: Sequence[Request], sampling: Sampling) -> Batch:
+        if self._asleep:
+            self.wake()
+        if not self._running_samples:
+            self._forget_prefixes()
+        call, stops = next(self._calls), stop_strings(sampling, self._tokenizer)
+        batch = Batch(deque(), [])
+        try:
             for position, request in enumerate(requests):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
                 for sample, seed in enumerate(request.seeds):
@@ -237,25 +276,37 @@ class VLLMEngine:
                     vllm_id = self._engine.add_request(key, prompt, params)
                     tokens = self._collector.open(vllm_id)
                     self._running_samples[key] = _RunningSample(
-                        inbox, request, sample, sampling.max_new_tokens, vllm_id, tokens, stops
+                        batch.finished, request, sample, sampling.max_new_tokens, vllm_id, tokens, stops
                     )
-                    waiting.add(key)
-            missing = len(waiting)
-            while missing:
-                while inbox:
-                    missing -= 1
-                    yield inbox.popleft()
-                if missing:
-                    self._step()
-        finally:
-            self._abort([key for key in waiting if key in self._running_samples])
-            if not self._running_samples:
-                gc.unfreeze()
+                    batch.keys.append(key)
+        except BaseException:
+            self.cancel(batch)
+            raise
+        return batch
 
-    def _step(self) -> None:
-        """Run one forward pass for all running samples, and hand out those that ended with it."""
+    def cancel(self, batch: Batch) -> None:
+        """Drop what is still running of a batch. Safe to call twice."""
+        self._abort([key for key in batch.keys if key in self._running_samples])
+
+    @property
+    def running(self) -> int:
+        """Number of samples that have begun and not ended."""
+        return len(self._running_samples)
+
+    def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self._require_open()
+        if self._unusable:
+            raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
+        check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+
+    def step(self) -> None:
+        """Run one forward pass for all running samples, and put those that ended with it into their batches.
+
+        Raises:
+            EngineError: vLLM failed, or what it says of a sample contradicts itself.
+        """
         # vLLM's CPU sampler draws global random numbers even where every request has its own seed.
-        random_state = torch.get_rng_state() if self._on_cpu else None
+        random_state = torch.get_rng_state() if self.on_cpu else None
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -328,6 +379,18 @@ class VLLMEngine:
             EngineError: samples of an older version are still running, or the weights do not fit the model. After the
                 latter the engine refuses to sample until a sync succeeds.
         """
+        stream = weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
+        self._load(reload_weights, stream, version)
+
+    def adopt(self, tensors: NamedWeights, version: int) -> None:
+        """Load the weights of ``version`` from what :func:`own_tensors` gives of an engine of the same model.
+
+        Raises:
+            EngineError: as of :meth:`sync`, or the model keeps more than its tensors show.
+        """
+        self._load(copy_from_twin, tensors, version)
+
+    def _load(self, load: Callable[[Any, Any, NamedWeights], None], weights: NamedWeights, version: int) -> None:
         self._require_open()
         if self._running_samples:
             raise EngineError(
@@ -340,8 +403,7 @@ class VLLMEngine:
         config = self._engine.vllm_config
         try:
             self._synchronize_device()
-            stream = weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
-            self._llm.apply_model(lambda model: reload_weights(model, config, stream))
+            self._llm.apply_model(lambda model: load(model, config, weights))
             self._synchronize_device()
         except Exception as error:
             self._unusable = f"the sync of version {version} failed: {error}"
@@ -361,7 +423,7 @@ class VLLMEngine:
 
     def _synchronize_device(self) -> None:
         # The learner may still be writing the weights, or vLLM reading them, on a stream of its own.
-        if not self._on_cpu:
+        if not self.on_cpu:
             torch.cuda.synchronize()
 
     # ---------------------------------------------------------------------------------------------- memory
@@ -377,7 +439,7 @@ class VLLMEngine:
         self._require_open()
         if level not in (1, 2):
             raise UserError(f"sleep level {level} does not exist", remedy="1 (weights kept) or 2 (weights dropped)")
-        if self._on_cpu:
+        if self.on_cpu:
             return
         if not self._sleep_enabled:
             raise UserError(
@@ -416,7 +478,7 @@ class VLLMEngine:
         core.scheduler.shutdown()
         del llm, client, core, finalizer
         gc.collect()
-        if not self._on_cpu:
+        if not self.on_cpu:
             forget_graph_pool()
             torch.cuda.empty_cache()
 

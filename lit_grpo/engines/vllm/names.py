@@ -41,12 +41,12 @@ def as_in_checkpoint(model: Any, weights: NamedWeights) -> Iterator[tuple[str, T
 def _names_on_disk(model: Any) -> Any:
     """Return a function of one weight that yields its parts as they are saved; None where names do not differ."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightRenaming, revert_weight_conversion
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
     # As transformers does when it saves a model that was made from a configuration.
     known = [c for c in get_model_conversion_mapping(model, add_legacy=False) or () if not isinstance(c, PrefixChange)]
-    # Experts that are merely one tensor in memory and many on disk vLLM knows both ways.
-    if not any(isinstance(conversion, WeightRenaming) for conversion in known):
+    # Experts that are one tensor in memory and many on disk some versions of vLLM know both ways, and 0.26 does not.
+    if not known:
         return None
     # What was found once: looking for it again for every weight would take as long as the sync.
     stand_in: Any = SimpleNamespace(_weight_conversions=known, config=model.config)

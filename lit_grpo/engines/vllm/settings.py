@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lit_grpo.engines.base import EngineContext
+from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.types import Sampling
 
 
@@ -50,6 +51,22 @@ def engine_dtype(dtype: str, learner_dtype: str) -> str:
     if dtype != "auto":
         return dtype
     return "bfloat16" if torch.cuda.is_available() else learner_dtype
+
+
+def engine_options(context: EngineContext, config: VLLMEngineConfig) -> dict[str, Any]:
+    """Return the arguments of :class:`lit_grpo.engines.vllm.engine.VLLMEngine` for a run, all plain values."""
+    return {
+        "end_token_ids": tuple(context.end_token_ids),
+        "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
+        "max_model_len": config.max_model_len or context.max_model_len,
+        "seed": context.seed,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_seqs": config.max_num_seqs,
+        "load_format": "dummy",
+        "enable_sleep_mode": bool(config.sleep) and torch.cuda.is_available(),
+        "trust_remote_code": runs_own_code(context),
+        **config.args,
+    }
 
 
 def model_config_of(context: EngineContext) -> Any:

@@ -133,7 +133,7 @@ def _load_in_place(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> 
     Returns:
         The number of elements of every parameter of the model, and the names of those that were loaded.
     """
-    loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+    loaded = own_names(model, model.load_weights(stream))  # type: ignore[operator]
     return _sizes(model), loaded
 
 
@@ -146,7 +146,7 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
         initialize_layerwise_reload(model)
         try:
             sizes = _sizes(model)
-            loaded: set[str] = model.load_weights(stream)  # type: ignore[operator]
+            loaded = own_names(model, model.load_weights(stream))  # type: ignore[operator]
             _check_loaded(model, loaded)
         except BaseException:
             _drop_waiting_weights(model)
@@ -155,6 +155,21 @@ def _load_layerwise(model: nn.Module, vllm_config: Any, stream: NamedWeights) ->
             # Also after a failure: it puts the model's tensors back, so that a later reload finds it whole.
             finalize_layerwise_reload(model, vllm_config.model_config)
     return sizes, loaded
+
+
+def own_names(model: nn.Module, reported: Collection[str]) -> set[str]:
+    """Return the names of parameters that a model says it has loaded, as the model has them.
+
+    vLLM 0.26 reports the experts of a mixture without the module that holds them: ``experts.w13_weight`` for
+    ``experts.routed_experts.w13_weight``.
+    """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = set()
+    for name in reported:
+        path, _, leaf = name.rpartition(".")
+        held = f"{path}.routed_experts.{leaf}"
+        names.add(held if name not in own and held in own else name)
+    return names
 
 
 def _check_loaded(model: nn.Module, loaded: Collection[str]) -> None:
@@ -299,3 +314,33 @@ def _repack(module: nn.Module) -> None:
     # It was filled through the embedding, and the head's own packed copy still holds the old weights.
     if hasattr(module, "cpu_linear"):
         module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+
+
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what vLLM's model holds, parameters and buffers, each tensor once under the first of its names."""
+    seen: set[int] = set()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        # Equal addresses are one memory; empty tensors have none.
+        if tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield name, tensor.detach()
+
+
+def copy_from_twin(model: nn.Module, vllm_config: Any, tensors: NamedWeights) -> None:
+    """Fill vLLM's ``model`` with what :func:`own_tensors` gave of the same model in another process.
+
+    Raises:
+        ValueError: this model keeps more than its tensors show, or the twin's are not those of the same model. The
+            model then must not be used before a reload.
+    """
+    if not weights_stay_as_loaded(model, vllm_config):
+        raise ValueError("the model packs its weights after loading, so that they cannot be taken from another process")
+    own = dict(own_tensors(model))
+    with torch.no_grad():
+        for name, tensor in tensors:
+            mine = own.pop(name, None)
+            if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+                raise ValueError(f"the other process's model has another {name}")
+            mine.copy_(tensor)
+    if own:
+        raise ValueError(f"the other process's model has no {next(iter(own))}")

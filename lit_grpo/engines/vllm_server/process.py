@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 # Not reachable from elsewhere: whoever reaches the server can run code in it.
 HOST = "127.0.0.1"
 STOP_SECONDS = 20.0
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # On the server's path, so that its workers find lit_grpo in an uninstalled checkout too.
-_ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[3]
 _LOG_TAIL_LINES = 15
 # Not handed on to the server: vLLM would take the rank of this training process for its own.
-_LAUNCHER_VARIABLES = {
+LAUNCHER_VARIABLES = {
     "RANK",
     "LOCAL_RANK",
     "GROUP_RANK",
@@ -75,9 +75,9 @@ class ServerProcess:
         self._keep_log = False
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
-        inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         self._env = {**inherited, **_environment(), **env}
-        self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), self._env.get("PYTHONPATH")]))
+        self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -95,7 +95,7 @@ class ServerProcess:
         self.stop()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_SUPERVISOR), str(self.scratch), *self._command],
+                [sys.executable, "-I", str(SUPERVISOR), str(self.scratch), *self._command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 
+PASSED = "LIT_GRPO_PASSED_DESCRIPTORS"
+"""Environment variable with the numbers of descriptors that the command inherits."""
 GRACE_SECONDS = 10.0
 """How long the command may take to end before it is killed."""
 
@@ -28,7 +30,11 @@ def main(scratch: str, command: list[str]) -> int:
     # The SIGTERM that the group gets below is meant for the command.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
+    # Connections of the parent to the command; a copy of them here would hide the command's end from the parent.
+    passed = [int(number) for number in os.environ.pop(PASSED, "").split()]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals, pass_fds=passed)
+    for number in passed:
+        os.close(number)
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(child, orphaned), daemon=True).start()
     code = child.wait()

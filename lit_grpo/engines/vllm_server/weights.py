@@ -31,13 +31,14 @@ def make_scratch_folder(chosen: str | None, weight_bytes: int) -> Path:
     return Path(tempfile.mkdtemp(prefix="lit-grpo-", dir=where))
 
 
-def write_weights(folder: Path, weights: NamedWeights, dtype: torch.dtype) -> None:
+def write_weights(folder: Path, weights: NamedWeights, dtype: torch.dtype | None) -> None:
     """Replace the files of ``folder`` by those of ``weights``.
 
     Args:
         folder: made if it is not there.
         weights: (name, full tensor) on any device, read one at a time.
-        dtype: number format of the server. Floating-point tensors are written in it, as loading would round them.
+        dtype: number format of the server. Floating-point tensors are written in it, as loading would round them;
+            None: as they are.
     """
     from safetensors.torch import save_file
 
@@ -52,7 +53,7 @@ def write_weights(folder: Path, weights: NamedWeights, dtype: torch.dtype) -> No
 
     for name, tensor in weights:
         # Always a copy: tied weights share memory, which safetensors refuses.
-        written_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        written_dtype = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
         pending[name] = tensor.detach().to("cpu", written_dtype, copy=True).contiguous()
         size += pending[name].nbytes
         if size >= _FILE_BYTES:

@@ -30,7 +30,6 @@ class QwenGsm8k(Setting):
     lr: float = 2e-6
     max_new_tokens: int = 260
     jobs: int = 5
-    few_questions: bool = True
 
     def policy(self, models: Path) -> PolicyConfig:
         # Not compiled: with five runs on one machine the compiler would take longer than it saves in 60 rollouts.

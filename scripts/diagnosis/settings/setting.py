@@ -34,8 +34,6 @@ class Setting:
         max_new_tokens: longest completion.
         rollouts: length of a run.
         jobs: runs that one machine takes side by side, on the device that the setting is for.
-        few_questions: whether the difficulty of a rollout's questions moves the share of right answers more than a
-            collapse does, so that a run is judged beside the healthy one of the same seed.
         evaluate_every: rollouts from one evaluation to the next; 0: none.
     """
 
@@ -46,7 +44,6 @@ class Setting:
     max_new_tokens: int = 24
     rollouts: int = 60
     jobs: int = 1
-    few_questions: bool = False
     evaluate_every: int = 0
 
     # What differs from setting to setting.

@@ -251,6 +251,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("StepSizeMonitor", "step_too_large", "warning", grows(policy__step_kl=0.05, policy__entropy=0.3)),
     ("ThresholdMonitor", "empty_completions", "warning", grows(completions__empty_frac=0.8)),
     ("ThresholdMonitor", "no_answer", "info", grows(completions__no_answer_frac=0.95)),
+    ("ThresholdMonitor", "length_paid", "warning", grows(groups__reward_length_corr=0.7)),
     ("ThresholdMonitor", "updates_turn_back", "warning", grows(optim__update_cosine=-0.7)),
     ("ThroughputMonitor", "slow", "warning", grows(time__tokens_per_second=500, time__generate=12)),
     ("ThroughputMonitor", "memory", "warning", grows(memory__peak_gib=lambda k: 10 * 1.02**k)),

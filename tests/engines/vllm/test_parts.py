@@ -147,3 +147,24 @@ def test_a_closed_tap_leaves_vllm_as_it_was() -> None:
 def test_another_build_of_vllm_is_refused() -> None:
     with pytest.raises(EngineError, match="get_output"):
         LogprobCollector(SimpleNamespace(engine_core=object(), log_stats=False))
+
+
+def test_experts_are_known_by_the_names_that_older_versions_report():
+    from lit_grpo.engines.vllm.weights import own_names
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(2, 2)
+            self.routed_experts = nn.Module()
+            self.routed_experts.w13_weight = nn.Parameter(torch.zeros(2))
+
+    model = nn.ModuleDict({"experts": Experts(), "w13_weight": nn.Linear(1, 1)})
+    reported = {"experts.w13_weight", "experts.gate.weight", "unknown.weight", "w13_weight.bias"}
+    assert own_names(model, reported) == {
+        "experts.routed_experts.w13_weight",
+        "experts.gate.weight",
+        "unknown.weight",
+        "w13_weight.bias",
+    }
+    assert own_names(model, {"experts.routed_experts.w13_weight"}) == {"experts.routed_experts.w13_weight"}

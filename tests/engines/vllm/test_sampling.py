@@ -46,6 +46,16 @@ def engine(tmp_path_factory: Any, model: Any) -> Any:
     engine.close()
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["in this process", "two processes"])
+def any_engine(request: Any, tmp_path_factory: Any, model: Any) -> Any:
+    if request.param == 1:
+        yield request.getfixturevalue("engine")
+        return
+    engine = start_engine(tmp_path_factory.mktemp("model"), model, request.param, policy_tokenizer=stop_tokenizer())
+    yield engine
+    engine.close()
+
+
 def test_starting_leaves_the_process_as_it_was(tmp_path: Any, engine: Any) -> None:
     # A second engine in the process: everything that vLLM imports once has been imported.
     def states() -> tuple[Any, ...]:
@@ -67,27 +77,29 @@ def test_starting_leaves_the_process_as_it_was(tmp_path: Any, engine: Any) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_logprobs_are_the_models_at_the_sampling_temperature(engine: Any, model: Any, temperature: float) -> None:
+def test_logprobs_are_the_models_at_the_sampling_temperature(any_engine: Any, model: Any, temperature: float) -> None:
     asked = requests(4)
-    completions = sampled(engine, asked, Sampling(temperature=temperature, max_new_tokens=32))
+    completions = sampled(any_engine, asked, Sampling(temperature=temperature, max_new_tokens=32))
     assert largest_gap(model, asked, completions, temperature) < GAP
     # The bound is tight enough to tell temperatures apart.
     assert largest_gap(model, asked, completions, temperature * (1.2 if ON_GPU else 1.001)) > GAP
 
 
-def test_more_prompt_tokens_than_one_step_takes(engine: Any, model: Any) -> None:
+def test_more_prompt_tokens_than_one_step_takes(any_engine: Any, model: Any) -> None:
     """On CPU vLLM dies of a prompt that it splits over two steps if the request has a seed."""
     prompts = [tuple((i * 31 + j * (i + 3)) % 125 + 3 for j in range(170)) for i in range(60)]
     asked = requests(1, prompts=prompts)
-    completions = sampled(engine, asked, Sampling(max_new_tokens=2))
+    completions = sampled(any_engine, asked, Sampling(max_new_tokens=2))
     assert largest_gap(model, asked, completions, 1.0) < GAP
 
 
-def test_sampling_follows_the_distribution(engine: Any, model: Any) -> None:
+def test_sampling_follows_the_distribution(any_engine: Any, model: Any) -> None:
     # 2,000 first tokens of one prompt against the model's own probabilities, by a chi-square statistic.
     count, temperature = 2000, 1.3
     request = Request(0, PROMPTS[0], tuple(range(count)))
-    drawn = [c.token_ids[0] for c in engine.generate([request], Sampling(temperature=temperature, max_new_tokens=1))]
+    drawn = [
+        c.token_ids[0] for c in any_engine.generate([request], Sampling(temperature=temperature, max_new_tokens=1))
+    ]
     with torch.no_grad():
         probs = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature).softmax(-1)
     observed = torch.bincount(torch.tensor(drawn), minlength=VOCABULARY).float()
@@ -101,32 +113,32 @@ def test_sampling_follows_the_distribution(engine: Any, model: Any) -> None:
     assert statistic < kept + 5 * (2 * kept) ** 0.5  # five standard deviations of chi-square with `kept` degrees
 
 
-def test_equal_seeds_give_equal_completions_and_others_differ(engine: Any) -> None:
+def test_equal_seeds_give_equal_completions_and_others_differ(any_engine: Any) -> None:
     sampling = Sampling(temperature=1.3, max_new_tokens=24)
-    first = sampled(engine, requests(6), sampling)
-    assert sampled(engine, requests(6), sampling) == first, "the same call twice"
-    other = sampled(engine, requests(6, first_seed=500), sampling)
+    first = sampled(any_engine, requests(6), sampling)
+    assert sampled(any_engine, requests(6), sampling) == first, "the same call twice"
+    other = sampled(any_engine, requests(6, first_seed=500), sampling)
     assert all(a.token_ids != b.token_ids for a, b in zip(first, other, strict=True))
     assert len({c.token_ids for c in first}) == len(first)
 
 
-def test_sampling_draws_no_global_random_numbers(engine: Any) -> None:
+def test_sampling_draws_no_global_random_numbers(any_engine: Any) -> None:
     before = torch.get_rng_state()
-    sampled(engine, requests(2), Sampling(max_new_tokens=8))
+    sampled(any_engine, requests(2), Sampling(max_new_tokens=8))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_large_seeds_are_accepted(engine: Any) -> None:
+def test_large_seeds_are_accepted(any_engine: Any) -> None:
     request = Request(3, PROMPTS[0], (2**63 - 1, 2**63 - 2))
-    a, b = sampled(engine, [request], Sampling(temperature=1.3, max_new_tokens=16))
+    a, b = sampled(any_engine, [request], Sampling(temperature=1.3, max_new_tokens=16))
     assert a.request == 3
     assert a.token_ids != b.token_ids
 
 
-def test_an_end_token_is_kept_once_and_last(engine: Any) -> None:
+def test_an_end_token_is_kept_once_and_last(any_engine: Any) -> None:
     extra = 77
     sampling = Sampling(temperature=2.0, max_new_tokens=24, stop_token_ids=(extra,))
-    completions = sampled(engine, requests(32), sampling)
+    completions = sampled(any_engine, requests(32), sampling)
     reasons = {c.finish_reason for c in completions}
     assert reasons == {"stop", "length"}, "the test needs both endings"
     assert {c.token_ids[-1] for c in completions if not c.truncated} == {EOS, extra}
@@ -137,9 +149,9 @@ def test_an_end_token_is_kept_once_and_last(engine: Any) -> None:
         assert len(c.token_ids) == 24 or not c.truncated
 
 
-def test_an_end_token_at_the_length_limit_is_a_stop(engine: Any) -> None:
+def test_an_end_token_at_the_length_limit_is_a_stop(any_engine: Any) -> None:
     sampling = Sampling(max_new_tokens=1, stop_token_ids=tuple(range(VOCABULARY)))
-    completions = sampled(engine, requests(2), sampling)
+    completions = sampled(any_engine, requests(2), sampling)
     assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(1, "stop")}
 
 
@@ -289,17 +301,17 @@ def test_bad_requests_are_refused_at_the_call(engine: Any, prompt: Any, sampling
     assert not engine._engine.has_unfinished_requests()
 
 
-def test_the_longest_allowed_prompt_is_answered(engine: Any) -> None:
+def test_the_longest_allowed_prompt_is_answered(any_engine: Any) -> None:
     prompt = tuple(3 + i % 120 for i in range(MAX_MODEL_LEN - 8))
-    (c,) = sampled(engine, [Request(0, prompt, (1,))], Sampling(temperature=0.0, max_new_tokens=8))
+    (c,) = sampled(any_engine, [Request(0, prompt, (1,))], Sampling(temperature=0.0, max_new_tokens=8))
     assert len(c.token_ids) == 8 or not c.truncated
 
 
-def test_top_p_and_top_k_are_passed_on(engine: Any, model: Any) -> None:
+def test_top_p_and_top_k_are_passed_on(any_engine: Any, model: Any) -> None:
     with torch.no_grad():
         best = model(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(3).indices.tolist()
     request = Request(0, PROMPTS[0], tuple(range(64)))
-    first = {c.token_ids[0] for c in engine.generate([request], Sampling(2.0, max_new_tokens=1, top_k=3))}
+    first = {c.token_ids[0] for c in any_engine.generate([request], Sampling(2.0, max_new_tokens=1, top_k=3))}
     assert first == set(best)
-    first = {c.token_ids[0] for c in engine.generate([request], Sampling(2.0, max_new_tokens=1, top_p=1e-6))}
+    first = {c.token_ids[0] for c in any_engine.generate([request], Sampling(2.0, max_new_tokens=1, top_p=1e-6))}
     assert first == {best[0]}

@@ -48,13 +48,17 @@ def make_model(tied: bool, seed: int) -> Any:
         return Qwen2ForCausalLM(config).eval()
 
 
-def start_engine(folder: Path, model: Any, **options: Any) -> Any:
-    """A fresh vLLM engine that reads ``model`` from disk."""
+def start_engine(folder: Path, model: Any, processes: int = 1, **options: Any) -> Any:
+    """A fresh vLLM engine that reads ``model`` from disk; several processes are an engine of their own."""
     from lit_grpo.engines.vllm.engine import VLLMEngine
+    from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 
     model.save_pretrained(folder)
     small = {"dtype": DTYPE, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64, "kv_cache_memory_bytes": 2**26}
-    return VLLMEngine(folder, **{"end_token_ids": (EOS,), **small, **options})
+    arguments: dict[str, Any] = {"end_token_ids": (EOS,), **small, **options}
+    return (
+        VLLMEngine(folder, **arguments) if processes == 1 else VLLMProcesses(folder, processes=processes, **arguments)
+    )
 
 
 def requests(samples: int, first_seed: int = 0, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[Request]:

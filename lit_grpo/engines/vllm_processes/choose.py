@@ -1,0 +1,135 @@
+"""How many engine processes share a card: as set, as measured by ``lit-grpo check``, or by a rule."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lit_grpo.engines.base import EngineContext, RolloutEngine
+from lit_grpo.engines.config import VLLMEngineConfig
+from lit_grpo.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+# On one H100, 512 sequences of 256 tokens with log-probabilities, tokens/s with 1, 2, 3 and 4 processes: 21,000,
+# 44,800, 39,800, 34,500 at 1.5B, and at 0.5B 25,800 with 1, 43,300 with 2, 58,500 with 4.
+RULE = ((1.0e9, 4), (3.0e9, 2))
+"""(most parameters, processes), the first that fits; a larger model keeps a card busy from one process."""
+OVERHEAD = 3 * 2**30
+"""Bytes of a process besides weights and key-value cache (CUDA's own, graphs, activations), assumed generously."""
+CACHE_SHARE = 0.5
+"""Share of the engines' memory that must be left for keys and values."""
+
+
+class Choice(NamedTuple):
+    """A number of processes."""
+
+    processes: int
+    own: bool
+    """Whether the engine has a process of its own, also where it is the only one."""
+    reason: str
+
+
+class VLLM:
+    """What ``data.engine.name: vllm`` stands for: an engine in this process, or several in their own."""
+
+    @classmethod
+    def from_context(cls, context: EngineContext, **settings: Any) -> RolloutEngine:
+        """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`."""
+        from lit_grpo.engines.vllm.engine import VLLMEngine
+        from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
+
+        config = VLLMEngineConfig(**settings)
+        choice = choose(config, context)
+        if config.processes == "auto":
+            from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+            rank_zero_info(f"data.engine.processes: auto is {choice.processes}: {choice.reason}.")
+        if not choice.own:
+            return VLLMEngine.from_context(context, **settings)
+        return VLLMProcesses.from_context(context, **settings | {"processes": choice.processes})
+
+
+def choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
+    """Return how many processes a run has, and why."""
+    if config.processes != "auto":
+        return Choice(config.processes, config.processes > 1, "as set")
+    model = context.policy.model
+    parameters = sum(getattr(p, "quant_state", p).shape.numel() for p in model.parameters())
+    if not torch.cuda.is_available():
+        return Choice(1, False, "on a CPU one process keeps all cores busy")
+    measured = read_measured(measured_key(model.config, torch.cuda.get_device_name()))
+    if measured is not None:
+        return Choice(measured, measured > 1 or context.beside_learner, "measured by lit-grpo check on this card")
+    total = torch.cuda.mem_get_info()[1]
+    return by_rule(parameters, int(config.gpu_memory_utilization * total), context.beside_learner)
+
+
+def by_rule(parameters: int, memory: int, beside_learner: bool) -> Choice:
+    """Choose by the size of the model and the memory that all processes have together.
+
+    Args:
+        parameters: number of the model's parameters.
+        memory: bytes on the card.
+        beside_learner: the engine samples while the learner trains, which one process of its own already helps.
+    """
+    wanted = next((processes for most, processes in RULE if parameters <= most), 1)
+    reason = f"{parameters / 1e9:.2g}B parameters"
+    # Weights in two bytes each, which vLLM holds once for each process.
+    each = 2 * parameters + OVERHEAD
+    fitting = max(1, int((1 - CACHE_SHARE) * memory / each))
+    if fitting < wanted:
+        reason += f", and {memory / 2**30:.0f} GiB (gpu_memory_utilization) hold no more beside their caches"
+    chosen = min(wanted, fitting)
+    return Choice(chosen, chosen > 1 or beside_learner, f"{reason}; lit-grpo check measures it")
+
+
+def measured_key(model_config: Any, card: str) -> str:
+    """Return what a measurement holds for: a card and the shape of a model."""
+    text = model_config.get_text_config()
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    shape = "-".join(str(getattr(text, name, "")) for name in names)
+    return f"{card}/{getattr(text, 'model_type', '')}/{shape}"
+
+
+def measured_file() -> Path:
+    """Return the file that keeps what was measured on this machine."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "lit-grpo" / "engine_processes.json"
+
+
+def read_measured(key: str) -> int | None:
+    """Return the number of processes that was fastest; None where nothing was measured, or cannot be read."""
+    try:
+        found = json.loads(measured_file().read_text(encoding="utf-8"))[key]["processes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) and found >= 1 else None
+
+
+def write_measured(key: str, processes: int, tokens_per_second: Mapping[int, float]) -> None:
+    """Keep a measurement for later runs with ``processes: auto``.
+
+    Args:
+        key: see :func:`measured_key`.
+        processes: the fastest number.
+        tokens_per_second: what was measured, by number of processes.
+    """
+    path = measured_file()
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict):
+        known = {}
+    known[key] = {"processes": processes, "tokens_per_second": {str(n): rate for n, rate in tokens_per_second.items()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(known, indent=1) + "\n")

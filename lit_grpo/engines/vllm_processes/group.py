@@ -1,0 +1,375 @@
+"""The processes of an engine as one: started, told and asked together, given weights, and mended when one dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.vllm.names import as_in_checkpoint
+from lit_grpo.engines.vllm_processes.blocks import Buffer, packed, settle
+from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
+from lit_grpo.engines.vllm_processes.settings import environment
+from lit_grpo.engines.vllm_server.weights import write_weights
+from lit_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+
+RESTARTS = 3
+"""Deaths of engine processes in one generation or sync after which the run ends."""
+_START_SECONDS = 900.0
+
+Message = tuple[Any, ...]
+
+
+class EngineGroup:
+    """Processes that run an engine each and hold the same weights.
+
+    Args:
+        count: number of processes.
+        build: what each of them makes its engine of: path, options, tokenizer.
+        scratch: folder for what is handed over, which is removed with the group.
+        take: is given (process, message) where a message answers nothing.
+        lost: is told of each process that has died, before it is started again.
+        policy_model: the transformers model whose weights come, which knows their names on disk; None: they come under
+            such names.
+        current_weights: gives the weights that were loaded last once more; None: they may have changed since.
+        weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        build: tuple[str, dict[str, Any], Any],
+        scratch: Path,
+        *,
+        take: Callable[[int, Message], None],
+        lost: Callable[[int], None],
+        policy_model: Any = None,
+        current_weights: Callable[[], NamedWeights] | None = None,
+        weight_files: bool | None = None,
+    ) -> None:
+        self._build, self._scratch, self._take, self._note_lost = build, scratch, take, lost
+        self._policy_model, self._current_weights = policy_model, current_weights
+        on_card = torch.cuda.is_available()
+        # Of the thread that builds the engine: others, in which a process may have to be mended, begin with card 0.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
+        self._weight_files = not on_card if weight_files is None else weight_files
+        self._log = EngineLog()
+        self._processes = [EngineProcess(environment(count), scratch, self._log) for _ in range(count)]
+        self._holds_weights = [False] * count
+        """Which processes run and have the weights that were loaded last."""
+        self._deaths = 0
+        """Of processes, since a generation or sync last came to its end."""
+        self.gave_up = False
+        """Whether they died too often, and are not started again before the next weights come."""
+        self.closed = False
+        self.facts: dict[str, Any] = {}
+        """What the engines say of themselves."""
+        # A run that ends with an exception closes nothing.
+        self._clean_up = weakref.finalize(self, _clean_up, self._processes, scratch)
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def start(self) -> None:
+        """Start all processes, with the weights of the folder.
+
+        Raises:
+            UserError: vLLM refuses its options.
+            EngineError: one does not start for another reason.
+        """
+        try:
+            self._start(range(len(self)))
+        except (Gone, EngineError) as error:
+            what = "a process of vLLM ended before it was ready" if isinstance(error, Gone) else str(error)
+            raise EngineError(f"{what}. {self._log.tail()}") from error
+        self._holds_weights = [True] * len(self)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all processes run and have the same weights, as far as is known."""
+        return all(self._holds_weights)
+
+    def come_to_an_end(self) -> None:
+        """Take note that a generation has come to its end: deaths are counted anew."""
+        self._deaths = 0
+
+    def receive(self) -> None:
+        """Wait until something has come from a process, and pass on all that has; or note that one has died."""
+        by_connection: dict[Any, int] = {process.connection: i for i, process in enumerate(self._processes)}
+        for connection in wait(list(by_connection)):
+            i = by_connection[connection]
+            with self._counted(i):
+                self._take(i, self._processes[i].receive())
+
+    def close(self) -> None:
+        """End the processes, and remove the files. Safe to call twice."""
+        self.closed = True
+        self._clean_up()
+        self._log.close()
+
+    def _start(self, which: Sequence[int]) -> None:
+        """Start processes with the weights of the folder.
+
+        Raises:
+            Gone: one ended before it was ready.
+            UserError: vLLM refuses its options.
+            EngineError: it does not start for another reason.
+        """
+        started = time.monotonic()
+        for i in which:
+            self._processes[i].start()
+            self._processes[i].send(("prepare",))
+        for i in which:
+            self._reply(i, "prepared", seconds=_START_SECONDS)
+        waiting = list(which)
+        while waiting:
+            path, options, tokenizer = self._build
+            # vLLM measures how much of the card it takes itself by how much is gone, so no two may do so at once, nor
+            # one beside a learner that trains. What the first has found holds for the others, and for later starts.
+            measured = self.facts.get("cache_bytes")
+            measures = torch.cuda.is_available() and "kv_cache_memory_bytes" not in options
+            if measures and measured:
+                options = {**options, "kv_cache_memory_bytes": measured}
+            turn = waiting[:1] if measures and not measured else waiting
+            for i in turn:
+                self._processes[i].send(("build", path, options, tokenizer))
+            for i in turn:
+                (facts,) = self._reply(i, "ready", seconds=_START_SECONDS)
+                # One that was told the size has measured nothing.
+                self.facts = {**facts, "cache_bytes": facts["cache_bytes"] or measured}
+            waiting = waiting[len(turn) :]
+        log.debug("%d engine processes were ready after %.1f s", len(which), time.monotonic() - started)
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def tell(self, which: Sequence[int], message: Message) -> list[int]:
+        """Tell processes something, and return those that are still there."""
+        there = []
+        for i in which:
+            with self._counted(i):
+                self._processes[i].send(message)
+                there.append(i)
+        return there
+
+    def ask(self, which: Sequence[int], message: Message, kind: str) -> dict[int, list[Any]]:
+        """Tell processes something, and return what those that are still there answer.
+
+        Raises:
+            UserError: one refused; all have answered by then, so that none of their answers is taken for another.
+            EngineError: one failed, as above.
+        """
+        answers: dict[int, list[Any]] = {}
+        refused: Exception | None = None
+        for i in self.tell(which, message):
+            try:
+                with self._counted(i):
+                    answers[i] = self._reply(i, kind)
+            except (EngineError, UserError) as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+        return answers
+
+    def _reply(self, i: int, *kinds: str, seconds: float | None = None) -> list[Any]:
+        """Wait for the answer of a process to what it was told, and return what comes with it.
+
+        Raises:
+            Gone: the process has ended.
+            UserError: it refused.
+            EngineError: it failed, or nothing came in time.
+        """
+        while True:
+            try:
+                message = self._processes[i].receive(seconds)
+            except TimeoutError as error:
+                raise EngineError(f"no answer came from a process of vLLM. {self._log.tail()}") from error
+            kind, *details = message
+            if kind in kinds:
+                return details if len(kinds) == 1 else [kind, *details]
+            if kind == "failed":
+                raise details[0]
+            # Of a generation that is still open, or was cancelled.
+            self._take(i, message)
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def load(self, weights: NamedWeights, version: int) -> None:
+        """Give all processes the weights of ``version``, also those that have died meanwhile.
+
+        Raises:
+            EngineError: the weights do not fit, or processes died too often.
+            OSError: there is no room for the files.
+        """
+        self._deaths, self.gave_up = 0, False
+        stream = self._named(weights)
+        if self._weight_files:
+            write_weights(self._weights, stream, None)
+            self._load_files(range(len(self)), version)
+        else:
+            self._load_blocks(range(len(self)), stream, version)
+        self.mend(version)
+        self._deaths = 0
+
+    def _named(self, weights: NamedWeights) -> NamedWeights:
+        return weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
+
+    @property
+    def _weights(self) -> Path:
+        """Folder of the files of the weights that were loaded last."""
+        return self._scratch / "weights"
+
+    def _load_files(self, which: Sequence[int], version: int) -> None:
+        """Have processes that run load the weights from the files."""
+        self._load(which, ("sync", version, str(self._weights)))
+
+    def _load(self, which: Sequence[int], message: Message) -> None:
+        """Tell processes what lets them end their loading, and note which of them have the weights.
+
+        Raises:
+            EngineError: the weights do not fit.
+        """
+        for i in which:
+            self._holds_weights[i] = False
+        for i in self.ask(which, message, "synced"):
+            self._holds_weights[i] = True
+
+    def _load_blocks(self, which: Sequence[int], weights: NamedWeights, version: int) -> None:
+        """Hand processes that run the weights, block by block.
+
+        All of the stream is read, also where a process dies meanwhile: other ranks may be gathering it too.
+
+        Raises:
+            EngineError: the weights do not fit, or the stream broke off; the processes have then heard of its end.
+        """
+        there = self.tell(which, ("sync", version, None))
+        opened: Buffer | None = None
+        try:
+            for block in packed(weights, self._device, self._scratch):
+                settle(self._device)
+                if block.buffer is not opened:
+                    opened = block.buffer
+                    there = [i for i in there if self.tell([i], ("buffer", opened.handle()))]
+                there = list(self.ask(there, ("block", block.entries), "taken"))
+        except BaseException as error:
+            with contextlib.suppress(EngineError):
+                self._load(there, ("break", f"{type(error).__name__}: {error}"))
+            raise
+        self._load(there, ("end",))
+        if self._device.type == "cuda":
+            # What the processes had opened is free from now on.
+            torch.cuda.ipc_collect()
+
+    # ---------------------------------------------------------------------------------------------- failures
+
+    @contextlib.contextmanager
+    def _counted(self, i: int) -> Iterator[None]:
+        """Take note if the process dies inside, and go on behind the block."""
+        try:
+            yield
+        except Gone:
+            self._lost(i)
+
+    def _lost(self, i: int) -> None:
+        """Take note that a process has died.
+
+        Raises:
+            EngineError: that has happened too often, or the engine was closed meanwhile.
+        """
+        if self.closed:
+            raise EngineError("the engine is closed")
+        self._deaths += 1
+        self._processes[i].stop()
+        self._holds_weights[i] = False
+        self._note_lost(i)
+        if self._deaths > RESTARTS:
+            self.gave_up = True
+            raise EngineError(
+                f"processes of vLLM died {self._deaths} times in one generation or sync, and are not started again. "
+                f"{self._log.tail()}"
+            )
+        log.warning("Process %d of vLLM died; it is started again, and what it had not finished is asked again.", i)
+
+    def mend(self, version: int) -> None:
+        """Start processes that have died again, with the weights of ``version``, which the others have.
+
+        Raises:
+            EngineError: they died too often, or nobody has these weights any longer.
+        """
+        while dead := [i for i, holds in enumerate(self._holds_weights) if not holds]:
+            i = dead[0]
+            try:
+                with self._counted(i):
+                    self._start([i])
+                    # Without a sync the folder's own weights are in use.
+                    if version != -1:
+                        self._load_again(i, version)
+                    self._holds_weights[i] = True
+            except (EngineError, UserError):
+                # It may be waiting for more weights.
+                self._processes[i].stop()
+                raise
+
+    def _load_again(self, i: int, version: int) -> None:
+        """Give a process that was just started the weights of the last sync."""
+        twins = [j for j, holds in enumerate(self._holds_weights) if holds]
+        if self._weight_files:
+            self._load_files([i], version)
+        elif self._current_weights is not None:
+            self._load_blocks([i], self._named(self._current_weights()), version)
+        elif twins:
+            self._load_from_twin(i, twins[0], version)
+        else:
+            raise EngineError(
+                f"all processes of vLLM died, and the weights of version {version} with them. {self._log.tail()}"
+            )
+
+    def _load_from_twin(self, i: int, twin: int, version: int) -> None:
+        """Have a process take the tensors of another one's model.
+
+        Raises:
+            Gone: the process has died, or the other one has, which is noted.
+        """
+        self._processes[i].send(("take", version))
+        message = self._of_twin(twin, ("give", str(self._scratch)))
+        while message[0] != "end":
+            try:
+                self._processes[i].send(tuple(message))
+                if message[0] == "block":
+                    self._reply(i, "taken")
+            except Gone:
+                with contextlib.suppress(EngineError):
+                    self._of_twin(twin, ("enough",))
+                raise
+            message = self._of_twin(twin, ("taken",) if message[0] == "block" else None)
+        self._processes[i].send(("end",))
+        self._reply(i, "synced")
+
+    def _of_twin(self, twin: int, message: Message | None) -> list[Any]:
+        try:
+            if message is not None:
+                self._processes[twin].send(message)
+            return self._reply(twin, "buffer", "block", "end")
+        except Gone:
+            self._lost(twin)
+            raise
+
+
+def _clean_up(processes: Sequence[EngineProcess], scratch: Path) -> None:
+    # All are told before the first is waited for.
+    for process in processes:
+        with contextlib.suppress(Gone):
+            process.send(("close",))
+    for process in processes:
+        process.stop()
+    shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,157 @@
+"""A process of its own for one vLLM engine: started with a connection, and ended even when this process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lit_grpo.engines.vllm_server.process import LAUNCHER_VARIABLES, ROOT, SUPERVISOR
+from lit_grpo.engines.vllm_server.supervisor import PASSED
+
+WORKER = "lit_grpo.engines.vllm_processes.worker"
+_STOP_SECONDS = 10.0
+_LOG_TAIL_LINES = 15
+
+
+class EngineLog:
+    """One file for what all engine processes of a rank write; removed at the end, unless a message has named it."""
+
+    def __init__(self) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")
+        os.close(descriptor)
+        self.path = Path(name)
+        self._remove = weakref.finalize(self, self.path.unlink, missing_ok=True)
+
+    def tail(self) -> str:
+        """Return the end of the file, and keep it from now on."""
+        self._remove.detach()
+        lines = self.path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
+        return f"The end of the log of the engine processes ({self.path}):\n  " + "\n  ".join(lines)
+
+    def close(self) -> None:
+        """Remove the file, unless a message has named it."""
+        self._remove()
+
+
+class Gone(Exception):  # noqa: N818 - what happened to the process, and not yet a failure
+    """The process has ended, or closed its connection."""
+
+
+class EngineProcess:
+    """One process that can be started again and again, and the connection to it.
+
+    It is started by the supervisor of :mod:`lit_grpo.engines.vllm_server`, which ends with the pipe that this process
+    holds, however that comes to its end, and takes everything with it. A signal at the death of the parent alone
+    (``PR_SET_PDEATHSIG``) would be sent when the thread ends that started the process, and a rollout thread does.
+
+    Args:
+        env: variables added to this process's environment; None leaves one out.
+        scratch: folder that is removed when this process ends, however it ends.
+        log: takes what the process writes to its standard output and error.
+    """
+
+    def __init__(self, env: Mapping[str, str | None], scratch: Path, log: EngineLog) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        self._env = {name: value for name, value in {**inherited, **env}.items() if value is not None}
+        # On its path, so that it finds lit_grpo in an uninstalled checkout too.
+        self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
+        self._scratch, self._log = scratch, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def start(self) -> None:
+        """Start the process; one that runs is ended first."""
+        self.stop()
+        ours, theirs = socket.socketpair()
+        with theirs, self._log.path.open("ab") as log:
+            command = [sys.executable, "-m", WORKER, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(SUPERVISOR), str(self._scratch), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**self._env, PASSED: str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+
+    @property
+    def connection(self) -> Connection:
+        """The connection to the process, to wait for several of them at once.
+
+        Raises:
+            Gone: it is not running.
+        """
+        if self._connection is None:
+            raise Gone
+        return self._connection
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Send a message.
+
+        Raises:
+            Gone: the process has ended.
+        """
+        try:
+            self.connection.send(message)
+        except OSError as error:
+            raise Gone from error
+
+    def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
+        """Wait for the next message, at most ``seconds``.
+
+        Raises:
+            Gone: the process has ended, or is hung up on.
+            TimeoutError: nothing came in time.
+        """
+        try:
+            if seconds is not None and not self.connection.poll(seconds):
+                raise TimeoutError
+            message: tuple[Any, ...] = self.connection.recv()
+        except TimeoutError:
+            raise
+        # What a process that is killed was just writing is cut anywhere.
+        except (OSError, EOFError) as error:
+            raise Gone from error
+        return message
+
+    def stop(self) -> None:
+        """End the process and everything it started. Safe to call twice."""
+        connection, self._connection = self._connection, None
+        process, self._process = self._process, None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return
+        assert process.stdin is not None
+        # Any byte asks the supervisor to end the process, which has mostly ended already: its connection was closed.
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"x")
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+        # The group outlives its leader if the supervisor itself was killed.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def wait_gone(self, seconds: float) -> bool:
+        """Wait until the process has ended, at most ``seconds``, and tell whether it has."""
+        end = time.monotonic() + seconds
+        while self._process is not None and self._process.poll() is None:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True

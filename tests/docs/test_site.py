@@ -1,0 +1,69 @@
+"""The documents build into a site without a network, and name keys that there are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.paths import ROOT
+
+KEY = re.compile(r"(?<![\w.])((?:model|data)\.(?!jsonl|md\b)\w+(?:\.\w+)*)")
+FOREIGN = re.compile(r"^\| [^|]* \|", re.MULTILINE)
+"""First cell of a row: the name that another program has."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    # A proxy that nobody listens at: whoever asks for the network fails.
+    away = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=away | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(site: Path):
+    pages = list(site.rglob("index.html"))
+    assert len(pages) > 25
+    for page in pages:
+        loaded = re.findall(r"<(?:script|img)[^>]* src=\"?([^\"> ]+)|<link[^>]* href=\"?([^\"> ]+)", page.read_text())
+        for address in (a or b for a, b in loaded):
+            assert not address.startswith(("http", "//")), f"{page} loads {address}"
+
+
+def test_every_document_is_in_the_navigation(site: Path):
+    text = (ROOT / "mkdocs.yml").read_text()
+    for path in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/api/*.md")]:
+        assert f": {path.relative_to(ROOT / 'docs')}\n" in text, f"{path.name} is in no menu"
+
+
+def test_the_reference_shows_what_is_documented(site: Path):
+    assert "clip_high" in (site / "api/objectives/index.html").read_text()
+    assert "prompts_per_rollout" in (site / "api/modules/index.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["migrating", "tutorial", "collapse", "embedding"])
+def test_the_keys_that_a_page_names_are_keys(name: str, capsys: pytest.CaptureFixture[str]):
+    from lit_grpo.cli.main import main
+
+    # Lightning's command line leaves the program when it has printed.
+    with contextlib.suppress(SystemExit):
+        main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--print_config"])
+    known = yaml.safe_load(capsys.readouterr().out)
+    named = KEY.findall(FOREIGN.sub("|", (ROOT / f"docs/{name}.md").read_text()))
+    assert named
+    for key in named:
+        value = known
+        for part in key.split("."):
+            assert isinstance(value, dict), f"{name}: {key}"
+            assert part in value, f"{name}: {key}"
+            value = value[part]

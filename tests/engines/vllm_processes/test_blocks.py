@@ -1,0 +1,67 @@
+"""Weights that go through blocks are those that were sent, and a block is written again only when it was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lit_grpo.engines.vllm_processes.blocks import Buffer, opened, packed
+
+CPU = torch.device("cpu")
+
+
+def sent() -> list[tuple[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    shared = torch.randn(7, 5, generator=draw)
+    return [
+        ("float", shared),
+        ("turned", shared.T),
+        ("half", torch.randn(33, generator=draw).bfloat16()),
+        ("large", torch.randn(400, generator=draw)),
+        ("tied", shared),
+        ("number", torch.tensor(3)),
+        ("none", torch.empty(0, 4)),
+        ("ids", torch.arange(9).view(3, 3)),
+        ("trained", torch.nn.Parameter(torch.randn(3, generator=draw))),
+    ]
+
+
+def test_weights_come_out_as_they_went_in_however_they_are_cut(tmp_path: Path) -> None:
+    for size in (64, 700, 10**6):
+        found: dict[str, Tensor] = {}
+        buffers: set[int] = set()
+        for block in packed(iter(sent()), CPU, tmp_path, size):
+            # As another process sees it, which copies before the next block is asked for.
+            memory = opened(block.buffer.handle())
+            buffers.add(id(block.buffer))
+            found |= {entry.name: entry.of(memory).clone() for entry in block.entries}
+        expected = dict(sent())
+        assert list(found) == list(expected), "in their order"
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor.detach())
+            assert found[name].dtype == tensor.dtype
+        assert len(buffers) <= 3, "a buffer is made anew only for a larger weight"
+        assert not list(tmp_path.iterdir()), "no file stays"
+
+
+def test_a_block_is_not_written_before_the_next_one_is_asked_for(tmp_path: Path) -> None:
+    blocks = packed(iter(sent()), CPU, tmp_path, 200)
+    first = next(blocks)
+    kept = first.buffer.bytes.clone()
+    memory = opened(first.buffer.handle())
+    assert torch.equal(memory, kept)
+    memory[0] += 1
+    assert not torch.equal(first.buffer.bytes, kept), "the same memory, not a copy"
+    blocks.close()  # type: ignore[attr-defined]
+    assert not list(tmp_path.iterdir())
+
+
+def test_whoever_has_opened_a_buffer_keeps_it_when_it_is_closed(tmp_path: Path) -> None:
+    buffer = Buffer(100, CPU, tmp_path)
+    buffer.bytes.fill_(7)
+    memory = opened(buffer.handle())
+    buffer.close()
+    buffer.close()
+    assert memory.tolist() == [7] * 100

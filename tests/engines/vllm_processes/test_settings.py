@@ -1,0 +1,171 @@
+"""How many processes there are, and what each of them is given of what all may use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.cli.main import main
+from lit_grpo.engines import EngineConfig, EngineContext, check_engine
+from lit_grpo.engines.config import VLLMEngineConfig
+from lit_grpo.engines.vllm import start
+from lit_grpo.engines.vllm_processes.choose import (
+    by_rule,
+    choose,
+    measured_file,
+    measured_key,
+    read_measured,
+    write_measured,
+)
+from lit_grpo.engines.vllm_processes.settings import environment, per_process
+from lit_grpo.errors import UserError
+from lit_grpo.policy import PolicyConfig
+from tests.paths import ROOT
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+
+
+def context(**changes: Any) -> EngineContext:
+    policy: Any = SimpleNamespace(model=torch.nn.Linear(4, 4))
+    policy.model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="tiny", hidden_size=4))
+    return EngineContext(policy, PolicyConfig(), None, (1,), 64, 0, **changes)
+
+
+def test_memory_and_samples_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    part = per_process({"gpu_memory_utilization": 0.6, "max_num_seqs": 512, "seed": 3}, 4)
+    assert part == {"gpu_memory_utilization": pytest.approx(0.15), "max_num_seqs": 128, "seed": 3}
+    assert per_process({"max_num_seqs": 10, "kv_cache_memory_bytes": 9 * GIB}, 3) == {
+        "max_num_seqs": 4, "kv_cache_memory_bytes": 3 * GIB, "gpu_memory_utilization": pytest.approx(0.4 / 3),
+    }  # fmt: skip
+
+
+def test_the_cache_on_a_cpu_is_divided_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert per_process({}, 2)["kv_cache_memory_bytes"] == GIB // 2
+    assert per_process({"kv_cache_memory_bytes": 10}, 2)["kv_cache_memory_bytes"] == 5
+    # vLLM lets the variable win, so the processes must not see it.
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "6")
+    assert per_process({"kv_cache_memory_bytes": 10}, 3)["kv_cache_memory_bytes"] == 2 * GIB
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert environment(3) == {
+        "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": None,
+    }  # fmt: skip
+    assert environment(16)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "card"), [(None, "2"), ("4,5,6", "6"), ("GPU-a,GPU-b,GPU-c", "GPU-c")])
+def test_processes_see_the_ranks_card_alone(monkeypatch: pytest.MonkeyPatch, visible: str | None, card: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment(2)["CUDA_VISIBLE_DEVICES"] == card
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_several_engines_on_a_card_are_not_one_on_several(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    for processes in (2, "auto"):
+        config = EngineConfig(name="vllm", processes=processes, args={name: 2})
+        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*processes: 1"):
+            check_engine(config)
+    check_engine(EngineConfig(name="vllm", processes=1, args={name: 2}))
+    check_engine(EngineConfig(name="vllm", processes=2, args={name: 1}))
+
+
+@pytest.mark.parametrize("name", ["transformers", "vllm_server"])
+def test_other_engines_have_no_processes(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    with pytest.warns(UserWarning, match=f"data.engine.processes has no effect(.|\n)*samples with {name}"):
+        check_engine(EngineConfig(name=name, processes=2))
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    ("0", "processes is 0, must be in"), ("-1", "processes is -1, must be in"),
+    ("many", "Choose one of auto, a whole number"), ("1.5", "cannot be '1.5'"), ("null", "cannot be"),
+])  # fmt: skip
+def test_bad_numbers_take_one_screen(value: str, words: str, capsys: Any) -> None:
+    code = main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--data.engine.processes", value])
+    shown = capsys.readouterr().err
+    assert code == 2
+    assert words in shown
+    assert "data.engine.processes" in shown
+    assert len(shown.splitlines()) < 10
+    assert "Traceback" not in shown
+
+
+def test_a_set_number_is_taken() -> None:
+    assert choose(VLLMEngineConfig(), context())[:2] == (1, False)
+    assert choose(VLLMEngineConfig(processes=3), context())[:2] == (3, True)
+
+
+def test_auto_is_one_process_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choice = choose(VLLMEngineConfig(processes="auto"), context(beside_learner=True))
+    assert choice[:2] == (1, False)
+    assert "CPU" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("parameters", "memory", "expected"),
+    [
+        (0.5e9, 56, 4),
+        (1.5e9, 56, 2),
+        (7.6e9, 56, 1),
+        (0.5e9, 22, 2),  # a small card
+        (1.5e9, 16, 1),
+    ],
+)
+def test_the_rule_goes_by_size_and_memory(parameters: float, memory: int, expected: int) -> None:
+    choice = by_rule(int(parameters), memory * GIB, False)
+    assert choice[:2] == (expected, expected > 1)
+    assert f"{parameters / 1e9:.2g}B" in choice.reason
+    # Beside the learner one process of its own is worth it, too.
+    assert by_rule(int(parameters), memory * GIB, True)[:2] == (expected, True)
+
+
+def test_what_was_measured_on_a_card_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = context()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB, 80 * GIB))
+    auto = VLLMEngineConfig(processes="auto")
+    assert choose(auto, made).processes == 4
+    key = measured_key(made.policy.model.config, "Card 1")
+    write_measured(key, 2, {1: 100.0, 2: 210.0})
+    assert choose(auto, made)[:2] == (2, True)
+    assert "measured" in choose(auto, made).reason
+    write_measured("another", 1, {1: 5.0})
+    assert read_measured(key) == 2, "measurements of other models and cards stay"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 2")
+    assert choose(auto, made).processes == 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"k": 3}', '{"k": {"processes": "two"}}', '{"k": {"processes": 0}}'])
+def test_a_measurement_that_cannot_be_read_is_none(text: str) -> None:
+    measured_file().parent.mkdir(parents=True)
+    measured_file().write_text(text)
+    assert read_measured("k") is None
+    write_measured("k", 3, {3: 1.0})
+    assert read_measured("k") == 3
+    assert json.loads(measured_file().read_text())["k"]["tokens_per_second"] == {"3": 1.0}
+
+
+def test_models_of_other_shapes_have_other_keys() -> None:
+    from transformers import LlamaConfig
+
+    keys = {measured_key(LlamaConfig(hidden_size=size, num_hidden_layers=n), "c") for size in (64, 128) for n in (2, 3)}
+    assert len(keys) == 4
