@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from lit_grpo.utils.integrity import file_hashes, files_of, seal, seal_folder
 
 log = logging.getLogger(__name__)
 
+META = "meta.pt"
+"""File of a folder of shards with everything that is no tensor, as Lightning names it."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk, or a quota, that has no room left."""
 
@@ -32,8 +36,44 @@ def rollout_of(name: str) -> int:
     return int(name.removeprefix("rollout-").removesuffix(".ckpt"))
 
 
-def write_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Save the run under ``path``, sealed and synced to disk; all ranks must call it.
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that write a checkpoint together, and how they exchange plain values."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: Any = None
+    """Process group; None: the default one."""
+
+    @classmethod
+    def of(cls, trainer: Trainer, group: Any = None) -> Ranks:
+        """Return the ranks of a run."""
+        return cls(trainer.global_rank, trainer.world_size, group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order; all of them must call it."""
+        values: list[Any] = [value]
+        if self.world_size > 1:
+            values = [None] * self.world_size
+            torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def is_full(error: OSError) -> bool:
+    """Tell whether an error says that a disk, or a quota, has no room left."""
+    return error.errno in FULL
+
+
+def write_content(
+    content: dict[str, Any], path: Path, write: Callable[[dict[str, Any], Path], None], ranks: Ranks
+) -> None:
+    """Write a checkpoint under ``path``, sealed and synced to disk; all ranks must call it.
+
+    Args:
+        content: the checkpoint, or this rank's part of it.
+        path: the name that it gets when it is whole.
+        write: writes the content under another name, on all ranks.
+        ranks: the ranks.
 
     Raises:
         OSError: on all ranks alike, the disk of one refuses. Nothing is left of what was written, and what stood
@@ -51,15 +91,14 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
         move_into_place(temporary, path)
 
     try:
-        on_rank_zero(trainer, prepare)
+        on_rank_zero(ranks, prepare)
         # Not Trainer.save_checkpoint: there, ranks wait for one whose disk is full, which never comes.
-        content = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        _on_all_ranks(trainer, lambda: trainer.strategy.save_checkpoint(content, temporary))
+        _on_all_ranks(ranks, lambda: write(content, temporary))
         if temporary.is_dir():
-            _seal_folder(trainer, temporary)
-        on_rank_zero(trainer, finish)
+            _seal_folder(ranks, temporary)
+        on_rank_zero(ranks, finish)
     except BaseException:
-        if trainer.is_global_zero:
+        if ranks.rank == 0:
             # What could be removed is: a disk that refuses to write may refuse this too, and the first error counts.
             try:
                 remove(temporary)
@@ -68,28 +107,42 @@ def write_checkpoint(trainer: Trainer, path: Path) -> None:
         raise
 
 
-def _seal_folder(trainer: Trainer, folder: Path) -> None:
+def write_shards(content: dict[str, Any], path: Path, *, rank: int, group: Any) -> None:
+    """Write a checkpoint as Lightning's ModelParallelStrategy does, by a process group of one's own.
+
+    Args:
+        content: this rank's part of it; weights and optimizers are taken out.
+        path: the folder, which all ranks see.
+        rank: rank of this process.
+        group: group of all ranks that exchanges plain values on the CPU; None: there is one rank, which asks nobody.
+    """
+    from torch.distributed import checkpoint
+
+    state = {"state_dict": content.pop("state_dict")}
+    state |= {f"optimizer_{number}": one for number, one in enumerate(content.pop("optimizer_states", []))}
+    path.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        # Torch warns of writing without a process group, which is what is meant where there is one rank.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        checkpoint.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    if rank == 0:
+        torch.save(content, path / META)
+
+
+def _seal_folder(ranks: Ranks, folder: Path) -> None:
     # Each rank hashes its share of the files, which are as many as ranks, and large.
-    names = files_of(folder)
-    shares: list[Any] = [None] * trainer.world_size
-
-    def hash_share() -> None:
-        share = file_hashes(folder, names[trainer.global_rank :: trainer.world_size])
-        shares[trainer.global_rank] = share
-
-    _on_all_ranks(trainer, hash_share)
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(shares, shares[trainer.global_rank])
-    hashes = {name: entry for share in shares for name, entry in share.items()}
-    on_rank_zero(trainer, lambda: seal_folder(folder, hashes))
+    names, own = files_of(folder), dict[str, list[Any]]()
+    _on_all_ranks(ranks, lambda: own.update(file_hashes(folder, names[ranks.rank :: ranks.world_size])))
+    hashes = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
+    on_rank_zero(ranks, lambda: seal_folder(folder, hashes))
 
 
-def on_rank_zero(trainer: Trainer, function: Callable[[], None]) -> None:
+def on_rank_zero(ranks: Ranks, function: Callable[[], None]) -> None:
     """Call a function on rank 0; an OSError there is raised on all ranks, all of which must call this."""
-    _on_all_ranks(trainer, lambda: function() if trainer.is_global_zero else None)
+    _on_all_ranks(ranks, lambda: function() if ranks.rank == 0 else None)
 
 
-def _on_all_ranks(trainer: Trainer, function: Callable[[], Any]) -> None:
+def _on_all_ranks(ranks: Ranks, function: Callable[[], Any]) -> None:
     failure: OSError | None = None
     try:
         function()
@@ -104,11 +157,9 @@ def _on_all_ranks(trainer: Trainer, function: Callable[[], Any]) -> None:
         if type(error).__name__ != "CheckpointException":
             raise
         failure = OSError(_number_in(error), f"not all shards could be written: {error}")
-    if trainer.world_size > 1:
-        failures: list[Any] = [None] * trainer.world_size
-        own = None if failure is None else (failure.errno, f"rank {trainer.global_rank}: {failure.strerror or failure}")
-        torch.distributed.all_gather_object(failures, own)
-        first = next((one for one in failures if one is not None), None)
+    if ranks.world_size > 1:
+        own = None if failure is None else (failure.errno, f"rank {ranks.rank}: {failure.strerror or failure}")
+        first = next((one for one in ranks.gather(own) if one is not None), None)
         failure = None if first is None else OSError(*first)
     if failure is not None:
         raise failure

@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_grpo.callbacks.checkpoint_files import checkpoint_name, remove_half_written, rollout_of, write_checkpoint
+from lit_grpo.callbacks.checkpoint_files import checkpoint_name, remove_half_written, rollout_of
+from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter, Save
 from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.callbacks.rollout_checkpoint import RolloutCheckpoint
 from lit_grpo.callbacks.rollout_end import RolloutEnd
@@ -56,26 +57,31 @@ class CheckpointRing:
     def save(self, trainer: Trainer, step: int) -> None:
         """Save the run as it is after ``step`` rollouts, and remove what the ring has no room for.
 
-        A disk that refuses is warned of: the run then has one place less to return to. All ranks must call it.
+        It is written while the training goes on. A disk that refuses is warned of: the run then has one place less to
+        return to. All ranks must call it.
         """
+        writer = CheckpointWriter.of(trainer)
+        writer.make_way(step)
         before = list(self.saved)
         saved = [*(s for s in self.saved if s != step), step]
         surplus = [] if len(saved) <= self.keep + 1 else saved[1 : -self.keep]
         # Noted before saving, since the checkpoint holds this list too.
         self.saved = [one for one in saved if one not in surplus]
-        try:
-            write_checkpoint(trainer, self.path(step))
-        except OSError as error:
+
+        def failed(error: BaseException) -> None:
             self.saved = before
-            rank_zero_warn(f"Rollout {step} could not be saved to roll back to ({error.strerror or error}).")
-            return
-        self.remove(trainer, surplus)
+            if isinstance(error, OSError):
+                rank_zero_warn(f"Rollout {step} could not be saved to roll back to ({error.strerror or error}).")
+
+        save = Save(path=self.path(step), then=lambda: self.remove(trainer, surplus), failed=failed)
+        writer.save(trainer, save, moment=step, behind=True)
 
     def before(self, trainer: Trainer, step: int) -> int | None:
         """Find the newest checkpoint of fewer than ``step`` rollouts that is whole; None if there is none.
 
         All ranks must call it.
         """
+        CheckpointWriter.finish_of(trainer)
         found = None
         if trainer.is_global_zero:
             for saved in sorted((saved for saved in self.saved if saved < step), reverse=True):
@@ -102,6 +108,7 @@ class CheckpointRing:
 
     def clear(self, trainer: Trainer) -> None:
         """Remove all checkpoints, at the end of the run, those of an earlier part of it included."""
+        CheckpointWriter.finish_of(trainer)
         self.saved = []
         if trainer.is_global_zero and self.folder.is_dir():
             remove_half_written(self.folder)

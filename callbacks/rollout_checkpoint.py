@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_grpo.callbacks.checkpoint_files import (
     FULL,
+    Ranks,
     checkpoint_name,
     expected_bytes,
     free_bytes,
@@ -24,8 +25,8 @@ from lit_grpo.callbacks.checkpoint_files import (
     remove_half_written,
     rollout_of,
     size_of,
-    write_checkpoint,
 )
+from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter, Save
 from lit_grpo.callbacks.monitors.monitor import trained_rollouts
 from lit_grpo.callbacks.new_settings import take_new_settings
 from lit_grpo.callbacks.rollout_end import SECOND, RolloutEnd
@@ -56,6 +57,10 @@ class RolloutCheckpoint(Checkpoint):
     checkpoint holds. With several processes only a stop and SIGTERM save: an exception may be one process's own, and
     saving needs all of them.
 
+    Between two rollouts the run waits only for a copy of itself in main memory, which a thread writes while training
+    goes on (:mod:`lit_grpo.callbacks.checkpoint_writer`); at its end, at a stop, on a signal and in a rollback it waits
+    until the checkpoint is in place.
+
     Kept are the newest ``keep_last`` and the best ``keep_best`` by ``monitor``, which ``best.ckpt`` leads to; the rest
     is removed once the next one is in place. A disk that is full pauses saving with a warning: checkpoints to roll back
     to are removed first, the oldest first, then older ones of the run, never the newest; if that is not enough the run
@@ -76,6 +81,8 @@ class RolloutCheckpoint(Checkpoint):
         keep_best: number of checkpoints to keep besides, of the rollouts whose evaluation was best; 0: none.
         monitor: metric of the evaluation by which they are compared.
         mode: whether a large value (``max``) or a small one (``min``) is good.
+        in_background: whether the training goes on while a checkpoint is written. The copy takes as much main memory as
+            the checkpoint does on disk; without it the training waits for the disk.
         accept_changes: keys that may differ from those that a resumed run was saved with, in a list or with commas
             between them; a key stands for all below it: ``model.optimizer.lr,data.rewards``.
     """
@@ -91,6 +98,7 @@ class RolloutCheckpoint(Checkpoint):
         keep_best: int = 1,
         monitor: str = "val/reward",
         mode: Literal["max", "min"] = "max",
+        in_background: bool = True,
         accept_changes: list[str] | str | None = None,
     ) -> None:
         for name, value, least in (
@@ -102,7 +110,7 @@ class RolloutCheckpoint(Checkpoint):
                 raise UserError(f"{name} is {value}, must be at least {least}", where=f"RolloutCheckpoint.{name}")
         self.every_n_rollouts = every_n_rollouts
         self.keep_last, self.keep_best = keep_last, keep_best
-        self.monitor_key, self.mode = monitor, mode
+        self.monitor_key, self.mode, self.in_background = monitor, mode, in_background
         self.accepted = keys_in(accept_changes)
         self.dirpath = Path(dirpath).absolute() if dirpath else None
         self._saved: list[str] = []
@@ -122,13 +130,15 @@ class RolloutCheckpoint(Checkpoint):
     @property
     def last_path(self) -> Path | None:
         """Path of this run's newest checkpoint, or None if there is none."""
-        path = self.dirpath / self._saved[-1] if self.dirpath and self._saved else None
-        return path if path and path.exists() else None
+        # The newest of the list may still be written; those that it makes surplus stay as long.
+        listed = [self.dirpath / name for name in (*self._to_remove, *self._saved)] if self.dirpath else []
+        return next((path for path in reversed(listed) if path.exists()), None)
 
     @property
     def saved_rollout(self) -> int:
         """Rollouts trained on in the newest checkpoint; 0 if there is none."""
-        return self._saved_rollout
+        path = self.last_path
+        return 0 if path is None else rollout_of(path.name)
 
     # Hooks.
 
@@ -147,6 +157,7 @@ class RolloutCheckpoint(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._rollout_end is not None:
             self._rollout_end.remove(self._after_rollout)
+        CheckpointWriter.close_of(trainer)
         # Also here: a run that was killed after its last checkpoint has nothing left to train, and never starts.
         if stage == "fit" and trainer.is_global_zero and self.dirpath is not None:
             self._remove_surplus(self.dirpath)
@@ -170,7 +181,7 @@ class RolloutCheckpoint(Checkpoint):
         assert self.dirpath is not None
         folder = self.dirpath
         try:
-            on_rank_zero(trainer, lambda: self._make_ready(folder, trainer.ckpt_path))
+            on_rank_zero(Ranks.of(trainer), lambda: self._make_ready(folder, trainer.ckpt_path))
         except OSError as error:
             raise UserError(
                 f"no checkpoint can be written into {shown(folder)}: {error.strerror or error}",
@@ -251,14 +262,16 @@ class RolloutCheckpoint(Checkpoint):
         # The last one is saved at the end of the epoch, where Lightning counts it as finished.
         if trainer.is_last_batch:
             return
+        CheckpointWriter.poll_of(trainer)
         due = trainer.should_stop or trained_rollouts(trainer) % self.every_n_rollouts == 0
         if due or self._is_best(trainer):
-            self.save(trainer)
+            self.save(trainer, wait=trainer.should_stop or not self.in_background)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        CheckpointWriter.finish_of(trainer)
         if self._unsaved_because is None:
             return
         rollout, last = trained_rollouts(trainer), self.last_path
@@ -318,54 +331,68 @@ class RolloutCheckpoint(Checkpoint):
 
     # Saving.
 
-    def save(self, trainer: Trainer, *, given_up: Sequence[str] = ()) -> bool:
+    def save(self, trainer: Trainer, *, given_up: Sequence[str] = (), wait: bool = True) -> bool:
         """Save the run, unless this rollout is saved already. All processes must call it.
 
         Args:
             trainer: the trainer of the run.
             given_up: names of checkpoints that are removed, whatever their number, once this one is in place.
+            wait: whether to wait until it is in place; otherwise it may be under way, and a failure is told later.
 
         Returns:
-            Whether the present state is saved. A disk that refuses is warned of and not raised.
+            Whether the present state is saved, or under way. A disk that refuses is warned of and not raised.
         """
         rollout = trained_rollouts(trainer)
         if getattr(trainer, "fast_dev_run", False) or trainer.sanity_checking:
             return False
+        # Before anything is noted: a write that has failed takes its own note back.
+        if wait:
+            CheckpointWriter.finish_of(trainer)
+        else:
+            CheckpointWriter.of(trainer).make_way(rollout)
         if rollout == self._saved_rollout:
             return True
         if self._rollout_end is not None and self._rollout_end.given_up:
             return False
         assert self.dirpath is not None
-        path = self.dirpath / checkpoint_name(rollout)
+        folder, path = self.dirpath, self.dirpath / checkpoint_name(rollout)
         # Noted before saving, since the checkpoint holds this callback's state too; taken back if saving fails.
         before = self.state_dict()
         self._note_saved(path.name, rollout, self._value(trainer), given_up)
-        try:
-            self._write(trainer, path)
-        except OSError as error:
-            self.load_state_dict(before)
-            self._unsaved_because = str(error.strerror or error)
-            last = self.last_path
-            rank_zero_warn(
-                f"Rollout {rollout} could not be saved ({self._unsaved_because}); training goes on, and saving is "
-                f"tried again when the next checkpoint is due. "
-                + (f"The last good one is {shown(last)}." if last is not None else "No checkpoint is there yet.")
-            )
-            return False
-        except BaseException:
-            self.load_state_dict(before)
-            raise
-        self._unsaved_because = None
-        if trainer.is_global_zero:
-            _link(self.dirpath / LAST, path)
-            best = next(iter(self._best_names()), None)
-            if best is not None:
-                _link(self.dirpath / BEST, self.dirpath / best)
-            self._remove_surplus(self.dirpath)
         best = next(iter(self._best_names()), None)
-        self.best_model_path = str(self.dirpath / best) if best is not None else ""
-        trainer.strategy.barrier("RolloutCheckpoint.save")
-        return True
+        surplus = [name for name in self._to_remove if name not in self._saved]
+        needed = expected_bytes(trainer)
+
+        def then() -> None:
+            _link(folder / LAST, path)
+            if best is not None:
+                _link(folder / BEST, folder / best)
+            for name in surplus:
+                remove(folder / name)
+
+        def failed(error: BaseException) -> None:
+            # What has been evaluated since stays so.
+            self.load_state_dict(before | {"evaluated_rollout": self._evaluated_rollout})
+            if isinstance(error, OSError):
+                self._note_unsaved(rollout, error)
+
+        self._unsaved_because = None
+        save = Save(path=path, then=then, failed=failed, make_room=lambda: self._make_room(path, needed))
+        done = CheckpointWriter.of(trainer).save(trainer, save, moment=rollout, behind=not wait)
+        best = next(iter(self._best_names()), None)
+        self.best_model_path = str(folder / best) if best is not None else ""
+        if wait:
+            trainer.strategy.barrier("RolloutCheckpoint.save")
+        return done
+
+    def _note_unsaved(self, rollout: int, error: OSError) -> None:
+        self._unsaved_because = str(error.strerror or error)
+        last = self.last_path
+        rank_zero_warn(
+            f"Rollout {rollout} could not be saved ({self._unsaved_because}); training goes on, and saving is "
+            f"tried again when the next checkpoint is due. "
+            + (f"The last good one is {shown(last)}." if last is not None else "No checkpoint is there yet.")
+        )
 
     def _note_saved(self, name: str, rollout: int, value: float | None, given_up: Sequence[str]) -> None:
         saved = [other for other in self._saved if other not in (name, *given_up)] + [name]
@@ -380,27 +407,18 @@ class RolloutCheckpoint(Checkpoint):
         self._to_remove = [*(other for other in saved if other not in self._saved), *given_up]
         self._saved_rollout = rollout
 
-    def _write(self, trainer: Trainer, path: Path) -> None:
-        try:
-            write_checkpoint(trainer, path)
-        except OSError as error:
-            if error.errno not in FULL or not self._make_room(trainer, path):
-                raise
-            write_checkpoint(trainer, path)
-
-    def _make_room(self, trainer: Trainer, path: Path) -> bool:
+    def _make_room(self, path: Path, needed: int) -> bool:
         """Remove what is kept least urgently until the disk has room for one checkpoint; say whether anything went."""
         removed: list[str] = []
-        if trainer.is_global_zero:
-            needed = max(expected_bytes(trainer), *(size_of(one) for one in self._on_disk(path.parent)), 0)
-            for victim in self._least_urgent(path.parent):
-                if free_bytes(path.parent) > needed * 1.05:
-                    break
-                remove(victim)
-                removed.append(shown(victim))
-            if removed:
-                log.warning("The disk is full: removed %s to make room for %s.", ", ".join(removed), shown(path))
-        return bool(trainer.strategy.broadcast(bool(removed)))
+        needed = max(needed, *(size_of(one) for one in self._on_disk(path.parent)), 0)
+        for victim in self._least_urgent(path.parent):
+            if free_bytes(path.parent) > needed * 1.05:
+                break
+            remove(victim)
+            removed.append(shown(victim))
+        if removed:
+            log.warning("The disk is full: removed %s to make room for %s.", ", ".join(removed), shown(path))
+        return bool(removed)
 
     def _on_disk(self, folder: Path) -> list[Path]:
         return sorted(folder.glob("rollout-*.ckpt"), key=lambda one: rollout_of(one.name)) if folder.is_dir() else []
@@ -429,7 +447,14 @@ class RolloutCheckpoint(Checkpoint):
         return self.save(trainer, given_up=given_up)
 
     def save_what_is_whole(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the run because of an exception, if its state is that after a whole rollout. Never raises."""
+        """Save the run because of an exception, if its state is that after a whole rollout. Never raises.
+
+        What is being written is waited for in any case.
+        """
+        try:
+            CheckpointWriter.finish_of(trainer)
+        except Exception as error:
+            log.warning("A checkpoint could not be written: %s", error)
         if trainer.state.fn != TrainerFn.FITTING or self.dirpath is None:
             return
         # Any other exception may be this process's own, and saving needs all of them.

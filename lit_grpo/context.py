@@ -36,6 +36,8 @@ class RunContext:
     """Number of prompts in each rollout, over all ranks."""
     max_new_tokens: int
     """Most tokens that a training completion may have."""
+    temperature: float = 1.0
+    """Sampling temperature of training completions."""
     reward_range: RewardRange = UNKNOWN_RANGE
     """Least and greatest total reward, before any shaping by the objective."""
     primary_range: RewardRange | None = None

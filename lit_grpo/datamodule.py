@@ -31,7 +31,7 @@ from lit_grpo.rewards.combine import OnError
 from lit_grpo.rewards.given import as_rewards
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig, primary_reward_of
 from lit_grpo.rollout.dynamic_sampling import OnShort, no_exchange
-from lit_grpo.rollout.generator import SYNC_PROMPTS, RolloutGenerator, RolloutSource
+from lit_grpo.rollout.generator import ENGINE_REMEDIES, SYNC_PROMPTS, RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader
 from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
@@ -39,6 +39,7 @@ from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments
 from lit_grpo.utils.dataclasses import from_arguments
+from lit_grpo.utils.memory import screen_if_out_of_memory
 
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
@@ -224,6 +225,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     group_size=self.group_size,
                     prompts_per_rollout=self.prompts_per_rollout,
                     max_new_tokens=self.sampling.max_new_tokens,
+                    temperature=self.sampling.temperature or 1.0,
                     reward_range=total_range(self.rewards),
                     primary_range=None if primary is None else weighted_range(primary),
                     initial_completions=self.initial_completions,
@@ -309,6 +311,10 @@ class RolloutDataModule(pl.LightningDataModule):
         """All ways in which completions are drawn, in training and in all evaluations."""
         parts = [part for sets in self.evaluations.values() for one in sets for part in one.parts]
         return [self.sampling, *(part.sampling for part in parts)]
+
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """Return the prompts of this stage by the name of their set, once they are set up: ``train``, ``val/NAME``."""
+        return dict(self._sets)
 
     @property
     def train_set(self) -> PromptSet:
@@ -457,7 +463,10 @@ class RolloutDataModule(pl.LightningDataModule):
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
-            engine = make_engine(self.engine_config, context)
+            with screen_if_out_of_memory(
+                "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
+            ):
+                engine = make_engine(self.engine_config, context)
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -530,9 +539,11 @@ class RolloutDataModule(pl.LightningDataModule):
             if self._supervised
             else self.producer
         )
+        overfitted = bool(getattr(self._current_trainer, "overfit_batches", 0))
+        prompts = self._overfitted() if overfitted else self.train_prompts
         return RolloutLoader(
             source,
-            self.train_prompts,
+            prompts,
             count=self.rollouts,
             prompts_per_rollout=self.prompts_per_rollout,
             group_size=self.group_size,
@@ -544,15 +555,24 @@ class RolloutDataModule(pl.LightningDataModule):
             max_rounds=self.max_sampling_rounds,
             on_short=self.on_incomplete_rollout,
             gather=_Gather() if self._current_trainer.world_size > 1 else no_exchange,
-            weights=self.train_set.weights,
-            curriculum=self._make_curriculum(),
+            weights=None if overfitted else self.train_set.weights,
+            curriculum=self._make_curriculum(prompts),
             num_prefetch=self._num_prefetch,
         )
 
-    def _make_curriculum(self) -> Curriculum | None:
+    def _overfitted(self) -> list[Prompt]:
+        """Return the prompts that a run with ``trainer.overfit_batches`` stays with: those of its first rollouts."""
+        batches = getattr(self._current_trainer, "overfit_batches", 0)
+        # As Lightning reads it: a whole number counts batches, a fraction is a share of them.
+        count = batches if isinstance(batches, int) else max(1, int(batches * self.rollouts))
+        needed = min(count * self.prompts_per_rollout, len(self.train_prompts))
+        order = make_order(self.train_prompts, rng.run_seed(), self.train_set.weights)
+        return [self.train_prompts[number] for number in dict.fromkeys(order[place] for place in range(needed))]
+
+    def _make_curriculum(self, prompts: list[Prompt]) -> Curriculum | None:
         if self.curriculum is None:
             return None
-        return Curriculum(self.curriculum, self.train_prompts, self.rewards, self.producer.seed)
+        return Curriculum(self.curriculum, prompts, self.rewards, self.producer.seed)
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("val")
@@ -567,23 +587,37 @@ class RolloutDataModule(pl.LightningDataModule):
     def _current_trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
 
+    @property
+    def _target_device(self) -> torch.device:
+        return torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
         """Make one loader for each way of sampling each set."""
+        pairs = [(one, part) for one in self.evaluations.get(key, []) for part in one.parts]
         return [
             EvaluationLoader(
                 self.producer,
                 self._sets[f"{key}/{one.name}"].prompts,
-                batch_prompts=self.prompts_per_rollout,
+                batch_prompts=self._evaluation_prompts(part.samples),
                 group_size=part.samples,
                 sampling=part.sampling,
                 rank=self._current_trainer.global_rank,
                 world_size=self._current_trainer.world_size,
                 purpose=f"evaluation/{one.name}",
                 finish=partial(self._grade, part),
+                # The next set is sampled at once: only after the last does anybody else need the memory.
+                sleeps=number == len(pairs),
             )
-            for one in self.evaluations.get(key, [])
-            for part in one.parts
+            for number, (one, part) in enumerate(pairs, 1)
         ]
+
+    def _evaluation_prompts(self, samples: int) -> int:
+        """Return the evaluation prompts that a rank samples at once: as many completions as in training, or more.
+
+        An engine's throughput grows with the completions that it has at once, and each batch waits for its longest.
+        """
+        completions = self.prompts_per_rollout // self._current_trainer.world_size * self.group_size
+        return max(self.prompts_per_rollout, -(-completions // samples))
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))

@@ -34,7 +34,9 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
+from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
+from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
@@ -42,6 +44,7 @@ from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metric
 from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, StepCounters, make_steps
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
 from lit_grpo.learner.run_checks import (
+    check_batch,
     check_critic_settings,
     check_minibatches,
     check_objective,
@@ -53,7 +56,7 @@ from lit_grpo.learner.run_checks import (
     with_untouched_entropy,
 )
 from lit_grpo.learner.step_size import measure_step
-from lit_grpo.learner.sync_check import COARSE_ROUNDING, ROUNDING, SyncResult, check_sync
+from lit_grpo.learner.sync_check import SyncResult, check_engine
 from lit_grpo.learner.unscored import UnscoredRollouts
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
 from lit_grpo.objectives.objective import Objective
@@ -65,14 +68,19 @@ from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
+from lit_grpo.trainer.connect import connect
+from lit_grpo.trainer.refused import refuse_spawning
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
 from lit_grpo.utils.dataclasses import as_dataclass
 from lit_grpo.utils.logging import log_level
+from lit_grpo.utils.memory import screen_if_out_of_memory
 from lit_grpo.utils.secrets import masked
 
 __all__ = ["LitGRPO"]
+
+log = logging.getLogger(__name__)
 
 RANK_ZERO_LOGGER = "lightning.pytorch.utilities.rank_zero"
 """The logger that ``rank_zero_info`` writes to."""
@@ -94,7 +102,8 @@ class LitGRPO(pl.LightningModule):
         reference: the policy that KL terms of the objective compare with.
         critic: the value function; objectives that need one get the default if this is None.
         micro_batch_tokens: tokens in one forward and backward pass, prompts counted as often as they go through the
-            model; None: no bound. Bounds memory, changes no gradient.
+            model; None: no bound. Bounds memory, changes no gradient. Where memory runs out all the same, the optimizer
+            step is done again with half as many, and so is all that follows.
         micro_batch_size: completions in one forward and backward pass; None: no bound but that of tokens.
         zero_advantage_samples: completions without gradient (of equal rewards, filtered, ...) that go through the model
             in each optimizer step all the same. They are chosen by chance and stand for the others, so that metrics
@@ -177,6 +186,8 @@ class LitGRPO(pl.LightningModule):
             )
         check_critic(self.policy_config, self.critic_config)
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
+        self.budget = MicroBatchBudget(micro_batch_tokens, micro_batch_size)
+        """The bounds in force: those that were set, or less once memory has run out."""
         self.zero_advantage_samples, self.routing_replay = zero_advantage_samples, routing_replay
         self.step_kl_samples = step_kl_samples
         self.layout = Layout(self.policy_config.pack, self.policy_config.share_prompts)
@@ -242,6 +253,18 @@ class LitGRPO(pl.LightningModule):
         """Calls a function that makes a model; where the run is sharded, it keeps this rank's shards of that model."""
 
     # ---------------------------------------------------------------------------------------------- set-up
+
+    @pl.LightningModule.trainer.setter  # type: ignore[attr-defined]
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        # The first that the Trainer does with a module: before it looks for the checkpoint, and refuses what we would.
+        pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if trainer is not None:
+            connect(trainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_spawning()
+        # A copy (weight averaging makes one) has the weights and the settings, and no part in the run.
+        return super().__getstate__() | {"_context": None, "_forward_runner": None, "_optimizer_stepper": None}
 
     @property
     def tokenizer(self) -> Any:
@@ -373,7 +396,21 @@ class LitGRPO(pl.LightningModule):
             check_replay(self.policy_config)
         if (config := self.critic_config) is not None:
             check_vocabulary(self.policy_config, config)
-        policy = self.policy_config
+        with screen_if_out_of_memory(
+            "loading the model",
+            self._target_device,
+            where="model.policy",
+            remedies=remedies(self._target_device, activations=False),
+        ):
+            self._load_models()
+
+    @property
+    def _target_device(self) -> torch.device:
+        """The device that the models go to; unlike ``device`` also before they are there."""
+        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
+
+    def _load_models(self) -> None:
+        policy, config = self.policy_config, self.critic_config
         # Not self.trainer: the property raises where there is none.
         mesh = data_mesh(
             self._trainer,
@@ -421,12 +458,15 @@ class LitGRPO(pl.LightningModule):
         return tuple({"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "step"}} for o, s in pairs)
 
     def on_fit_start(self) -> None:
-        self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
-        if self.critic is not None:
-            self.critic.verify_against_model_forward(self.layout)
-        if self._needs("ref_logprobs") and self.reference_policy is None:
-            reference = self._initial_policy()
-            self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
+        with screen_if_out_of_memory(
+            "preparing the models", self.device, where="model", remedies=remedies(self.device, activations=False)
+        ):
+            self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
+            if self.critic is not None:
+                self.critic.verify_against_model_forward(self.layout)
+            if self._needs("ref_logprobs") and self.reference_policy is None:
+                reference = self._initial_policy()
+                self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
         if self.sharded:
             self.reshard()
             # A checkpoint in shards needs optimizer states, also one that is saved before the first step.
@@ -435,6 +475,21 @@ class LitGRPO(pl.LightningModule):
         if self.objective.trust_region.needs_router_scores and not self._policy.routes:
             rank_zero_warn("The model has no experts to route to: RSPO's router factor is 1 and it equals GMPO.")
         self._forward_runner = self._optimizer_stepper = None
+        if self._policy.compiled:
+            self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        updates = self.updates_per_rollout * self.objective.passes
+        passes = Passes(
+            objective=self.objective,
+            needed=self.objective.requires(self.updates_per_rollout) | ({"entropy"} if updates > 1 else set()),
+            temperature=1.0 if self._context is None else self._context.temperature,
+            probes=self.zero_advantage_samples != 0,
+            measures_step=self.step_kl_samples != 0,
+        )
+        context = self.trainer.precision_plugin.train_step_context()
+        seconds = compile_ahead(self.forward_runner, self.layout, passes, context)
+        rank_zero_info(f"compiled the learner's passes in {seconds:.1f} s; the code is kept for other runs")
 
     @property
     def sharded(self) -> bool:
@@ -478,6 +533,15 @@ class LitGRPO(pl.LightningModule):
                 routing_replay="none" if self.routing_replay == "old" and single else self.routing_replay,
                 max_over_ranks=partial(shards.largest_counts, device=self.device) if self.sharded else None,
                 device=self.device,
+                gives_way=GivesWay(
+                    budget=self.budget,
+                    tokens_of=lambda batch, rows: batches.policy_input(batch, rows, self.layout, device="cpu").tokens,
+                    recover=partial(shards.recover, self._policy, self.critic, self.reference_policy),
+                    refuses=shards.why_not_repeatable(self._policy),
+                    device=self.device,
+                    # Not of rank 0 alone: memory may run out on any.
+                    say=partial(log.warning, "%s"),
+                ),
             )
         return self._forward_runner
 
@@ -490,40 +554,14 @@ class LitGRPO(pl.LightningModule):
 
     def _check_sync(self, sync: Callable[[int], object], sample: Callable[[], Rollout]) -> None:
         """Check that an engine takes over the weights, as :class:`lit_grpo.context.LearnerRequirements` says."""
-        guards, policy = self.guards, self._policy
-        assert guards.max_sync_gap is not None
-        assert guards.max_engine_gap is not None
-        exact = self.device.type == "cpu" and policy.model.dtype in (torch.float32, torch.float64)
-        # Dropout draws random numbers, and a run must not depend on whether it was checked.
-        random_state = rng.get_state()
-        try:
-            self.sync_result = check_sync(
-                policy,
-                sync=sync,
-                sample=sample,
-                logprobs=self._logprobs_of,
-                version=self.policy_version,
-                share=guards.max_sync_gap,
-                largest_gap=guards.max_engine_gap,
-                rounding=ROUNDING if exact else COARSE_ROUNDING,
-                reduce=self.reduce_or_none,
-            )
-        finally:
-            rng.set_state(random_state)
-        if (found := self.sync_result) is not None:
-            rank_zero_info(
-                f"the engine takes over weights: log-probabilities differ by {found.changed_gap:.2g} nats after a "
-                f"change of {found.change:.2g} (and by {found.gap:.2g} after that was undone)"
-            )
-
-    def _logprobs_of(self, rollout: Rollout) -> Tensor:
-        """Return the present log-probabilities of a rollout's tokens, [N, T], on the CPU."""
-        experience = make_experience(rollout, self.device)
-        results = self.forward_runner.old_forward(rollout, experience, frozenset({"old_logprobs"}))
-        # The engine may sample from this very model next.
-        self._policy.stop_replay()
-        assert results.old_logprobs is not None
-        return results.old_logprobs.cpu()
+        self.sync_result = check_engine(
+            self.forward_runner,
+            sync=sync,
+            sample=sample,
+            version=self.policy_version,
+            guards=self.guards,
+            reduce=self.reduce_or_none,
+        )
 
     def _optimizer_bundles(self) -> list[OptimizerBundle]:
         """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""
@@ -558,8 +596,21 @@ class LitGRPO(pl.LightningModule):
 
     # ---------------------------------------------------------------------------------------------- one rollout
 
-    def training_step(self, batch: Rollout, batch_idx: int) -> None:
-        """Take all optimizer steps on one rollout: old forward, advantages, updates, report."""
+    def training_step(self, batch: Rollout, batch_idx: int) -> dict[str, Tensor]:
+        """Take all optimizer steps on one rollout: old forward, advantages, updates, report.
+
+        Returns:
+            The mean loss of the steps under ``loss``, for callbacks; 0 where there was nothing to learn from.
+        """
+        check_batch(batch)
+        # What runs out in a micro-batch is mended below; the rest of a step has no smaller form.
+        with screen_if_out_of_memory(
+            "training on a rollout", self.device, where="model.micro_batch_tokens", remedies=remedies(self.device)
+        ):
+            self._train_on(batch)
+        return {"loss": torch.tensor(self.step_metrics.get("loss", 0.0))}
+
+    def _train_on(self, batch: Rollout) -> None:
         started = time.perf_counter()
         staleness = self._check_staleness(batch)
         self._check_verdicts(batch)
@@ -597,8 +648,16 @@ class LitGRPO(pl.LightningModule):
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
         self._refresh_reference()
+        if self.trainer.world_size > 1:
+            self._agree_on_budget()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
         self._unscored_rollouts.check(batch.index, self.step_metrics)
+
+    def _agree_on_budget(self) -> None:
+        """Give all ranks the smallest bound on micro-batches that one of them came to."""
+        own = float("inf") if self.budget.tokens is None else float(self.budget.tokens)
+        least = -float(self.reduce_max(torch.tensor([-own], dtype=torch.float64)))
+        self.budget.lower_to(None if least == float("inf") else int(least))
 
     def _compute_advantages(self, objective: Objective, batch: Rollout, experience: Experience) -> Tensor:
         """Compute the advantages of a rollout, [N, T], and keep the state that the objective goes on with."""
@@ -739,7 +798,7 @@ class LitGRPO(pl.LightningModule):
 
     def micro_batches(self, batch: Rollout, rows: Tensor) -> Iterator[Tensor]:
         """Cut some completions of a rollout into micro-batches."""
-        limits = {"tokens": self.micro_batch_tokens, "size": self.micro_batch_size}
+        limits = {"tokens": self.budget.tokens, "size": self.budget.size}
         return batches.micro_batches(batch, rows, self.layout, **limits)
 
     def policy_inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
@@ -788,12 +847,15 @@ class LitGRPO(pl.LightningModule):
             "optim/skipped_steps": float(self.skipped_steps),
             "optim/clipped_steps": float(self.clipped_steps),
             "optim/empty_steps": float(self.empty_steps),
+            "optim/repeated_steps": float(self.counters.repeated_steps),
             "rollout/policy_version": float(self.policy_version),
             "rollout/staleness": float(staleness),
             "time/update": seconds,
         }
         for bundle in self._stepper.bundles:
             values[f"{bundle.prefix}lr"] = bundle.lr
+        if self.budget.tokens is not None:
+            values["memory/micro_batch_tokens"] = float(self.budget.tokens)
         if self.critic_config is not None:
             values["critic/steps"] = float(self.critic_steps)
         if self.objective_state.initial_entropy is not None:
@@ -884,6 +946,7 @@ class LitGRPO(pl.LightningModule):
         save_state(
             checkpoint,
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
+            micro_batch_tokens=self.budget.tokens,
             objective=self.objective_state.to_dict(),
             best_held_out=self._best_held_out,
             logged_keys=self._logged_keys,
@@ -908,6 +971,9 @@ class LitGRPO(pl.LightningModule):
         if fitting and self._context is not None:
             # Rewards, too, may be others than those it was saved with.
             self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
+        # Who has set another bound since means that one.
+        if checkpoint.get("hyper_parameters", {}).get("micro_batch_tokens") == self.micro_batch_tokens:
+            self.budget.lower_to(state.micro_batch_tokens)
         self._best_held_out = state.best_held_out
         self._logged_keys = set(state.logged_keys)
         self._restored_random_state = state.random

@@ -13,6 +13,7 @@ from lit_grpo.data import AdditionPrompts, PromptFormat
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.rewards.base import Reward
+from lit_grpo.tracking import RunLogger
 from lit_grpo.types import Completion, Prompt, RewardInput, Rollout, Sampling, Score
 
 TINY = TinyModel(width=32, layers=2, heads=2)
@@ -56,7 +57,15 @@ def context(rollouts: int, **changes: Any) -> RunContext:
     return RunContext(rollouts=rollouts, **(settings | changes))
 
 
+def kept_in(folder: Any) -> RunLogger:
+    """A logger that keeps the run in this very folder, and nowhere else."""
+    return RunLogger(run_dir=str(folder), tracking_uri="none")
+
+
 def trainer(**changes: Any) -> pl.Trainer:
+    """A quiet trainer; with ``default_root_dir`` and without a logger the run is kept in that very folder."""
+    if "default_root_dir" in changes and "logger" not in changes:
+        changes["logger"] = kept_in(changes["default_root_dir"])
     settings: dict[str, Any] = {
         "max_epochs": 1,
         "accelerator": "cpu",

@@ -97,6 +97,8 @@ class FirstCtrlC(Callback):
         self._cancel_alarm()
         # Before the other callbacks, such as the one that writes the report: the time is short.
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            # Also where nothing more is saved: one that was begun behind the training is waited for.
+            watchdog.saving()
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, RolloutCheckpoint):
                     callback.save_what_is_whole(trainer, exception)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.callbacks import FlightRecorder, HealthMonitor, Monitor, RolloutCheckpoint
+from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
@@ -30,13 +32,16 @@ from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
-from lit_grpo.run.folder import check_can_be_made, goes_on_from
+from lit_grpo.run.folder import check_can_be_made, goes_on_from, shown
 from lit_grpo.tracking import RunSummary
+from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
+from lit_grpo.trainer.checkpoint_words import WORDS, Word, no_checkpoint
+from lit_grpo.trainer.refused import REFUSED_ARGUMENTS, check_argument
 from lit_grpo.utils.imports import from_import, line_of
 from lit_grpo.utils.secrets import holds_mask, with_environment
 from lit_grpo.utils.text import shorten
@@ -56,15 +61,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     # The loaders share out prompts over ranks themselves.
     "use_distributed_sampler": False,
 }
-
-# Arguments of the Trainer that LitGRPO's manual optimization cannot follow: (default, what to set in their place).
-_UNSUPPORTED = {
-    "gradient_clip_val": (None, "set model.max_grad_norm"),
-    "accumulate_grad_batches": (1, "set model.micro_batch_tokens, which bounds memory and leaves the gradient alone"),
-    "max_steps": (-1, "set data.rollouts: a run is bounded by rollouts"),
-    "reload_dataloaders_every_n_epochs": (0, "leave it out: rollouts are made anew at every step"),
-}
-
 
 _ABOVE_ZERO = ("val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "num_nodes")
 """Numbers of the Trainer that it divides by, or counts to, without a look."""
@@ -134,6 +130,14 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(CompletionTable, "completions")
+        parser.add_argument(
+            "--monitors",
+            type=bool,
+            default=True,
+            help="whether a fit without monitors of its own in trainer.callbacks gets all of them, which then say what "
+            "goes wrong and stop nothing (a HealthMonitor with `actions: {critical: log}`)",
+        )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -188,15 +192,34 @@ class TrainingCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         # Lightning lets the hyperparameters in the checkpoint silently win over the configuration. Here they do not.
-        path = self.config[self._command].get("ckpt_path")
-        if path is not None and (path in ("last", "best", "hpc") or not Path(path).exists()):
+        config = self.config[self._command]
+        if config.get("ckpt_path") in WORDS:
+            config["ckpt_path"] = self._checkpoint_of(config.ckpt_path)
+        path = config.get("ckpt_path")
+        if path is not None and not Path(path).exists():
             raise UserError(
                 f"there is no checkpoint {path}",
                 where="ckpt_path",
-                remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt",
+                remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt, or `last` or `best`",
             )
         if path is not None and self._command != "fit":
             check_evaluation(Path(path))
+
+    def _checkpoint_of(self, word: Word) -> str | None:
+        """Return the path that ``last`` or ``best`` stands for; None where a fit with ``last`` begins anew."""
+        config = self.config[self._command]
+        places = places_in(config.trainer, config.get("checkpoint"))
+        found = places.find(word)
+        if found is not None:
+            print(f"ckpt_path: {word} is {shown(found)}", file=sys.stderr)
+            return str(found)
+        if word == "best" or self._command != "fit":
+            raise no_checkpoint(word, places)
+        # As Lightning has it: a job that is started again and again with `last` begins where there is nothing yet.
+        print(
+            f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew", file=sys.stderr
+        )
+        return None
 
     # Building.
 
@@ -223,11 +246,8 @@ class TrainingCLI(LightningCLI):
             # A place that is no path of this machine is one of a remote store.
             if folder is not None and "://" not in str(folder):
                 check_can_be_made(Path(str(folder)), key)
-        for name, (value, remedy) in _UNSUPPORTED.items():
-            if trainer.get(name, value) != value:
-                raise UserError(
-                    f"trainer.{name} does not work with manual optimization", where=f"trainer.{name}", remedy=remedy
-                )
+        for refused in REFUSED_ARGUMENTS:
+            check_argument(refused.name, trainer.get(refused.name))
 
     def _check_resume(self) -> None:
         # Before the model is built, which takes longer than to say no.
@@ -262,7 +282,7 @@ class TrainingCLI(LightningCLI):
         # It comes first: where a run has to end soon, it is saved before anything else is written.
         added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
         if self._command == "fit":
-            added.append(RunSettings(self._settings))
+            added += [*self._watchers(configured), RunSettings(self._settings)]
         # A bar that redraws itself would fill a log file with its every state.
         if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
             added.append(LineProgress())
@@ -287,7 +307,29 @@ class TrainingCLI(LightningCLI):
         # Lightning checks many of its arguments by using them.
         except (MisconfigurationException, ValueError, TypeError, ArithmeticError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
-            raise UserError(f"the Trainer refuses this: {text}", where="trainer") from error
+            raise UserError(f"the Trainer refuses this: {text}", where=self._argument_named_in(text)) from error
+
+    def _argument_named_in(self, text: str) -> str:
+        """Return the key of the Trainer's argument that a message of Lightning is about, as far as it can be told."""
+        trainer, defaults = self.config[self._command].trainer, self._subcommand_parsers[self._command].get_defaults()
+        words = re.findall(r"[a-z_]+", text.lower().replace("gpu", "accelerator").replace("cuda", "accelerator"))
+        given = [name for name in trainer.keys() if trainer.get(name) != defaults.trainer.get(name)]  # noqa: SIM118
+        named = [name for name in given if name in words]
+        # Of several the one that is named first; where none is, the only one that was given.
+        if named:
+            return f"trainer.{min(named, key=words.index)}"
+        return f"trainer.{given[0]}" if len(given) == 1 else self._explainer().sources()
+
+    def _watchers(self, configured: list[Any]) -> list[Callback]:
+        """Return what watches every fit: the monitors, unless there are some, and a small flight record."""
+        config = self.config[self._command]
+        added: list[Callback] = []
+        if config.get("monitors") and not any(isinstance(one, HealthMonitor | Monitor) for one in configured):
+            added.append(HealthMonitor(actions={"critical": "log"}))
+        # A few completions token by token, for the report.
+        if config.completions.every:
+            added.append(FlightRecorder(steps=2, landmarks=6, groups=config.completions.groups))
+        return added
 
     def _result_writers(self) -> list[Callback]:
         if self._command == "predict":

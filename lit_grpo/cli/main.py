@@ -126,6 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         return _exit_code(error)
     except Exception as error:
+        # Only where torch is loaded already: importing it takes seconds, and what fails before needs no memory.
+        memory = sys.modules.get("lit_grpo.utils.memory")
+        if memory is not None and memory.is_out_of_memory(error):
+            _show(memory.screen_of(error), arguments[0])
+            return BAD_INPUT
         # By its name: importing the class would import the rewards.
         if type(error).__name__ != "RewardError":
             raise
@@ -214,8 +219,8 @@ def _exit_code(error: SystemExit) -> int:
 
 def _show(error: UserError, command: str) -> None:
     """Print an error as one screen on standard error."""
-    # From the first process only, since every rank finds the same fault.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    # From the first process only, since every rank finds the same fault; but memory may run out on one of them alone.
+    if os.environ.get("LOCAL_RANK", "0") != "0" and type(error).__name__ != "MemoryShortageError":
         return
     if os.environ.get("LIT_GRPO_DEBUG", "") not in ("", "0"):
         import traceback

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_grpo.errors import UserError
 from lit_grpo.run.checkpoints import check_whole
+from lit_grpo.tracking.registry import check_run, register
 from lit_grpo.utils.files import move_into_place
+from lit_grpo.utils.secrets import masked_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +58,12 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them (LoRA)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model's folder brings")
     parser.add_argument("--force", action="store_true", help="replace a model folder that is there")
+    parser.add_argument(
+        "--register", metavar="NAME", help="also the next version of a model in MLflow's registry, below its run"
+    )
     options = parser.parse_args(argv)
+    # Before the checkpoint is read, which takes long for a large one.
+    run_of = None if options.register is None else check_run(_run_folder(Path(options.checkpoint)))
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -70,6 +77,9 @@ def run(command: str, argv: list[str]) -> int:
         trust_remote_code=options.trust_remote_code,
     )
     print(f"{options.output}: {exported.architecture}, {exported.parameters / 1e6:.3g} M parameters, {exported.dtype}")
+    if run_of is not None:
+        version = register(exported.folder, options.register, *run_of)
+        print(f"registered: {options.register}, version {version}, at {masked_text(run_of[0])}")
     return 0
 
 
@@ -128,6 +138,11 @@ def export(
     _write(model, policy, content, target)
     count = sum(parameter.numel() for parameter in model.parameters())
     return Exported(target, type(model).__name__, count, str(model.dtype).removeprefix("torch."))
+
+
+def _run_folder(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint, or the folder itself, belongs to."""
+    return checkpoint if (checkpoint / "checkpoints").is_dir() else checkpoint.absolute().parent.parent
 
 
 def _find(path: Path) -> Path:

@@ -148,6 +148,37 @@ def reshard(*models: nn.Module | None) -> None:
                     cast(Any, part).reshard()
 
 
+def why_not_repeatable(model: nn.Module) -> str | None:
+    """Say why a pass that broke off cannot be done again, in a clause that follows "and"; None: it can."""
+    if not is_sharded(model):
+        return None
+    if torch.distributed.get_world_size() > 1:
+        return (
+            "it cannot be done again: ranks that hold shards of one model wait for one another within a pass, and one "
+            "that broke off leaves the others there"
+        )
+    if not hasattr(model, "reset_iter_state"):
+        return "it cannot be done again: torch brings a sharded model back in order from version 2.13 on"
+    return None
+
+
+def recover(*models: nn.Module | None) -> None:
+    """Bring sharded models back in order after a pass that broke off; gradients of shards stay for the optimizer."""
+    for model in models:
+        if model is None or not is_sharded(model):
+            continue
+        cast(Any, model).reset_iter_state()
+        # What the backward pass had come to is left with the gathered weights (torch 2.13), and would be added to the
+        # gradient of the next one.
+        for part in model.modules():
+            if hasattr(part, "unshard"):
+                cast(Any, part).unshard()
+                for weight in part.parameters():
+                    if not hasattr(weight, "to_local"):
+                        weight.grad = None
+                cast(Any, part).reshard()
+
+
 @torch.no_grad()
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a sharded model as its forward passes compute with it: whole, in ``param_dtype``.

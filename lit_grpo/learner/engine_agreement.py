@@ -117,6 +117,16 @@ class FirstUpdate:
             self.sums[2] += masked(gap, mask).double().sum()
             self.sums[3] += mask.sum()
 
+    def snapshot(self) -> tuple[Tensor, int]:
+        """Return what has been added so far, for :meth:`restore`."""
+        return self.sums.clone(), len(self._micro_batches)
+
+    def restore(self, snapshot: tuple[Tensor, int]) -> None:
+        """Forget what was added after a :meth:`snapshot`."""
+        sums, count = snapshot
+        self.sums = sums.clone()
+        del self._micro_batches[count:], self._multiplicities[count:]
+
     def seen(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the completions that the step looked at, [n], how many each stands for, [n], and log-probabilities.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from lit_grpo.distributed.sharding import reshard
 from lit_grpo.errors import UserError
 from lit_grpo.learner.batch import gather_rows, positions
+from lit_grpo.learner.budget import GivesWay, MemoryRanOut, attempt
 from lit_grpo.learner.metric_sums import StepMetrics
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.state import ObjectiveState
@@ -23,6 +25,7 @@ from lit_grpo.policy.forward.policy import EntropyMode, Policy, TokenStats, Valu
 from lit_grpo.policy.forward.routing import RoutingTable
 from lit_grpo.types import Experience, LossOutput, Rollout, Sum
 
+T = TypeVar("T")
 FROM_POLICY = frozenset({"old_logprobs", "entropy", "sum_squared_probs", "router_logscores_old"})
 """Fields of an experience that one forward pass of the policy gives."""
 COMPUTABLE = FROM_POLICY | {"ref_logprobs", "values", "final_values", "score_sqnorm"}
@@ -94,6 +97,8 @@ class ForwardRunner:
     """Returns the largest of each number over all ranks; given where models are sharded, else None."""
     device: torch.device | str = "cpu"
     """Device on which the models compute."""
+    gives_way: GivesWay | None = None
+    """What happens where memory runs out; None: the error passes as it is."""
 
     # ---------------------------------------------------------------------------------------------- before an update
 
@@ -119,12 +124,14 @@ class ForwardRunner:
         by_field: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         routing = self._new_routing_table(batch, experience)
         if self.routing_replay == "old" or needed & (FROM_POLICY | {"ref_logprobs", "values"}):
-            cut = list(self.micro_batches(batch, everything if rows is None else rows))
-            for _, micro_batch in self.pad_micro_batches_across_ranks(cut):
-                found = self._without_gradient(batch, micro_batch, needed, routing)
-                if micro_batch is not None:
-                    for name, values in found.items():
-                        by_field[name].append((micro_batch, values))
+            for micro_batch, found in self.each_micro_batch(
+                batch,
+                everything if rows is None else rows,
+                lambda chosen: self._without_gradient(batch, chosen, needed, routing),
+                "computing log-probabilities before an update",
+            ):
+                for name, values in found.items():
+                    by_field[name].append((micro_batch, values))
         score_sqnorm = None
         if "score_sqnorm" in needed:
             score_sqnorm = torch.stack([self.score_sqnorm(batch, row, routing) for row in everything.split(1)])
@@ -153,7 +160,7 @@ class ForwardRunner:
         self, batch: Rollout, rows: Tensor | None, needed: frozenset[str], routing: RoutingTable | None
     ) -> dict[str, Tensor]:
         """Compute fields of the completions ``rows``, [n, T, ...], or of one dummy token where that is None."""
-        inputs = self._one_token() if rows is None else self.inputs(batch, rows)
+        inputs = self._inputs_or_dummy(batch, rows)
         replays = self.routing_replay == "old"
         out: dict[str, Tensor | None] = {}
         if replays or needed & FROM_POLICY:
@@ -200,13 +207,13 @@ class ForwardRunner:
     @torch.no_grad()
     def sequence_entropy(self, batch: Rollout) -> Tensor:
         """Return <H>_i, the mean entropy over the tokens of each completion, [N]; 0 for an empty one."""
-        cut = list(self.micro_batches(batch, torch.arange(len(batch.completions))))
         means = []
-        for _, rows in self.pad_micro_batches_across_ranks(cut):
-            inputs = self._one_token() if rows is None else self.inputs(batch, rows)
-            stats = self.policy(inputs, batch.temperature, "detached")
-            if rows is None:
-                continue
+        for rows, stats in self.each_micro_batch(
+            batch,
+            torch.arange(len(batch.completions)),
+            lambda chosen: self.policy(self._inputs_or_dummy(batch, chosen), batch.temperature, "detached"),
+            "measuring entropies",
+        ):
             lengths = torch.tensor([len(batch.completions[i].token_ids) for i in rows.tolist()])
             mask = torch.arange(stats.logprobs.shape[1])[None, :] < lengths[:, None]
             assert stats.entropy is not None
@@ -241,7 +248,7 @@ class ForwardRunner:
             entropy,
             experts=experts,
             routing=_routing_for(step.routing, inputs, rows),
-            values=self._value_mode("values" in wanted),
+            values=self.value_mode("values" in wanted),
             frozen=step.warmup,
         )
         values = stats.values if values is None else values
@@ -282,10 +289,10 @@ class ForwardRunner:
         wants_values = "values" in step.objective.loss_requires()
         if self.critic is not None and wants_values:
             total = total + self.critic(inputs).sum()
-        stats = self.policy(inputs, 1.0, "none", values=self._value_mode(wants_values), frozen=step.warmup)
+        stats = self.policy(inputs, 1.0, "none", values=self.value_mode(wants_values), frozen=step.warmup)
         return (total + stats.logprobs.sum() + (0.0 if stats.values is None else stats.values.sum())) * 0.0
 
-    def _value_mode(self, wanted: bool) -> ValueMode:
+    def value_mode(self, wanted: bool) -> ValueMode:
         """Return whether the value head's gradient ends at its own weights or goes on into the backbone."""
         head = self.policy.value_head
         if head is None or not wanted:
@@ -302,24 +309,25 @@ class ForwardRunner:
     @torch.no_grad()
     def rollout_values(self, batch: Rollout) -> Tensor:
         """Return the values of a whole rollout by the critic as it is now, [N, T]."""
-        cut = list(self.micro_batches(batch, torch.arange(len(batch.completions))))
-        found = []
-        for _, rows in self.pad_micro_batches_across_ranks(cut):
-            values = self.values(self._one_token() if rows is None else self.inputs(batch, rows))
-            if rows is not None:
-                found.append((rows, values))
+        found = self.each_micro_batch(
+            batch,
+            torch.arange(len(batch.completions)),
+            lambda chosen: self.values(self._inputs_or_dummy(batch, chosen)),
+            "computing the critic's values",
+        )
         self.reshard()
         return gather_rows(found, len(batch.completions))
 
     @torch.no_grad()
     def logprobs(self, batch: Rollout, rows: Tensor) -> Tensor:
         """Return log-probabilities of completions ``rows``, [n], by the policy as it is now, [n, T]."""
-        found = []
-        for _, chosen in self.pad_micro_batches_across_ranks(list(self.micro_batches(batch, rows))):
-            inputs = self._one_token() if chosen is None else self.inputs(batch, chosen)
-            stats = self.policy(inputs, batch.temperature, "none")
-            if chosen is not None:
-                found.append((positions(rows, chosen), stats.logprobs))
+        done = self.each_micro_batch(
+            batch,
+            rows,
+            lambda chosen: self.policy(self._inputs_or_dummy(batch, chosen), batch.temperature, "none").logprobs,
+            "computing log-probabilities",
+        )
+        found = [(positions(rows, chosen), logprobs) for chosen, logprobs in done]
         self.reshard()
         return gather_rows(found, len(rows)) if found else torch.zeros(0, 0, device=self.device)
 
@@ -335,13 +343,58 @@ class ForwardRunner:
         longer = replace(batch, completions=completions)
         truncated = torch.tensor([c.truncated for c in completions])
         out = torch.zeros(len(completions), device=self.device)
-        cut = list(self.micro_batches(longer, truncated.nonzero()[:, 0]))
-        for _, rows in self.pad_micro_batches_across_ranks(cut):
-            values = self.values(self._one_token() if rows is None else self.inputs(longer, rows))
-            if rows is not None:
-                last = torch.tensor([len(completions[i].token_ids) - 1 for i in rows.tolist()], device=values.device)
-                out[rows.to(out.device)] = values.gather(1, last[:, None])[:, 0].to(out)
+        for rows, values in self.each_micro_batch(
+            longer,
+            truncated.nonzero()[:, 0],
+            lambda chosen: self.values(self._inputs_or_dummy(longer, chosen)),
+            "computing the critic's values",
+        ):
+            last = torch.tensor([len(completions[i].token_ids) - 1 for i in rows.tolist()], device=values.device)
+            out[rows.to(out.device)] = values.gather(1, last[:, None])[:, 0].to(out)
         return out
+
+    def each_micro_batch(
+        self, batch: Rollout, rows: Tensor, run: Callable[[Tensor | None], T], doing: str
+    ) -> list[tuple[Tensor, T]]:
+        """Run a pass without gradient over completions in micro-batches, in smaller ones once memory has run out.
+
+        Args:
+            batch: the rollout.
+            rows: completions that go through, [n].
+            run: the pass over some of them; over a dummy where it is given None, on a rank that has fewer than others.
+            doing: what is done, in words.
+
+        Returns:
+            The completions of each micro-batch, [m], and what the pass returned for them.
+
+        Raises:
+            MemoryShortageError: memory ran out on a single completion.
+        """
+        done: list[tuple[Tensor, T]] = []
+        cut = self.pad_micro_batches_across_ranks(list(self.micro_batches(batch, rows)))
+        waiting = deque(chosen for _, chosen in cut)
+        while waiting:
+            chosen = waiting.popleft()
+            try:
+                result = self.attempt(partial(run, chosen), chosen)
+            except MemoryRanOut as failure:
+                assert self.gives_way is not None
+                self.gives_way.give_way(batch, failure, doing)
+                # What has been computed stays: no pass depends on another.
+                left = [chosen, *waiting]
+                waiting = deque(self.micro_batches(batch, torch.cat([one for one in left if one is not None])))
+                continue
+            if chosen is not None:
+                done.append((chosen, result))
+        return done
+
+    def attempt(self, run: Callable[[], T], rows: Tensor | None) -> T:
+        """Return ``run()``, a pass over completions ``rows``, or over a dummy where that is None.
+
+        Raises:
+            MemoryRanOut: memory ran out, and :attr:`gives_way` says what happens then.
+        """
+        return run() if self.gives_way is None or rows is None else attempt(run, rows)
 
     def pad_micro_batches_across_ranks(self, *cuts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield (number of the list, micro-batch) in order, each list filled up with None to its length on other ranks.
@@ -359,6 +412,9 @@ class ForwardRunner:
     def reshard(self) -> None:
         """Free the weights that passes without gradient left gathered."""
         reshard(self.policy, self.reference, self.critic)
+
+    def _inputs_or_dummy(self, batch: Rollout, rows: Tensor | None) -> PolicyInput:
+        return self._one_token() if rows is None else self.inputs(batch, rows)
 
     def _one_token(self) -> PolicyInput:
         return pad_rows([(0,)], [(0,)], width=1, device=self.device)

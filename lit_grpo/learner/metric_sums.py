@@ -52,6 +52,15 @@ class StepMetrics:
         for key, value in (maxima or {}).items():
             self.maximum(key, value)
 
+    def snapshot(self) -> tuple[dict[str, Sum], dict[str, Tensor], dict[str, Tensor]]:
+        """Return what is known so far, for :meth:`restore`."""
+        # What lies under a key is replaced and never changed, so that no tensor has to be copied.
+        return dict(self.sums), dict(self.maxima), dict(self.moments)
+
+    def restore(self, snapshot: tuple[dict[str, Sum], dict[str, Tensor], dict[str, Tensor]]) -> None:
+        """Forget what came after a :meth:`snapshot`."""
+        self.sums, self.maxima, self.moments = (dict(part) for part in snapshot)  # type: ignore[assignment]
+
     def agree(self, world_size: int) -> None:
         """Give every rank the keys of all ranks."""
         # A rank that had nothing to do in a step does not know the keys of its losses.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from lit_grpo.distributed.gradients import GradientExchange
 from lit_grpo.distributed.sharding import dtype_of
 from lit_grpo.errors import StopRun
 from lit_grpo.learner.batch import positions, probe
+from lit_grpo.learner.budget import MemoryRanOut, remedies
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics
@@ -28,10 +31,12 @@ from lit_grpo.objectives.diagnostics import entropies, groups_without_advantage
 from lit_grpo.objectives.objective import Objective, StepPlan
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.forward.attention import to_device
+from lit_grpo.policy.forward.policy import TokenStats
 from lit_grpo.policy.optimizer.build import clip_gradients
 from lit_grpo.policy.optimizer.quantized_state import rounding_seed
-from lit_grpo.types import Experience, Rollout
+from lit_grpo.types import Experience, LossOutput, Rollout
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.memory import screen_if_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class StepCounters:
     """Steps skipped since the last one that was taken."""
     clipped_steps: int = 0
     """Steps that were taken with a gradient clipped to a norm that a callback named."""
+    repeated_steps: int = 0
+    """How often a step was done again in smaller micro-batches, since memory ran out."""
 
 
 def make_steps(
@@ -177,9 +184,7 @@ class OptimizerStepper:
             StopRun: engine and learner were found to disagree, or too many steps in a row were skipped.
         """
         plan = self._plan(step)
-        for bundle in self.bundles:
-            bundle.optimizer.zero_grad()
-        loss = self._accumulate(batch, step, plan, metrics, first_update)
+        loss = self._accumulate_within_memory(batch, step, plan, metrics, first_update)
         self._add_plan_metrics(step, plan, metrics)
         # Before any weight changes: gathered copies of sharded weights would survive the step, out of date.
         self.forward.reshard()
@@ -208,6 +213,39 @@ class OptimizerStepper:
             self._clip_further(learning, self.limit(logged))
             self._update_weights(learning, metrics, warmup=step.warmup)
 
+    def _accumulate_within_memory(
+        self,
+        batch: Rollout,
+        step: OptimizerStep,
+        plan: StepPlan,
+        metrics: StepMetrics,
+        first_update: FirstUpdate | None,
+    ) -> Tensor:
+        """Add up the gradients of a step as :meth:`_accumulate` does, from anew each time memory runs out in it.
+
+        Other ranks need not know: where models are whole, no micro-batch waits for another rank, and the sum of this
+        rank's gradients is the same however they are cut. Where they are in shards, ``forward.gives_way`` refuses.
+        """
+        random_state = rng.get_state()
+        known, of_update = metrics.snapshot(), None if first_update is None else first_update.snapshot()
+        while True:
+            # A backward pass that broke off has left a part of its gradient.
+            for bundle in self.bundles:
+                bundle.optimizer.zero_grad()
+            try:
+                return self._accumulate(batch, step, plan, metrics, first_update)
+            except MemoryRanOut as failure:
+                found = failure.with_traceback(None)
+            metrics.restore(known)
+            if first_update is not None and of_update is not None:
+                first_update.restore(of_update)
+            rng.set_state(random_state)
+            for bundle in self.bundles:
+                bundle.optimizer.zero_grad()
+            assert self.forward.gives_way is not None
+            self.forward.gives_way.give_way(batch, found, "learning from a rollout")
+            self.counters.repeated_steps += 1
+
     def _accumulate(
         self,
         batch: Rollout,
@@ -235,15 +273,12 @@ class OptimizerStepper:
                     self.backward(dummy_loss)
                 continue
             multiplicity = None if with_grad else counts[positions(probed, chosen)]
-            with torch.set_grad_enabled(with_grad):
-                rows_of_plan = plan.select(to_device(positions(rows, chosen), self.device))
-                out, stats = self.forward.loss(batch, step, chosen, rows_of_plan, multiplicity)
+            out, stats = self.forward.attempt(
+                partial(self._micro_batch, batch, step, plan, chosen, multiplicity, with_grad=with_grad), chosen
+            )
             if with_grad:
                 place = to_device(positions(rows, chosen), self.device)
                 pushes[place] = -out.token_weights[:, : pushes.shape[1]].to(pushes)
-                with self.gradients.no_sync():
-                    # Averaging over ranks divides by their number; losses of ranks are shares that add up.
-                    self.backward(out.loss * self.gradients.world_size)
                 loss += out.loss.detach().double()
             metrics.update(out.metrics, out.maxima)
             add_direction(metrics, out.token_weights)
@@ -255,6 +290,26 @@ class OptimizerStepper:
             down, shared = prefix_pushed_down(step.experience.select(rows), pushes)
             metrics.add("groups/prefix_pushed_down_frac", down, shared)
         return loss
+
+    def _micro_batch(
+        self,
+        batch: Rollout,
+        step: OptimizerStep,
+        plan: StepPlan,
+        chosen: Tensor,
+        multiplicity: Tensor | None,
+        *,
+        with_grad: bool,
+    ) -> tuple[LossOutput, TokenStats]:
+        """Compute the loss of completions ``chosen``, and add its gradient to those of the weights if asked to."""
+        with torch.set_grad_enabled(with_grad):
+            rows_of_plan = plan.select(to_device(positions(step.rows, chosen), self.device))
+            out, stats = self.forward.loss(batch, step, chosen, rows_of_plan, multiplicity)
+        if with_grad:
+            with self.gradients.no_sync():
+                # Averaging over ranks divides by their number; losses of ranks are shares that add up.
+                self.backward(out.loss * self.gradients.world_size)
+        return out, stats
 
     @staticmethod
     def _add_norms(
@@ -319,9 +374,8 @@ class OptimizerStepper:
         for bundle in bundles:
             if (cosine := gradient_cosine(bundle.optimizer, reduce)) is not None:
                 metrics.add(f"{bundle.prefix}update_cosine", cosine)
-            with rounding_seed(
-                bundle.optimizer, rng.derive_seed("round", rng.run_seed(), bundle.seed_name, *steps, rank)
-            ):
+            seed = rng.derive_seed("round", rng.run_seed(), bundle.seed_name, *steps, rank)
+            with rounding_seed(bundle.optimizer, seed), self._screen_of_update():
                 bundle.optimizer.step()
             self._check_weights(bundle, metrics, reduce)
             if (size := update_size(bundle.optimizer, reduce)) is not None:
@@ -329,6 +383,16 @@ class OptimizerStepper:
             bundle.scheduler.step()
         counters.optimizer_steps += not warmup
         counters.critic_steps += len(self.bundles) > 1
+
+    def _screen_of_update(self) -> AbstractContextManager[None]:
+        # Some weights may have been changed and others not, so that the step cannot be done again. Nothing is saved
+        # inside a rollout: the newest checkpoint holds those from before it.
+        return screen_if_out_of_memory(
+            "changing the weights, for which the first step of an optimizer makes its state",
+            self.device,
+            where="model.optimizer.type",
+            remedies=remedies(self.device, activations=False),
+        )
 
     def _check_weights(self, bundle: OptimizerBundle, metrics: StepMetrics, reduce: Reduce | None) -> None:
         """Look whether a step has left finite weights.

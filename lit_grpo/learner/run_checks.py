@@ -14,6 +14,7 @@ from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.sampler_correction import TisToken
 from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.config import CriticConfig
+from lit_grpo.types import Rollout
 
 CRITIC_KEY = "model.critic"
 
@@ -40,6 +41,21 @@ def resolve_objective(config: ObjectiveConfig, max_staleness: int) -> Objective:
         "unless model.objective.sampler_correction says otherwise."
     )
     return objective
+
+
+def check_batch(batch: Any) -> None:
+    """Check that a batch is a rollout, and not what a loader of the user's own gives.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if not isinstance(batch, Rollout):
+        raise UserError(
+            f"the module learns from rollouts, and the loader gave a {type(batch).__name__}",
+            where="train_dataloaders",
+            remedy="trainer.fit(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION])): its loader "
+            "samples with the weights of the step before",
+        )
 
 
 def check_objective(objective: Objective, passes: int, warmup_rollouts: int) -> None:

@@ -21,14 +21,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lit_grpo.distributed.sharding import local, reshard
 from lit_grpo.errors import StopRun
+from lit_grpo.learner.batch import make_experience
+from lit_grpo.learner.engine_agreement import GuardConfig
+from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.metric_sums import Reduce
 from lit_grpo.types import Rollout
+from lit_grpo.utils import random as rng
 
 CHANGED_VERSION = -2
 """Version of the changed weights: none that a run has, and older than all of them."""
@@ -96,6 +102,68 @@ def _flip(model: nn.Module) -> None:
             continue
         bit = 1 << (_MANTISSA_BITS[weight.dtype] - _FLIPPED_BIT)
         weight.view(_INTEGERS[weight.dtype]).bitwise_xor_(bit)
+
+
+def check_engine(
+    runner: ForwardRunner,
+    *,
+    sync: Callable[[int], object],
+    sample: Callable[[], Rollout],
+    version: int,
+    guards: GuardConfig,
+    reduce: Reduce | None = None,
+) -> SyncResult | None:
+    """Check that an engine takes over the policy's weights, and say so; every rank calls it.
+
+    Args:
+        runner: the models of the run.
+        sync: as of :func:`check_sync`.
+        sample: as of :func:`check_sync`.
+        version: of the present weights.
+        guards: the bounds, none of which is None.
+        reduce: sum over ranks; None for one process.
+
+    Returns:
+        What :func:`check_sync` found.
+
+    Raises:
+        StopRun: a gap is over its bound.
+    """
+    assert guards.max_sync_gap is not None
+    assert guards.max_engine_gap is not None
+    policy = runner.policy
+    exact = torch.device(runner.device).type == "cpu" and policy.model.dtype in (torch.float32, torch.float64)
+    # Dropout draws random numbers, and a run must not depend on whether it was checked.
+    random_state = rng.get_state()
+    try:
+        found = check_sync(
+            policy,
+            sync=sync,
+            sample=sample,
+            logprobs=partial(_present_logprobs, runner),
+            version=version,
+            share=guards.max_sync_gap,
+            largest_gap=guards.max_engine_gap,
+            rounding=ROUNDING if exact else COARSE_ROUNDING,
+            reduce=reduce,
+        )
+    finally:
+        rng.set_state(random_state)
+    if found is not None:
+        rank_zero_info(
+            f"the engine takes over weights: log-probabilities differ by {found.changed_gap:.2g} nats after a "
+            f"change of {found.change:.2g} (and by {found.gap:.2g} after that was undone)"
+        )
+    return found
+
+
+def _present_logprobs(runner: ForwardRunner, rollout: Rollout) -> Tensor:
+    """Return the present log-probabilities of a rollout's tokens, [N, T], on the CPU."""
+    results = runner.old_forward(rollout, make_experience(rollout, runner.device), frozenset({"old_logprobs"}))
+    # The engine may sample from this very model next.
+    runner.policy.stop_replay()
+    assert results.old_logprobs is not None
+    return results.old_logprobs.cpu()
 
 
 def check_sync(

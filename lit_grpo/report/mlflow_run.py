@@ -13,6 +13,7 @@ from typing import Any
 
 from lit_grpo.errors import UserError
 from lit_grpo.report.run import RUN_ID, Run, add_files, fill, read_folder
+from lit_grpo.tracking.mlflow_target import MAIN_CURVES
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,9 @@ def _downloaded(run_id: str, uri: str) -> Iterator[Run]:
 
 
 def _rows(client: Any, run_id: str, keys: Any) -> list[dict[str, Any]]:
-    histories = ((key, client.get_metric_history(run_id, key)) for key in keys)
+    # The main curves are there under a second name.
+    own = (key for key in keys if key not in MAIN_CURVES.values())
+    histories = ((key, client.get_metric_history(run_id, key)) for key in own)
     return _in_order([(m.timestamp, m.step, key, m.value) for key, history in histories for m in history])
 
 

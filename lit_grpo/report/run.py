@@ -83,9 +83,9 @@ def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float]]]:
-    """Return steps (from 1) and metrics by key from records with ``step`` (from 0)."""
+    """Return steps and metrics by key from records with ``step``."""
     keys = sorted({key for row in rows for key in row} - {"step", "wall_time", "epoch"})
-    steps = [int(row.get("step", 0)) + 1 for row in rows]
+    steps = [int(row.get("step", 0)) for row in rows]
     return steps, {key: [_number(row.get(key)) for row in rows] for key in keys}
 
 
@@ -151,7 +151,8 @@ def add_files(run: Run, folder: Path) -> None:
     run.config = _text(folder / "config.yaml")
     run.objective = _json(folder / "objective.json")
     note = _json(folder / "run.json")
-    run.tags = {**{str(k): str(v) for k, v in (note.get("tags") or {}).items()}, **run.tags}
+    own = {str(k): str(v) for k, v in (note.get("tags") or {}).items() if not str(k).startswith("mlflow.")}
+    run.tags = {**own, **run.tags}
     run.started = run.started or str(note.get("started") or "")
     run.run_id = run.run_id or str(note.get("run_id") or "")
     records = folder / flight.FOLDER

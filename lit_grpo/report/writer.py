@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
+from lit_grpo.run.steps import number_from_one
 from lit_grpo.run.stop import KEYBOARD, stop_reason
 
 log = logging.getLogger(__name__)
@@ -20,8 +21,9 @@ State = Literal["finished", "stopped", "interrupted", "broken"]
 class ReportWriter(Callback):
     """Callback that writes ``report.html`` and ``report/*.png`` into the run folder, and sends the page to MLflow.
 
-    A report that fails never fails the run but is a warning of one line. It needs the files of a
-    :class:`lit_grpo.tracking.RunLogger`; with another logger nothing is written.
+    A report that fails never fails the run but is a warning of one line. It needs the record of the run in its folder,
+    which :class:`lit_grpo.LitGRPO` has whatever the loggers are; for another module it takes a
+    :class:`lit_grpo.tracking.RunLogger`.
 
     Attributes:
         report_path: path of the page, once it is written.
@@ -34,6 +36,9 @@ class ReportWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._folder = run_folder(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        number_from_one(trainer)
 
     # Lightning calls `teardown` after a fit that ended by itself, and only `on_exception` after any other.
 

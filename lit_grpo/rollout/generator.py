@@ -18,6 +18,7 @@ from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
+from lit_grpo.utils.memory import is_out_of_memory, message_of, out_of_memory_error
 from lit_grpo.utils.random import derive_seed
 from lit_grpo.utils.text import completion_text
 from lit_grpo.utils.threads import DaemonThreads, call_within
@@ -29,6 +30,13 @@ SYNC_PROMPTS, SYNC_SAMPLES, SYNC_TOKENS = 4, 4, 8
 """Prompts, samples of each, and tokens of each sample, in the check of an engine's first sync."""
 SyncCheck = Callable[[Callable[[int], object], Callable[[], Rollout]], None]
 
+ENGINE_REMEDIES = (
+    "ask for a share of the card that is free (data.engine.gpu_memory_utilization), or for a larger one if the cache "
+    "finds no room beside the weights; of the transformers engine lower data.engine.batch_size",
+    "lower data.sampling.max_new_tokens",
+    "leave the learner less: a lower model.micro_batch_tokens, or data.engine.sleep: 1",
+)
+"""What a person may do where memory runs out as an engine starts or samples, the most likely first."""
 REJUDGED = "sanity/rejudged_diff_frac"
 
 
@@ -330,7 +338,15 @@ class RolloutGenerator:
                     return
                 except EngineError as error:
                     if attempt == self.retries or not error.transient:
-                        raise
+                        if not is_out_of_memory(error):
+                            raise
+                        raise out_of_memory_error(
+                            f"sampling {portion} completions at once, the fewest that were tried",
+                            "cuda" if torch.cuda.is_available() else "cpu",
+                            message_of(error),
+                            where="data.engine",
+                            remedies=ENGINE_REMEDIES,
+                        ) from error
                     rank_zero_warn(
                         f"The engine failed ({error}); trying again for the {len(missing)} samples that are missing, "
                         f"{max(1, len(missing) >> (attempt + 1))} at a time."

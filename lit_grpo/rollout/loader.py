@@ -311,6 +311,7 @@ class EvaluationLoader:
         world_size: number of processes.
         purpose: keeps the random numbers of different evaluations apart.
         finish: returns a scored rollout with what the evaluation needs, given the seeds of its completions.
+        sleeps: whether the engine may give its memory to others after the last batch.
     """
 
     def __init__(
@@ -325,9 +326,10 @@ class EvaluationLoader:
         world_size: int = 1,
         purpose: str = "val",
         finish: Callable[[Rollout, list[int]], Rollout] | None = None,
+        sleeps: bool = True,
     ) -> None:
         self.producer, self.sampling, self.group_size, self.purpose = producer, sampling, group_size, purpose
-        self.finish = finish
+        self.finish, self.sleeps = finish, sleeps
         own = prompts[rank::world_size]
         count = -(-len(prompts) // (world_size * batch_prompts))
         self._batches = [own[i * batch_prompts : (i + 1) * batch_prompts] for i in range(count)]
@@ -343,7 +345,7 @@ class EvaluationLoader:
             )
             if self.finish is not None:
                 rollout = self.finish(rollout, [seed for prompt in batch for seed in self._seeds(prompt)])
-            if number == len(self._batches):
+            if self.sleeps and number == len(self._batches):
                 self.producer.sleep()
             yield rollout
 

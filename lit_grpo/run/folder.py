@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from itertools import chain, count
+from datetime import datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RUNS = "runs"
+"""Name of the folder of all runs, below the Trainer's ``default_root_dir``."""
 MOST_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and a number may be added."""
 REPORT_FILE = "report.html"
@@ -51,23 +54,22 @@ class RunRecord(ABC):
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of the run, equal on all ranks, each of which must call this.
 
-    It is the folder of a :class:`RunRecord` among the loggers, or of a first logger that makes one for every run
-    (TensorBoard, CSV). With other loggers, or none, it is ``trainer.log_dir`` or else ``default_root_dir`` for the
-    first run there, and ``run-2``, ``run-3`` and so on below it for those that follow; :func:`goes_on_from` keeps a
-    run in the folder that it began in.
+    It is the folder of a :class:`RunRecord` among the loggers. :class:`lit_grpo.LitGRPO` sees to it that there is one;
+    for another module, without one, it is a folder ``runs/<date and time>`` in ``default_root_dir``, made here, so that
+    no two runs have the same. With ``fast_dev_run``, which leaves nothing behind, it is a folder that goes with the
+    process.
     """
     logger = run_logger(trainer)
     if logger is not None:
         # Rank 0 alone makes the folder and sends its path: a name from the clock would differ from rank to rank.
         return Path(trainer.strategy.broadcast(str(logger.run_dir)))
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-
-    root = Path(trainer.log_dir or trainer.default_root_dir)
-    first = trainer.loggers[0] if trainer.loggers else None
-    if isinstance(first, CSVLogger | TensorBoardLogger) or getattr(trainer, "fast_dev_run", False):
-        return root
     if trainer not in _chosen:
-        chosen = str(_own_folder(root, _going_on.get(trainer))) if trainer.is_global_zero else ""
+        chosen = ""
+        if trainer.is_global_zero and getattr(trainer, "fast_dev_run", False):
+            _temporary[trainer] = tempfile.TemporaryDirectory(prefix="lit-grpo-fast-dev-run-")
+            chosen = _temporary[trainer].name
+        elif trainer.is_global_zero:
+            chosen = str(_own_folder(Path(trainer.default_root_dir), _going_on.get(trainer)))
         _chosen[trainer] = Path(trainer.strategy.broadcast(chosen))
     return _chosen[trainer]
 
@@ -77,30 +79,43 @@ def goes_on_from(trainer: Trainer, checkpoint: Path) -> None:
     _going_on[trainer] = checkpoint
 
 
-_FOLDERS_OF_A_RUN = ("checkpoints", "rollback", "flight")
-_FILES_OF_A_RUN = ("objective.json", "curves.png", "predictions.jsonl", REPORT_FILE)
 # Asked for by many callbacks, and the answer must stay the same for all of them.
 _chosen: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 _going_on: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+_temporary: WeakKeyDictionary[Any, tempfile.TemporaryDirectory[str]] = WeakKeyDictionary()
 
 
 def _own_folder(root: Path, checkpoint: Path | None) -> Path:
-    """Return the first folder that is no other run's: ``root`` itself, else a numbered one below it."""
+    """Return the folder that a run goes on in, or make one that is no other run's."""
+    runs = root / RUNS
     if checkpoint is not None and checkpoint.parent.name == "checkpoints":
         folder = checkpoint.parent.parent
-        if folder.resolve() == root.resolve() or folder.resolve().parent == root.resolve():
+        if folder.resolve().parent == runs.resolve():
             return folder
-    # Nothing is made here: many a run with callbacks writes nothing at all.
-    candidates = chain([root], (root / f"run-{number}" for number in count(2)))
-    folder = next(folder for folder in candidates if not _holds_a_run(folder))
-    if folder != root:
-        log.info("%s holds another run: this one is kept in %s", shown(root), shown(folder))
-    return folder
+    return new_folder(runs, folder_name())
 
 
-def _holds_a_run(folder: Path) -> bool:
-    files = any((folder / name).is_file() for name in _FILES_OF_A_RUN)
-    return files or any((folder / name).is_dir() for name in _FOLDERS_OF_A_RUN)
+def folder_name() -> str:
+    """Return the name of a run that has none: date and time."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """Create ``root/name``, with a number added if a run is there already.
+
+    Raises:
+        UserError: ten thousand numbers are taken.
+        OSError: the folder cannot be made.
+    """
+    for number in range(1, 10_000):
+        path = root / (name if number == 1 else f"{name}-{number}")
+        # mkdir itself decides whether the name is free, so that two runs started at once get two folders.
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise UserError(f"{root / name} and 9999 more are taken", where="run_name", remedy="choose another run name")
 
 
 def run_logger(trainer: Trainer) -> Any:

@@ -15,17 +15,18 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import RunRecord, check_place, shown
+from lit_grpo.run.folder import RUNS, RunRecord, check_place, folder_name, new_folder, shown
 from lit_grpo.run.lock import LOCK_FILE, FolderLock
 from lit_grpo.tracking.earlier_lines import EarlierLines
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
+from lit_grpo.tracking.no_store import NO_STORE, NoStore
 from lit_grpo.tracking.sender import Sender, Target
 from lit_grpo.tracking.spool import FILE_NAME, STAMPS, Spool, mend, step_of
 from lit_grpo.utils.files import OWNER_ALONE, write_atomically
@@ -50,21 +51,25 @@ class RunLogger(Logger, RunRecord):
     the same root. While a run goes on its folder is locked: a second run in it is refused.
 
     Args:
-        root: folder of all runs; with the default store also the folder of ``mlflow.db`` and ``artifacts/``.
+        root: folder of all runs; with the default store also the folder of ``mlflow.db`` and ``artifacts/``. None:
+            ``runs`` in the Trainer's ``default_root_dir``.
         experiment: name of the MLflow experiment.
         run_name: name of the run and its folder; date and time if None.
         run_dir: folder of an existing run to continue, or of a new one instead of ``<root>/<run_name>``.
         tracking_uri: MLflow store or server; else ``MLFLOW_TRACKING_URI``; else ``sqlite:///<root>/mlflow.db``.
+            ``none``: the run is kept in its folder alone.
         artifact_location: place where a new experiment keeps its artifacts; by default ``<root>/artifacts`` for an
             SQLite store and the server's choice otherwise.
         tags: tags of the MLflow run.
         patience: seconds without progress after which the end of a run stops waiting for the server. It tries again
             every second meanwhile, also where the connection is refused.
+        checkpoints: which checkpoint becomes an artifact at the end of the run: ``best`` by its evaluation, else the
+            last; the ``last``; or ``none``. It is uploaded within ``patience``.
     """
 
     def __init__(
         self,
-        root: str = "runs",
+        root: str | None = None,
         experiment: str = "lit-grpo",
         run_name: str | None = None,
         run_dir: str | None = None,
@@ -72,32 +77,23 @@ class RunLogger(Logger, RunRecord):
         artifact_location: str | None = None,
         tags: dict[str, str] | None = None,
         patience: float = 30.0,
+        checkpoints: Literal["none", "best", "last"] = "none",
     ) -> None:
         super().__init__()
-        self.root = Path(root).absolute()
+        self._given_uri, self._given_location = tracking_uri, artifact_location
+        self._has_root = root is not None
+        self._set_root(Path(root or RUNS))
         self.experiment_name = experiment
         self._run_name = run_name
         self._run_dir = Path(run_dir).absolute() if run_dir else None
         check_place(self._run_dir or self.root, None if self._run_dir else run_name)
-        # Read now, not at import: a program may set the variable after importing us.
-        self.tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
-        self._shown_uri = masked_text(self.tracking_uri)
-        is_address = "://" in self.tracking_uri or self.tracking_uri == "databricks"
-        if self.tracking_uri.startswith("file:") or not is_address:
-            raise UserError(
-                f"MLflow no longer keeps runs in plain files: {self._shown_uri!r}",
-                where="RunLogger.tracking_uri" if tracking_uri else "environment variable MLFLOW_TRACKING_URI",
-                remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
-            )
-        self.artifact_location = artifact_location
-        if artifact_location is None and self.tracking_uri.startswith("sqlite:"):
-            self.artifact_location = (self.root / "artifacts").as_uri()
         self._tags = masked(dict(tags or {}))
         self._patience = patience
+        self.checkpoints = checkpoints
         # MLflow retries for four minutes by default, and the end of a run waits for the request under way.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-        self._opened: tuple[Spool, Sender, MlflowTarget] | None = None
+        self._opened: tuple[Spool, Sender, MlflowTarget | NoStore] | None = None
         self._params: dict[str, str] = {}
         self._stop: str | None = None
         self._reported = 0
@@ -115,6 +111,42 @@ class RunLogger(Logger, RunRecord):
 
     # The folder of the run.
 
+    def _set_root(self, root: Path) -> None:
+        self.root = root.absolute()
+        given = self._given_uri
+        # Read now, not at import: a program may set the variable after importing us.
+        self.tracking_uri = given or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
+        self._shown_uri = masked_text(self.tracking_uri)
+        is_address = "://" in self.tracking_uri or self.tracking_uri in ("databricks", NO_STORE)
+        if self.tracking_uri.startswith("file:") or not is_address:
+            raise UserError(
+                f"MLflow no longer keeps runs in plain files: {self._shown_uri!r}",
+                where="RunLogger.tracking_uri" if given else "environment variable MLFLOW_TRACKING_URI",
+                remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
+            )
+        self.artifact_location = self._given_location
+        if self._given_location is None and self.tracking_uri.startswith("sqlite:"):
+            self.artifact_location = (self.root / "artifacts").as_uri()
+
+    def place_below(self, folder: Path) -> None:
+        """Keep the runs in ``folder/runs``, unless a root was given or the run has its folder already.
+
+        Args:
+            folder: the Trainer's ``default_root_dir``.
+        """
+        if not self._has_root and self._opened is None and self._lock is None:
+            self._set_root(folder / RUNS)
+
+    @property
+    def named_folder(self) -> Path | None:
+        """Folder that was given to this run, or that it goes on in; None: it gets a new one."""
+        return self._run_dir
+
+    @property
+    def run_name(self) -> str | None:
+        """Name that was given to the run and its folder; None: it is made from the clock."""
+        return self._run_name
+
     @property
     def run_dir(self) -> Path | None:
         """Folder of the run, created at the first use; None on ranks other than 0."""
@@ -123,7 +155,7 @@ class RunLogger(Logger, RunRecord):
     def _make_run_dir(self) -> Path:
         try:
             if self._run_dir is None:
-                self._run_dir = _new_folder(self.root, self._folder_name())
+                self._run_dir = new_folder(self.root, self._folder_name())
             self._run_dir.mkdir(parents=True, exist_ok=True)
             # A run that has ended may be asked for its folder, which another process may have by now.
             if not self._ended:
@@ -143,7 +175,7 @@ class RunLogger(Logger, RunRecord):
             self._lock.take()
 
     def _folder_name(self) -> str:
-        self._default_name = self._default_name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self._default_name = self._default_name or folder_name()
         return self._run_name or self._default_name
 
     def continue_run(self, folder: Path) -> None:
@@ -377,6 +409,29 @@ class RunLogger(Logger, RunRecord):
         self._note(tags={**self._read_note().get("tags", {}), **text})
 
     @rank_zero_only
+    def log_inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:
+        """Queue data sets and model as inputs of the MLflow run; also kept in ``run.json``.
+
+        Args:
+            datasets: by name, each with its ``count`` of prompts and ``digest``.
+            model: ``name``, ``path`` and ``settings`` of the model that the run begins with.
+        """
+        self._open()[1].put(lambda target: target.inputs(datasets, model))
+        self._note(inputs={"datasets": {k: dict(v) for k, v in datasets.items()}, "model": masked(dict(model))})
+
+    def begin_from(self, folder: Path, checkpoint: Path) -> None:
+        """Note that the run goes on from a checkpoint of another run, its parent: MLflow's page shows it below that.
+
+        Args:
+            folder: folder of the other run.
+            checkpoint: the checkpoint.
+        """
+        note = _read_json(folder / RUN_FILE)
+        self._tags |= {"begun_from": shown(checkpoint)}
+        if note.get("run_id") and note.get("tracking_uri") == self._shown_uri:
+            self._tags["mlflow.parentRunId"] = str(note["run_id"])
+
+    @rank_zero_only
     def mark_stopped(self, reason: str) -> None:
         """Note that the run is being stopped on purpose: it ends as ``KILLED``, with the tag ``stop.reason``."""
         if self._stop is None:
@@ -410,19 +465,33 @@ class RunLogger(Logger, RunRecord):
         reason = f" ({masked_text(str(sender.last_error))})" if sender.last_error else " yet"
         return f"{records} could not be sent to {self._shown_uri}{reason}; all are in {shown(spool.path)}"
 
-    def view_command(self) -> str:
-        """Return the address of the run in MLflow, or the command that shows its store."""
+    def page_address(self) -> str | None:
+        """Return the address of the run's page where MLflow shows the local store; None for a server, or before it.
+
+        MLflow's own first page shows traces of language models, of which a run has none.
+        """
+        experiment_id = self._read_note().get("experiment_id") if self._opened is not None else None
+        if not self.tracking_uri.startswith("sqlite:") or self._run_id is None or experiment_id is None:
+            return None
+        return f"http://127.0.0.1:5000/#/experiments/{experiment_id}/runs/{self._run_id}/model-metrics"
+
+    def view_command(self) -> str | None:
+        """Return the address of the run in MLflow, or the command that shows its store; None without a store."""
+        if self.tracking_uri == NO_STORE:
+            return None
         if self.tracking_uri.startswith("http"):
             return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
         return f"mlflow ui --backend-store-uri {self._shown_uri}"
 
     # Opening.
 
-    def _open(self) -> tuple[Spool, Sender, MlflowTarget]:
+    def _open(self) -> tuple[Spool, Sender, MlflowTarget | NoStore]:
         if self._ended:
             self._ended = False
             self._make_run_dir()
         if self._opened is None:
+            if self.tracking_uri == NO_STORE:
+                return self._open_without_store()
             # Imported on the main thread: a worker process forked while a thread holds an import lock would hang.
             import mlflow.tracking  # noqa: F401
 
@@ -461,6 +530,17 @@ class RunLogger(Logger, RunRecord):
             self._opened = spool, sender, target
             self._note(run_name=self._run_name, identity=target.identity, ended=None)
             self._close_dead_runs(run_dir)
+        return self._opened
+
+    def _open_without_store(self) -> tuple[Spool, Sender, MlflowTarget | NoStore]:
+        run_dir = self._make_run_dir()
+        spool, target = Spool(run_dir / FILE_NAME), NoStore()
+        with contextlib.suppress(OSError):
+            mend(spool.path)
+        self._opened = spool, Sender(target, spool.path, _size(spool.path), self._note), target
+        note = self._read_note()
+        started = note.get("started") or datetime.now().astimezone().isoformat(timespec="seconds")
+        self._note(run_name=self._run_name, tracking_uri=NO_STORE, run_id=None, started=started, ended=None)
         return self._opened
 
     def _close_dead_runs(self, run_dir: Path) -> None:
@@ -504,7 +584,12 @@ class _LazyClient:
         self._logger = logger
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger._open()[2].client, name)
+        target = self._logger._open()[2]
+        if isinstance(target, NoStore):
+            raise AttributeError(
+                f"the run is kept in its folder alone (tracking_uri: {NO_STORE}): MLflow has no {name}"
+            )
+        return getattr(target.client, name)
 
 
 def _is_rank_zero() -> bool:
@@ -544,16 +629,3 @@ def _close_dead_run(folder: Path, target: Target) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _new_folder(root: Path, name: str) -> Path:
-    """Create ``root/name``, with a number added if a run is there already."""
-    for number in range(1, 10_000):
-        path = root / (name if number == 1 else f"{name}-{number}")
-        # mkdir itself decides whether the name is free, so that two runs started at once get two folders.
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
-    raise UserError(f"{root / name} and 9999 more are taken", where="run_name", remedy="choose another run name")

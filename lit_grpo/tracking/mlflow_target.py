@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,13 @@ log = logging.getLogger(__name__)
 PARAM_LENGTH = 250
 """Characters of the longest parameter value that every MLflow server takes."""
 CUT_MARK = " ... (cut; whole in params.json)"
+MAIN_CURVES = {
+    "reward": "1 main/reward",
+    "val/reward": "1 main/reward held out",
+    "completions/length": "1 main/length",
+    "policy/entropy": "1 main/entropy",
+}
+"""Second names of the curves to look at first: MLflow's page sorts groups by name, and what has none comes last."""
 IDENTITY_TAG = "lit_grpo.identity"
 """Tag that finds a run whose id was never written down, because the process died just after the run was made."""
 
@@ -189,7 +197,9 @@ class MlflowTarget:
         if found is None:
             try:
                 with _final_errors():
-                    return self.client.create_experiment(self._experiment, artifact_location=self._artifact_location)
+                    # Otherwise its page opens with traces of language models, of which there are none.
+                    tags = {"mlflow.experimentKind": "custom_model_development"}
+                    return self.client.create_experiment(self._experiment, self._artifact_location, tags)
             except Refused:
                 # Another run created it in the meantime.
                 found = self.client.get_experiment_by_name(self._experiment)
@@ -211,7 +221,8 @@ class MlflowTarget:
             step, timestamp = int(record.get("step") or 0), max(0, int(record["wall_time"] * 1000))
             for key, value in record.items():
                 if key not in ("step", "wall_time") and isinstance(value, int | float):
-                    metrics.append(Metric(mlflow_name(key), float(value), timestamp, step))
+                    names = [mlflow_name(key), *([MAIN_CURVES[key]] if key in MAIN_CURVES else [])]
+                    metrics += [Metric(name, float(value), timestamp, step) for name in names]
         for start in range(0, len(metrics), 1000):
             with _final_errors():
                 self.client.log_batch(self._id, metrics=metrics[start : start + 1000])
@@ -231,6 +242,35 @@ class MlflowTarget:
         self._params.update(new)
         if changed:
             self.tags({"params.changed_on_resume": ", ".join(changed)})
+
+    def inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:
+        """Note data sets and model as inputs of the run; what the store cannot keep is left out."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput
+
+        found = []
+        for name, one in datasets.items():
+            context = "training" if name == "train" else name.partition("/")[0].replace("val", "validation")
+            profile = json.dumps({"num_rows": one.get("count"), "weights": one.get("weights") or {}})
+            entity = Dataset(name, str(one.get("digest"))[:36], "local", json.dumps({"set": name}), None, profile)
+            found.append(DatasetInput(entity, [InputTag("mlflow.data.context", context)]))
+        with _final_errors():
+            self.client.log_inputs(self._id, datasets=found, models=[LoggedModelInput(self._model_id(model))])
+
+    def _model_id(self, model: Mapping[str, Any]) -> str:
+        """Return the id of the model that runs begin with, which the experiment has once."""
+        experiment_id = self.client.get_run(self._id).info.experiment_id
+        settings = {key: str(value) for key, value in (model.get("settings") or {}).items() if value is not None}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        # Dots and slashes mean something in the name of a model.
+        name = re.sub(r"[^\w-]+", "-", str(model.get("name") or "policy")) + f"-{digest[:6]}"
+        there = self.client.search_logged_models([experiment_id], f"name = '{name}'", max_results=1)
+        if there:
+            return str(there[0].model_id)
+        params = {key: shorten(value, PARAM_LENGTH, CUT_MARK) for key, value in settings.items()}
+        tags = {"path": str(model.get("path")), "digest": digest, "mlflow.model.isExternal": "true"}
+        made = self.client.create_logged_model(experiment_id, name=name, params=params, tags=tags, model_type="policy")
+        self.client.finalize_logged_model(made.model_id, "READY")
+        return str(made.model_id)
 
     def tags(self, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_grpo.run.folder import run_folder, run_logger
+from lit_grpo.tracking.parameters import log_parameters
 from lit_grpo.utils.files import OWNER_ALONE
 from lit_grpo.utils.secrets import masked
 
@@ -18,7 +19,8 @@ OBJECTIVE_FILE = "objective.json"
 class SaveRunConfig(SaveConfigCallback):
     """Callback that writes ``config.yaml`` (``config-validate.yaml``, ... for other commands) into the run folder.
 
-    With a :class:`lit_grpo.tracking.RunLogger` the file is an artifact and its values are parameters. The objective is
+    Its values are parameters in every tracker, and with a :class:`lit_grpo.tracking.RunLogger` the file is an artifact.
+    The objective is
     saved as resolved, presets filled in, as ``objective.json``: the YAML only names the recipe and what differs.
     Secrets are masked in all of them (:mod:`lit_grpo.utils.secrets`), and only the owner can read the file.
     A resumed run with another configuration keeps the earlier file under a number.
@@ -48,14 +50,15 @@ class SaveRunConfig(SaveConfigCallback):
         objective = _resolved_objective(pl_module)
         if objective is not None:
             (self._folder / OBJECTIVE_FILE).write_text(json.dumps(objective, indent=1, default=str) + "\n")
-        logger = run_logger(trainer)
-        if logger is None:
+        if getattr(trainer, "fast_dev_run", False):
             return
-        logger.log_artifact(path)
-        logger.log_hyperparams(masked(self.config.as_dict()))
-        if objective is not None:
-            logger.log_artifact(self._folder / OBJECTIVE_FILE)
-            logger.log_hyperparams({"objective": objective})
+        logger = run_logger(trainer)
+        if logger is not None:
+            logger.log_artifact(path)
+            if objective is not None:
+                logger.log_artifact(self._folder / OBJECTIVE_FILE)
+        settings = self.config.as_dict()
+        log_parameters(trainer.loggers, settings if objective is None else {**settings, "objective": objective})
 
 
 def _resolved_objective(pl_module: LightningModule) -> dict[str, Any] | None:

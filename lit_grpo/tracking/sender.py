@@ -46,6 +46,10 @@ class Target(Protocol):
 
     def artifact(self, path: Path, folder: str | None) -> None: ...
 
+    def inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:
+        """Note which data sets and which model the run begins with."""
+        ...
+
     def end(self, status: str) -> None: ...
 
     def forget(self, step: int) -> None:

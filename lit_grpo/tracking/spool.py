@@ -23,7 +23,7 @@ STAMPS = frozenset({"step", "wall_time"})
 """Keys of a line that are no metrics."""
 _IN_EVERY_LINE = STAMPS | {"epoch"}
 """Keys that lines of a step have in common whatever they tell of it; Lightning adds the epoch."""
-_MEASURED = ("time/", "memory/")
+_MEASURED = ("time/", "memory/", "system/")
 """Beginnings of the keys whose values differ when a step is made again to the same bits."""
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
 from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
+from lit_grpo.run.steps import number_from_one
 from lit_grpo.run.stop import KEYBOARD, stop_reason
 from lit_grpo.tracking.charts import OVERVIEW_KEYS, History, draw_overview
 from lit_grpo.utils.text import shorten
@@ -59,6 +60,9 @@ class RunSummary(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._folder = run_folder(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        number_from_one(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch = batch
@@ -120,7 +124,7 @@ class RunSummary(Callback):
                 trainer.progress_bar_callback.teardown(trainer, pl_module, stage)
             reason = stop_reason(trainer)
             if reason is None:
-                how = "finished"
+                how = _stopped_early(trainer) or "finished"
             else:
                 how = "interrupted" if reason.monitor == KEYBOARD else f"stopped by {reason.monitor}: {reason.reason}"
             self._print(trainer, how, unfinished=reason is not None)
@@ -155,8 +159,10 @@ class RunSummary(Callback):
     def _print(self, trainer: Trainer, how: str, unfinished: bool) -> None:
         if not trainer.is_global_zero:
             return
-        facts = [("folder", shown(self._folder))]
-        if self._steps and (curves := self._draw()):
+        nothing_kept = getattr(trainer, "fast_dev_run", False)
+        facts = [] if nothing_kept else [("folder", shown(self._folder))]
+        curves = self._draw() if self._steps and not nothing_kept else None
+        if curves:
             facts.append(("curves", shown(curves)))
         report = next((c.report_path for c in trainer.callbacks if getattr(c, "report_path", None)), None)  # type: ignore[attr-defined]
         if report is not None:
@@ -164,21 +170,36 @@ class RunSummary(Callback):
         facts += self._checkpoint_facts(trainer, unfinished)
         logger = run_logger(trainer)
         if logger is not None and logger.started:
-            if self._steps and curves:
+            if curves:
                 logger.log_artifact(curves)
+            self._upload_checkpoint(trainer, logger)
             logger.flush()
-            facts.append(("MLflow", logger.view_command()))
+            if (command := logger.view_command()) is not None:
+                facts.append(("MLflow", command))
+                if (page := logger.page_address()) is not None:
+                    facts.append(("its page", page))
             if report := logger.delivery_report(shown_by_caller=True):
                 facts.append(("not sent", report))
         count = f"{len(self._steps)} rollout" + ("" if len(self._steps) == 1 else "s")
         # What was printed on standard error so far stands above the summary where both streams go to one file.
         sys.stderr.flush()
-        show(f"Run {self._folder.name} {how} after {count}", facts, self.samples())
+        name = "fast_dev_run, which keeps nothing," if nothing_kept else f"Run {self._folder.name}"
+        show(f"{name} {how} after {count}", facts, self.samples())
         final = self.final_reward()
         if final is not None:
             print(f"final reward {final[0]:.3f} over the last {final[1]} steps", flush=True)
         elif self._steps and "loss" in trainer.callback_metrics:
             print(f"final loss {float(trainer.callback_metrics['loss']):.3f} in the last step", flush=True)
+
+    def _upload_checkpoint(self, trainer: Trainer, logger: Any) -> None:
+        """Make the checkpoint that the logger wants an artifact of the run."""
+        saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
+        wanted = getattr(logger, "checkpoints", "none")
+        if saver is None or wanted == "none":
+            return
+        best = Path(saver.best_model_path) if wanted == "best" and saver.best_model_path else None
+        if (path := best or saver.last_path) is not None:
+            logger.log_artifact(path.resolve(), "checkpoints")
 
     def _checkpoint_facts(self, trainer: Trainer, unfinished: bool) -> list[tuple[str, str]]:
         saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
@@ -206,6 +227,15 @@ class RunSummary(Callback):
             log.warning("The curves could not be drawn: %s", error)
             return None
         return path
+
+
+def _stopped_early(trainer: Trainer) -> str | None:
+    """Say which of Lightning's callbacks has ended the run before its time, and why; None if none has."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        message = getattr(callback, "stopping_reason_message", None)
+        if message and trainer.should_stop:
+            return f"stopped early by {type(callback).__name__} ({message.partition(' Signaling')[0].rstrip('.')})"
+    return None
 
 
 def show(title: str, facts: list[tuple[str, str]], samples: list[SampleRow]) -> None:

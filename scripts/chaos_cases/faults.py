@@ -80,7 +80,7 @@ def tracking(place: Place) -> Iterator[Row]:
     ((_, status, steps, _),) = tracking_kills.history(folder / "runs" / "mlflow.db")
     said = run.text.count("metrics.jsonl cannot be written")
     yield Row(
-        "no room for metrics.jsonl from step 5 on",
+        "no room for metrics.jsonl from step 6 on",
         "said once; training and MLflow go on",
         f"exit {run.code}, said {said} times, MLflow {status} with {len(steps)} steps",
         time.monotonic() - run.started,
@@ -236,7 +236,7 @@ def _fill_disk() -> None:
     append = Spool.append
 
     def full(self: Any, record: Any) -> int:
-        if record["step"] >= 5:
+        if record["step"] >= 6:
             raise OSError(28, "No space left on device")
         return append(self, record)
 
@@ -324,12 +324,8 @@ def engine(place: Place) -> Iterator[Row]:
         )
         (folder / "a.yaml").write_text(text.replace("{actions: {critical: log}}", actions))
         run = run_to_end(fit, folder, _ruin)
-        steps = (
-            max(
-                (s for p in folder.glob("runs/*/metrics.jsonl") for s in tracking_kills.rows_by_step(p.parent)),
-                default=-1,
-            )
-            + 1
+        steps = max(
+            (s for p in folder.glob("runs/*/metrics.jsonl") for s in tracking_kills.rows_by_step(p.parent)), default=0
         )
         yield Row(
             f"a step leaves NaN in the weights, `critical: {action}`",

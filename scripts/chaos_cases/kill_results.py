@@ -18,7 +18,7 @@ from scripts.chaos_cases.kill_runs import PROBE_FILE
 
 TRACKED = ("mlflow", "twice")
 """What depends on the server, and on what had reached it when the run was killed."""
-TIMED = re.compile(r"(^|/|\.)(time|memory|wall_time|throughput)(/|$)")
+TIMED = re.compile(r"(^|/|\.)(time|memory|system|wall_time|throughput)(/|$)")
 
 
 def run_folder(case: Path) -> Path | None:

@@ -195,7 +195,7 @@ def judge(folder: Path, count: Count, expected: dict[int, dict[str, Any]]) -> No
         count.notes.append(f"{folder}: {len(finished)} finished runs")
         return
     _, _, steps, several = finished[0]
-    missing = [step for step in range(ROLLOUTS) if step not in steps]
+    missing = [step for step in range(1, ROLLOUTS + 1) if step not in steps]
     if missing:
         count.gaps += 1
         count.notes.append(f"{folder}: MLflow lacks {missing}")
@@ -211,7 +211,7 @@ def judge(folder: Path, count: Count, expected: dict[int, dict[str, Any]]) -> No
             count.file_faults += 1
             count.notes.append(f"{path.parent}: a line is torn: {error}")
             return
-        wrong = [s for s in range(ROLLOUTS) if len(rows.get(s, ())) != 1]
+        wrong = [s for s in range(1, ROLLOUTS + 1) if len(rows.get(s, ())) != 1]
         from lit_grpo.tracking.spool import same_values
 
         wrong += [s for s, found in rows.items() if not same_values(found[0], expected.get(s, {}))]

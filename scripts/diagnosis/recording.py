@@ -124,6 +124,7 @@ def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = No
     from lit_grpo.callbacks import HealthMonitor
     from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE, read_journal
     from lit_grpo.errors import StopRun
+    from lit_grpo.tracking import RunLogger
 
     case, setting = CASES[job.name], SETTINGS[CASES[job.name].setting]
     setting.prepare(models)
@@ -174,7 +175,7 @@ def record(job: SecondJob, models: Path, folder: Path, rollouts: int | None = No
                 max_epochs=1,
                 callbacks=[*sabotage.callbacks(job.seed), *watching, columns],
                 default_root_dir=root,
-                logger=False,
+                logger=RunLogger(run_dir=root, tracking_uri="none"),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

@@ -23,6 +23,7 @@ from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
 from lit_grpo.rewards import ExactMatch
 from lit_grpo.rollout.generator import RolloutGenerator
+from lit_grpo.tracking import RunLogger
 from lit_grpo.types import Rollout, Sampling
 from scripts.diagnosis.cases import Case, Job, find
 from scripts.diagnosis.sabotage import Sabotage
@@ -126,7 +127,7 @@ def train(
             accelerator="cpu",
             callbacks=[*sabotage.callbacks(job.seed), *watching, trace],
             default_root_dir=folder,
-            logger=False,
+            logger=RunLogger(run_dir=str(folder), tracking_uri="none"),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,

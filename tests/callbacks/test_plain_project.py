@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_grpo.callbacks import EntropyMonitor, Finding, GradientNormMonitor, stop_reason
 from lit_grpo.callbacks.diagnosis.actions import read_journal
 from lit_grpo.callbacks.monitors.monitor import read_metrics
+from tests.tiny import kept_in
 
 
 class Classifier(pl.LightningModule):
@@ -42,7 +43,7 @@ def fit(folder, *, kicked):
         min_epochs=0,
         accelerator="cpu",
         callbacks=monitors,
-        logger=False,
+        logger=kept_in(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

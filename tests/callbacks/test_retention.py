@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint
 from lit_grpo.callbacks.checkpoint_files import remove_half_written
+from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter
 from lit_grpo.data import AdditionPrompts
 from lit_grpo.errors import UserError
 from lit_grpo.utils.integrity import DamagedError, check, seal
@@ -166,6 +167,7 @@ def test_places_to_roll_back_to_make_room_first_and_the_last_good_one_never(tmp_
 
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            CheckpointWriter.finish_of(trainer)
             seen.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("rollout-*.ckpt")))
 
     Full(monkeypatch, tmp_path, 4)
@@ -189,6 +191,7 @@ def test_a_damaged_place_to_return_to_is_passed_over(tmp_path):
 
     class Damage(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            CheckpointWriter.finish_of(trainer)
             path = tmp_path / "rollback" / "rollout-000004.ckpt"
             if batch_idx == 5 and path.exists():
                 content = bytearray(path.read_bytes())

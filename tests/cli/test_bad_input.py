@@ -138,7 +138,7 @@ IN_A_FILE = {
     ),
     "what manual optimization cannot do": (
         "trainer: {gradient_clip_val: 1.0}\n" + GOOD,
-        ["trainer.gradient_clip_val does not work", "a.yaml:1", "set model.max_grad_norm"],
+        ["trainer.gradient_clip_val is 1.0", "a.yaml:1", "set model.max_grad_norm"],
     ),
     "strategy": ("trainer: {strategy: ddpp}\n" + GOOD, ["invalid strategy name", "ddpp", "a.yaml:1"]),
     "YAML": ("model: [\n" + DATA, ["not valid YAML", "a.yaml:3"]),
@@ -180,10 +180,10 @@ ON_THE_COMMAND_LINE = {
     "value missing": (["--data.rollouts"], ["data.rollouts: expected one argument"]),
     "word": (["stray"], ["'stray' is not expected here"]),
     "file": (["--config", "b.yaml"], ["no configuration file b.yaml", "did you mean a.yaml?"]),
-    "checkpoint": (["--ckpt_path", "last"], ["there is no checkpoint last", "--ckpt_path last"]),
+    "checkpoint": (["--ckpt_path", "best"], ["there is no best checkpoint", "--ckpt_path best"]),
     "sharding": (
         ["--trainer.strategy", "fsdp_cpu_offload"],
-        ["FSDP1", "command line, --trainer.strategy fsdp_cpu_offload", "sharding: {cpu_offload: true}"],
+        ["FSDP1", "command line, --trainer.strategy fsdp_cpu_offload", "model.sharding.cpu_offload: true"],
     ),
     "store": (["--trainer.logger.tracking_uri", "file:x"], ["plain files", "--trainer.logger.tracking_uri file:x"]),
 }

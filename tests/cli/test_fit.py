@@ -117,8 +117,12 @@ def test_a_run_leaves_everything_behind(place, capsys):
     names = {path.name for path in folder.iterdir()}
     expected = {
         "checkpoints",
+        "completions.json",
+        "completions.jsonl",
         "config.yaml",
         "curves.png",
+        "findings.jsonl",
+        "flight",
         "metrics.jsonl",
         "objective.json",
         "params.json",
@@ -135,7 +139,7 @@ def test_a_run_leaves_everything_behind(place, capsys):
     assert config["seed_everything"] == 0
     assert yaml.safe_load((folder / "objective.json").read_text())["recipe"] == "grpo"
     records = read_metrics(folder)
-    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert {
         "reward",
         "policy/entropy",
@@ -203,7 +207,7 @@ def test_how_a_run_ends_and_goes_on(place, capsys, how, code, status, title):
     command = ["fit", "--config", f"{name}/config.yaml", "--ckpt_path", f"{name}/checkpoints/last.ckpt"]
     assert " ".join(command) in captured.out
     assert main(command) == 0
-    assert [record["step"] for record in read_metrics(run_folder(place))] == [0, 1, 2]
+    assert [record["step"] for record in read_metrics(run_folder(place))] == [1, 2, 3]
     client, again = mlflow_run(place)  # one run, the same
     assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
     assert len(client.get_metric_history(run.info.run_id, "reward")) == 3

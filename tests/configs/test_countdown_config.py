@@ -26,5 +26,5 @@ def test_two_rollouts_of_countdown_with_a_tiny_model(tmp_path, monkeypatch, caps
     words = [f"--{key}={value}" for key, value in changes.items()]
     assert main(["fit", "--config", "run.yaml", *words]) == 0
     assert (tmp_path / "ckpt/last.ckpt").exists(), capsys.readouterr().err
-    told = read_journal(tmp_path / "findings.jsonl")
+    told = read_journal(next(tmp_path.glob("runs/*/findings.jsonl")))
     assert "truncation" in {line.get("diagnosis") for line in told}, "all answers are cut; the run goes on"

@@ -160,3 +160,48 @@ def test_weights_for_an_engine_are_gathered_one_block_at_a_time() -> None:
     for _ in module.named_weights():
         break  # an engine that refuses the first one
     assert not gathered()
+
+
+class BreaksOff(torch.autograd.Function):
+    """Identity whose backward pass runs out of memory once."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_device_in_shards_goes_on_after_memory_ran_out_within_a_pass(monkeypatch: Any, where: str) -> None:
+    """In the second of two blocks: one has its weights gathered, or its gradient, and the other has not."""
+    settings: dict[str, Any] = {
+        "optimizer": OptimizerConfig(type="torch.optim.SGD", lr=0.1),
+        "micro_batch_size": None,
+        "updates_per_rollout": 2,
+        "step_kl_samples": 0,
+    }
+    plain, expected = fit("auto", **settings)
+    block = type(next(m for m in plain.policy.modules() if type(m).__name__.endswith("DecoderLayer")))
+    forward, calls = block.forward, 0
+
+    def faulty(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if torch.is_grad_enabled():
+            calls += 1
+            if calls == 4 and where == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            if calls == 4 and where == "backward":
+                hidden = BreaksOff.apply(hidden)
+        return forward(self, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(block, "forward", faulty)
+    module, found = fit(FSDP2Strategy(), **settings)
+    assert calls > 4
+    assert module.counters.repeated_steps == 1
+    assert torch.allclose(tiny.weights(module), tiny.weights(plain), atol=1e-6, rtol=0)
+    for now, then in zip(found.metrics, expected.metrics, strict=True):
+        assert now["optim/grad_norm"] == pytest.approx(then["optim/grad_norm"], rel=1e-5)
+        assert now["loss"] == pytest.approx(then["loss"], abs=1e-6)

@@ -261,7 +261,7 @@ def test_what_shards_cannot_do_is_refused_before_a_model_is_made() -> None:
     try:
         for settings, objective, words in (
             ({}, every_norm, "gradient norm of every single completion"),
-            ({"precision": "bf16-true"}, ObjectiveConfig(), "precision bf16-true does not go with shards"),
+            ({"precision": "bf16-true"}, ObjectiveConfig(), "precision is bf16-true"),
         ):
             made = tiny.module(objective=objective)
             with pytest.raises(UserError, match=words):

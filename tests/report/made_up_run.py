@@ -33,7 +33,7 @@ def make_run(
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            file.write(json.dumps({"step": step - 1, "wall_time": 0.0, **metrics(step)}) + "\n")
+            file.write(json.dumps({"step": step, "wall_time": 0.0, **metrics(step)}) + "\n")
     (folder / "config.yaml").write_text(CONFIG % planned)
     (folder / "objective.json").write_text('{"name": "nl"}')
     (folder / "run.json").write_text('{"started": "2026-11-28T03:00:00+00:00", "tags": {}}')

@@ -213,7 +213,7 @@ def test_cut_half_way(tmp_path):
     """A machine that died: half a line in the metrics and in the findings, half a record, no end."""
     folder = make_run(tmp_path / "run", steps=24, planned=100, findings=False)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 24, "rewa')
+        file.write('{"step": 25, "rewa')
     (folder / "findings.jsonl").write_text('{"event": "finding", "monit')
     torn = flight.step_file(folder / flight.FOLDER, 24)
     torn.write_bytes(torn.read_bytes()[:50])
@@ -252,7 +252,7 @@ def test_after_a_rollback_both_lives_are_there(tmp_path):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({**line, "policy/entropy": 0.125}) + "\n" for line in lines[18:24])
-        file.write(json.dumps({"step": 23, "val/reward": 0.5}) + "\n")  # a key that the step did not have
+        file.write(json.dumps({"step": 24, "val/reward": 0.5}) + "\n")  # a key that the step did not have
     ring = folder / flight.FOLDER
     flight.link_folder(ring, ring / f"C_NL-{SEEN:06d}")
     write_record(ring, 19, "anew")
@@ -432,9 +432,10 @@ def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
     experiment = client.create_experiment("e", artifact_location=(tmp_path / "runs/artifacts").as_uri())
     run_id = client.create_run(experiment, run_name="sent", tags={"stop.reason": "enough"}).info.run_id
     folder = make_run(tmp_path / "local", findings=True)
-    for step, value in enumerate([0.1, 0.2, 0.3]):
+    for step, value in enumerate([0.1, 0.2, 0.3], 1):
         client.log_metric(run_id, "reward", value, step=step, timestamp=step + 1)
-    client.log_metric(run_id, "reward", 0.25, step=1, timestamp=9)  # trained again after a resume
+    client.log_metric(run_id, "1 main/reward", 0.3, step=3, timestamp=4)  # the second name of a main curve
+    client.log_metric(run_id, "reward", 0.25, step=2, timestamp=9)  # trained again after a resume
     for name in ("findings.jsonl", "config.yaml", "objective.json"):
         client.log_artifact(run_id, str(folder / name))
     client.set_terminated(run_id, "KILLED")
@@ -442,6 +443,7 @@ def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
         with open_run(where) as run:
             assert (run.name, run.steps, run.values("reward")) == ("sent", [1, 2], [0.1, 0.25])
             assert [steps for steps, _ in run.abandoned] == [[1, 2, 3]]
+            assert list(run.metrics) == ["reward"]
             assert len(run.events) == 4
             assert how_it_ended(run).text == "stopped after 2 of 30 rollouts by a monitor: enough"
             _, html = make_report(run)
@@ -455,8 +457,8 @@ def test_from_a_file_store(tmp_path):
     folder = tmp_path / "mlruns/1" / ("a1" * 16)
     (folder / "metrics/reward").mkdir(parents=True)
     (folder / "metrics/policy").mkdir()
-    (folder / "metrics/policy/entropy").write_text("100 0.5 0\n101 0.6 1\n")
-    (folder / "metrics/reward/right").write_text("100 1.0 1\n")
+    (folder / "metrics/policy/entropy").write_text("100 0.5 1\n101 0.6 2\n")
+    (folder / "metrics/reward/right").write_text("100 1.0 2\n")
     (folder / "meta.yaml").write_text("run_name: old\nstatus: 3\n")
     make_run(folder / "artifacts", records=False)
     with open_run(str(folder)) as run:

@@ -1,12 +1,13 @@
 """Where a run is and why it stopped, whatever logger it has."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lit_grpo.run.folder import RunRecord, run_folder, run_logger, shown
+from lit_grpo.run.folder import RunRecord, new_folder, run_folder, run_logger, shown
 from lit_grpo.run.stop import StopReason, request_stop, stop_reason
 
 
@@ -65,17 +66,22 @@ def test_a_run_without_our_logger_is_stopped_too():
     assert stop_reason(running) is not None
 
 
-def test_the_folder_is_that_of_our_logger_and_else_lightnings(tmp_path):
+def test_the_folder_is_that_of_our_logger_and_else_a_new_one(tmp_path):
     record = Record()
     assert run_logger(trainer(object(), record)) is record
     assert run_folder(trainer(object(), record)) == Path("/runs/mine")
-    assert run_folder(trainer(log_dir=str(tmp_path / "logs"))) == tmp_path / "logs"
-    first, second = trainer(root=str(tmp_path / "root")), trainer(root=str(tmp_path / "root"))
-    assert run_folder(first) == tmp_path / "root"
-    assert not (tmp_path / "root").exists(), "nothing is made before something is written"
-    (tmp_path / "root" / "checkpoints").mkdir(parents=True)
-    assert run_folder(first) == tmp_path / "root"
-    assert run_folder(second) == run_folder(second) == tmp_path / "root" / "run-2"
+    first, second = trainer(root=str(tmp_path)), trainer(root=str(tmp_path))
+    folder = run_folder(first)
+    assert folder.parent == tmp_path / "runs", "never the folder that a person works in"
+    assert folder.is_dir(), "made at once, so that nobody else takes it"
+    assert run_folder(first) == folder
+    assert run_folder(second) == run_folder(second) != folder
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        folders = list(pool.map(lambda _: new_folder(tmp_path, "same"), range(64)))
+    assert len(set(folders)) == 64
 
 
 def test_a_path_is_shown_as_it_would_be_typed(tmp_path, monkeypatch):

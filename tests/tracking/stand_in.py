@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from lit_grpo.types import Completion, Prompt, Rollout
+from tests.tiny import kept_in
 
 
 def make_rollout(index: int, groups: int = 2, group_size: int = 2) -> Rollout:
@@ -100,7 +101,9 @@ class StandIn(pl.LightningModule):
 
 
 def make_trainer(logger, callbacks=(), **kwargs) -> pl.Trainer:
-    """A trainer as the command line sets it up, without progress bar."""
+    """A trainer as the command line sets it up, without progress bar; without a logger, in ``default_root_dir``."""
+    if logger is False and "default_root_dir" in kwargs:
+        logger = kept_in(kwargs["default_root_dir"])
     defaults = {
         "max_epochs": 1,
         "min_epochs": 0,

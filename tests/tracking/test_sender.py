@@ -50,6 +50,9 @@ class FakeTarget:
     def forget(self, step):
         self.steps = [s for s in self.steps if s < step]
 
+    def inputs(self, datasets, model):
+        self.other.append(dict(datasets))
+
     def end(self, status):
         self.ended.append(status)
 

@@ -17,6 +17,13 @@ from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
 from lit_grpo.errors import UserError, nearest
 
+ELSEWHERE = {
+    "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
+    "lr_scheduler": "--model.optimizer.schedule is constant, linear or cosine, and --model.optimizer.scheduler takes a "
+    "class of torch",
+}
+"""Options of LightningCLI that lit-grpo has under other names, and where they are."""
+
 
 class Explainer:
     """Maker of error screens for one command line: it has the valid keys and finds where the given ones stand.
@@ -161,7 +168,8 @@ class Explainer:
         parts, depth = self._first_unknown(key)
         unknown, parent = parts[depth - 1], ".".join(parts[: depth - 1])
         what = f"`{parent}` has no key `{unknown}`" if parent else f"there is no key `{unknown}`"
-        remedy = self._suggest(parts, depth, "`{}`".format)
+        remedy = ELSEWHERE.get(parts[0]) if depth == 1 else None
+        remedy = remedy or self._suggest(parts, depth, "`{}`".format)
         return UserError(what, where=self.place(".".join(parts[:depth])), remedy=remedy)
 
     def _first_unknown(self, key: str) -> tuple[list[str], int]:
@@ -205,6 +213,7 @@ class Explainer:
         else:
             parts, depth = self._first_unknown(key)
             remedy = self._suggest(parts, depth, "--{}".format, self.own_options if len(parts) == 1 else ())
+        remedy = ELSEWHERE.get(key.split(".")[0], remedy)
         return UserError(f"there is no option {given}", where="command line", remedy=remedy)
 
     def unknown_variable(self, name: str) -> UserError:

@@ -19,10 +19,11 @@ CLASSES = {
     "model": ("lit_grpo.module", "LitGRPO"),
     "data": ("lit_grpo.datamodule", "RolloutDataModule"),
     "checkpoint": ("lit_grpo.callbacks", "RolloutCheckpoint"),
+    "completions": ("lit_grpo.tracking.completions", "CompletionTable"),
 }
 """Module and name of the class whose arguments stand below each top-level key."""
-LIGHTNING_CLI_KEYS = ("config", "seed_everything")
-"""Top-level keys that LightningCLI adds."""
+PLAIN_KEYS = ("config", "seed_everything", "monitors")
+"""Top-level keys that hold one value: those that LightningCLI adds, and ours."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_schema(command: str) -> Schema:
         NotReadableError: the source text does not show them; then only jsonargparse can tell.
     """
     sources = _Sources()
-    fields = {name: Field() for name in LIGHTNING_CLI_KEYS}
+    fields = {name: Field() for name in PLAIN_KEYS}
     for key, (module, name) in CLASSES.items():
         fields[key] = Field(group=sources.arguments(*sources.find_class(module, name)))
     _, trainer = sources.find_class(*CLASSES["trainer"])

@@ -17,6 +17,7 @@ from lit_grpo.engines.stop_strings import stop_strings
 from lit_grpo.engines.transformers.choose import choose_decoding
 from lit_grpo.engines.transformers.decoding import Decoding, prefill
 from lit_grpo.types import Completion, Request, Sampling
+from lit_grpo.utils.memory import free_what_is_unused, is_out_of_memory
 
 
 @dataclass
@@ -137,8 +138,11 @@ class TransformersEngine:
                 self.decoding = choose_decoding(self.model)
             for batch in self._batches(rows):
                 yield from self._decode(batch, sampling)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
+        except Exception as error:
+            # On a CPU it is a plain RuntimeError.
+            if not is_out_of_memory(error):
+                raise
+            free_what_is_unused(self.model.device)
             raise EngineError(f"no memory for {self.batch_size} samples at once: {error}", transient=True) from error
         finally:
             self.model.train(was_training)

@@ -37,6 +37,7 @@ MOST_PROBED = 4100
 _PROBED_COMPLETION = 6
 NAMES = {"sdpa": "lit_grpo_sdpa", "varlen": "lit_grpo_varlen"}
 """``policy.attention`` -> the name under which transformers knows our form of it."""
+_REACH = "lit_grpo_reach"
 # Compiled code is made anew for each bound on the longest segment: rounded up to multiples of this, few are different.
 _BOUND_MULTIPLE = 256
 
@@ -343,10 +344,26 @@ def reach(module: Any, options: Mapping[str, Any]) -> tuple[int | None, int | No
 
     Some families give their layers a window by the mask alone, which packed rows do without.
     """
-    config, window = getattr(module, "config", None), options.get("sliding_window")
+    # The compiler makes code for what it reads. With the number of the layer it would make that of one block again for
+    # each; what it reads here is alike in all layers of a kind.
+    noted = getattr(module, _REACH, None) if torch.compiler.is_compiling() else None
+    own, chunk = _own_reach(module) if noted is None else noted
+    window = options.get("sliding_window")
+    return own if window is None else window, chunk
+
+
+def note_reach(model: Any) -> None:
+    """Note at each attention of a model which window and chunk it has, for compiled code to read."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _REACH, _own_reach(module))
+
+
+def _own_reach(module: Any) -> tuple[int | None, int | None]:
+    config, window = getattr(module, "config", None), None
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
-    if window is None and (kind == "sliding_attention" or not kinds):
+    if kind == "sliding_attention" or not kinds:
         window = getattr(config, "sliding_window", None)
     return window, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
 

@@ -114,9 +114,8 @@ class _ChunkedHead(torch.autograd.Function):
         squares: bool,
         compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = compiling.compiled(_kernel_stats) if compiled else _reference_stats
         outputs = [
-            compute(functional.linear(hidden[span], weight, bias), target[span], temperature, entropy, squares)
+            _stats(functional.linear(hidden[span], weight, bias), target[span], temperature, entropy, squares, compiled)
             for span in _chunks(len(target), chunk)
         ]
         logprobs, entropies, squared, log_total, scaled = (torch.cat([o[k] for o in outputs]) for k in range(5))
@@ -131,12 +130,11 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, bias, target, log_total, scaled, entropies = ctx.saved_tensors
         grad_logprob = gradients[0].float()
         grad_entropy = gradients[1].float() if ctx.gradient and gradients[1] is not None else None
-        compute = compiling.compiled(_kernel_gradient) if ctx.compiled else _reference_gradient
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for span in _chunks(len(target), ctx.chunk):
-            grad_logits = compute(
+            grad_logits = _gradient(
                 functional.linear(hidden[span], weight, bias),
                 target[span],
                 log_total[span],
@@ -145,6 +143,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_logprob[span],
                 grad_entropy[span] if grad_entropy is not None else None,
                 ctx.temperature,
+                ctx.compiled,
             )
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[span])
@@ -170,8 +169,7 @@ class _StatsOfLogits(torch.autograd.Function):
         squares: bool,
         compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = compiling.compiled(_kernel_stats) if compiled else _reference_stats
-        stats = compute(logits.detach(), target, temperature, entropy, squares)
+        stats = _stats(logits.detach(), target, temperature, entropy, squares, compiled)
         logprobs, entropies, squared, log_total, scaled = stats
         ctx.temperature, ctx.gradient, ctx.compiled = temperature, gradient and entropy, compiled
         ctx.save_for_backward(logits, target, log_total, scaled, entropies)
@@ -182,13 +180,33 @@ class _StatsOfLogits(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, target, log_total, scaled, entropies = ctx.saved_tensors
         grad_entropy = gradients[1].float() if ctx.gradient and gradients[1] is not None else None
-        compute = compiling.compiled(_kernel_gradient) if ctx.compiled else _reference_gradient
         saved = logits, target, log_total, scaled, entropies
-        return compute(*saved, gradients[0].float(), grad_entropy, ctx.temperature), *[None] * 6
+        return _gradient(*saved, gradients[0].float(), grad_entropy, ctx.temperature, ctx.compiled), *[None] * 6
 
 
 Stats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Log-probabilities, entropies and sums of squares, [m] each; logsumexp at temperature 1 and at the given, [m, 1]."""
+
+
+def _stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool, compiled: bool) -> Stats:
+    # The compiler makes code of its own for a size of 1, which a last chunk may have in the midst of a run.
+    compute = compiling.compiled(_kernel_stats) if compiled and len(target) > 1 else _reference_stats
+    return compute(logits, target, temperature, entropy, squares)
+
+
+def _gradient(
+    logits: Tensor,
+    target: Tensor,
+    log_total: Tensor,
+    scaled: Tensor,
+    entropies: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    compiled: bool,
+) -> Tensor:
+    compute = compiling.compiled(_kernel_gradient) if compiled and len(target) > 1 else _reference_gradient
+    return compute(logits, target, log_total, scaled, entropies, grad_logprob, grad_entropy, temperature)
 
 
 def _reference_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:

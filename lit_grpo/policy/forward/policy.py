@@ -19,7 +19,7 @@ from lit_grpo.policy.forward.head import head_stats
 from lit_grpo.policy.forward.logits import OwnLogits, changes_logits
 from lit_grpo.policy.forward.routing import Routers
 from lit_grpo.policy.model import lora
-from lit_grpo.policy.model.compiling import eagerly, is_compiled
+from lit_grpo.policy.model.compiling import eagerly, is_compiled, mark_varying
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
 from lit_grpo.utils.windows import narrowed
 
@@ -406,7 +406,10 @@ def hidden_states(base: Any, batch: PolicyInput, *, router: bool = False) -> tup
         implementation = base.config._attn_implementation
         if implementation == NAMES["varlen"]:
             # Made here, outside of the blocks: where those are compiled they only read them.
-            _ = batch.segments.cumulative(), batch.segments.asks_for_gqa
+            *indices, _, _ = batch.segments.cumulative()
+            _ = batch.segments.asks_for_gqa
+            if is_compiled(base):
+                mark_varying(*indices)
         if implementation in NAMES.values():
             # Our attention reads the segments. Given any mask, transformers does not make one of [S, S] itself.
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)

@@ -8,8 +8,11 @@ padded products of ``sdpa``, which are others in every micro-batch, stay outside
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +20,7 @@ from torch import nn
 
 from lit_grpo.errors import UserError
 
+log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 BACKEND = "inductor"
 # Policy, critic and reference, with and without gradient, in several number formats: each is a form of its own.
@@ -38,12 +42,38 @@ def compile_blocks(model: nn.Module) -> None:
         model_blocks = blocks(model)
     except UserError as error:
         raise UserError(error.what, where="model.policy.compile", remedy="set compile: false") from error
+    attention.note_reach(model)
+    keep_code()
     dynamo = cast(Any, torch._dynamo).config
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * VARIANTS)
     for block in model_blocks:
         # Dynamic, since rows have another length in every micro-batch.
         block.compile(dynamic=True, backend=BACKEND)
+
+
+def keep_code() -> None:
+    """Let compiled code be kept from run to run, in a folder of this user's that outlives a restart of the machine.
+
+    The compiler keeps it among temporary files otherwise. ``TORCHINDUCTOR_CACHE_DIR`` names another folder.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "lit-grpo" / "inductor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compiled code is kept among temporary files: %s cannot be made (%s)", folder, error)
+        return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def mark_varying(*tensors: Any) -> None:
+    """Tell the compiler that the first size of tensors is another in every micro-batch."""
+    # It takes sizes of what it is given to vary, but not those of what it finds inside of an object.
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,0 +1,63 @@
+"""What ``ckpt_path: last`` and ``best`` mean: the checkpoints of the run that is named, else of the newest run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lit_grpo.callbacks.rollout_checkpoint import BEST, LAST
+from lit_grpo.errors import UserError
+from lit_grpo.run.folder import shown
+
+Word = Literal["last", "best"]
+WORDS: dict[str, str] = {"last": LAST, "best": BEST}
+"""Name of the link in a folder of checkpoints by the word that stands for it."""
+
+
+@dataclass(frozen=True)
+class CheckpointPlaces:
+    """Where the checkpoints of earlier runs may lie.
+
+    Attributes:
+        folders: folders of checkpoints that were named; where there are any, nothing else is looked at.
+        runs: folders of runs, each with ``checkpoints`` in it.
+        roots: folders of all runs, looked at where no run is named.
+    """
+
+    folders: Sequence[Path] = ()
+    runs: Sequence[Path] = ()
+    roots: Sequence[Path] = field(default_factory=tuple)
+
+    def find(self, word: Word) -> Path | None:
+        """Return the newest checkpoint that a word stands for; None if there is none."""
+        if self.folders:
+            candidates: Iterable[Path] = self.folders
+        elif self.runs:
+            candidates = [run / "checkpoints" for run in self.runs]
+        else:
+            candidates = [folder for root in self.roots if root.is_dir() for folder in root.glob("*/checkpoints")]
+        found = [folder / WORDS[word] for folder in candidates if (folder / WORDS[word]).exists()]
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+    def described(self) -> str:
+        """Return the places in words."""
+        places = self.folders or [run / "checkpoints" for run in self.runs] or self.roots
+        return " and ".join(shown(place) for place in places)
+
+
+def runs_named(root: Path, name: str) -> list[Path]:
+    """Return the folders of all runs of one name: ``root/name`` and, of later ones, ``root/name-2`` and so on."""
+    later = [path for path in root.glob(f"{name}-*") if path.name.removeprefix(f"{Path(name).name}-").isdigit()]
+    return [root / name, *later]
+
+
+def no_checkpoint(word: Word, places: CheckpointPlaces) -> UserError:
+    """Return the error of a word that stands for nothing."""
+    return UserError(
+        f"there is no {word} checkpoint in {places.described()}",
+        where="ckpt_path",
+        remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt"
+        + ("; the best is kept where rollouts are evaluated (data.val)" if word == "best" else ""),
+    )

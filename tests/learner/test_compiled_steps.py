@@ -1,0 +1,148 @@
+"""Compiled passes: made before the first rollout, once for all layers, and never again, whatever the lengths."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from lit_grpo import module as module_file
+from lit_grpo.objectives import ObjectiveConfig
+from lit_grpo.policy import CriticConfig, OptimizerConfig, PolicyConfig, TinyModel
+from lit_grpo.policy.model import compiling, load
+from tests import tiny
+from tests.learner.helpers import Given
+from tests.policy.forward.varlen_on_cpu import varlen_attn
+
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def _tracing_alone(monkeypatch: Any, tmp_path: Path) -> Any:
+    """Everything but the generation of code, which takes minutes on a CPU, and the attention of GPUs by loops."""
+    torch._dynamo.reset()
+    compiling.compiled.cache_clear()
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(load, "_check_varlen", lambda *_: None)
+    yield
+    torch._dynamo.reset()
+    compiling.compiled.cache_clear()
+
+
+def natural(step: int) -> Any:
+    """Four groups of four: lengths and rewards by chance, a long one now and then, and what comes late in a run."""
+    chance = random.Random(step)
+    lengths = [chance.randint(1, 40) for _ in range(16)]
+    rewards = [float(chance.random() < 0.5) for _ in range(16)]
+    if step >= 10:
+        # Beyond the bound on the longest segment so far, and once more.
+        lengths[3] = 300 if step < 20 else 600
+    if step >= 5:
+        # The first group without gradient: its completions go through without one.
+        rewards[:4] = [1.0] * 4
+    if step == 25:
+        lengths = [1] * 16
+    return tiny.rollout(rewards, lengths, 4, seed=step)
+
+
+class Graphs(tiny.Recorder):
+    """Also counts the graphs that were made until each rollout's end, and before the first begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.made = -1, list[int]()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = counters["stats"]["unique_graphs"]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.made.append(counters["stats"]["unique_graphs"])
+
+
+def fit(monkeypatch: Any, steps: int, *, compiled: bool = True, layers: int = 2, **changes: Any) -> Graphs:
+    counters.clear()
+    monkeypatch.setattr(module_file, "resolve_backend",
+                        lambda config, *_: replace(config, attention="varlen", compile=compiled))  # fmt: skip
+    settings: dict[str, Any] = {
+        "policy": PolicyConfig(tiny=TinyModel(width=32, layers=layers, heads=2), compile=compiled),
+        "optimizer": OptimizerConfig(type="torch.optim.SGD", lr=0.05),
+        "micro_batch_size": None,
+        "micro_batch_tokens": 300,
+    }
+    made, graphs = tiny.module(**(settings | changes)), Graphs()
+    made.connect(tiny.context(steps, prompts_per_rollout=4, max_new_tokens=700))
+    tiny.trainer(callbacks=[graphs]).fit(made, Given(*(natural(step) for step in range(steps))))
+    return graphs
+
+
+@pytest.mark.slow
+def test_forty_steps_of_natural_lengths_compile_nothing(monkeypatch):
+    graphs = fit(monkeypatch, STEPS)
+    assert graphs.before > 0
+    assert graphs.made == [graphs.before] * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": ObjectiveConfig(recipe="ppo", kl_coef=0.1), "critic": CriticConfig(warmup_rollouts=1)},
+        {"objective": ObjectiveConfig(recipe="ppo"), "critic": CriticConfig(backbone="shared", warmup_rollouts=1)},
+        {"objective": ObjectiveConfig(entropy_coef=0.1), "updates_per_rollout": 2, "minibatch_prompts": 2},
+        {"policy": PolicyConfig(tiny=tiny.TINY, compile=True, logits_chunk=16), "micro_batch_tokens": 100},
+    ],
+    ids=["critic", "shared backbone", "entropy", "chunks"],
+)
+def test_nor_do_those_of_other_objectives(monkeypatch, changes):
+    graphs = fit(monkeypatch, 12, **changes)
+    assert graphs.made == [graphs.before] * 12
+
+
+@pytest.mark.slow
+def test_layers_share_their_code(monkeypatch):
+    two = fit(monkeypatch, 1, layers=2).before
+    torch._dynamo.reset()
+    compiling.compiled.cache_clear()
+    assert fit(monkeypatch, 1, layers=5).before == two
+
+
+@pytest.mark.slow
+def test_compiling_changes_no_number_and_draws_none(monkeypatch):
+    torch.manual_seed(0)
+    expected = fit(monkeypatch, 3, compiled=False)
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    found = fit(monkeypatch, 3)
+    assert torch.equal(torch.rand(1), drawn)
+    for now, then in zip(found.metrics, expected.metrics, strict=True):
+        assert now == pytest.approx(then, abs=2e-5, rel=2e-4)
+
+
+@pytest.mark.parametrize("given", [None, "/elsewhere"])
+def test_code_is_kept_where_it_outlives_the_machine_s_temporary_files(monkeypatch, tmp_path, given):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if given is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    else:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+    compiling.keep_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (given or str(tmp_path / "lit-grpo" / "inductor"))
+    assert (tmp_path / "lit-grpo").is_dir() is (given is None)
+
+
+def test_without_a_place_for_it_the_run_goes_on(monkeypatch, tmp_path, caplog):
+    (tmp_path / "lit-grpo").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    compiling.keep_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert "kept among temporary files" in caplog.text
