@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from lit_grpo.report.compare import differences, make_comparison
 from lit_grpo.report.completions import MOST_GROUPS, MOST_IN_GROUP, collect
 from lit_grpo.report.curves import draw_curves, held_out_errors, scores
 from lit_grpo.report.page import make_report, write_report
-from lit_grpo.report.plot import Series, draw_histogram, draw_lines, draw_stack, thin, ticks
+from lit_grpo.report.plot import Chart, Series, draw_histogram, draw_lines, draw_stack, thin, ticks
 from lit_grpo.report.recorded import read_rows
 from lit_grpo.report.run import Run, read_folder
 from lit_grpo.tracking.charts import Mark
@@ -20,7 +21,14 @@ from tests.report.test_report import HOSTILE, Page
 
 
 def points(path: str) -> list[tuple[float, float]]:
-    return [tuple(map(float, pair.split(","))) for pair in path[1:].rstrip("Z").split("L")]
+    pairs = (pair.split(",") for pair in path[1:].rstrip("Z").split("L"))
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def drawn(*series: Series, **how: Any) -> Chart:
+    chart = draw_lines("a", "a", series, **how)
+    assert chart is not None
+    return chart
 
 
 # Charts.
@@ -28,7 +36,7 @@ def points(path: str) -> list[tuple[float, float]]:
 
 def test_a_curve_holds_its_values():
     values = [0.0, 0.25, math.nan, 1.0]
-    chart = draw_lines("a", "a", [Series("x", [1, 2, 3, 4], values)])
+    chart = drawn(Series("x", [1, 2, 3, 4], values))
     (low, high), (line,) = chart.y_range, chart.lines
     read = [(1 + 3 * x / 1000, low + (high - low) * (1 - y / 1000)) for x, y in points(line.path)]
     assert read == [pytest.approx(pair, abs=1e-5) for pair in ((1, 0), (2, 0.25), (4, 1))]
@@ -36,12 +44,12 @@ def test_a_curve_holds_its_values():
 
 
 def test_a_logarithmic_curve_holds_its_values():
-    chart = draw_lines("a", "a", [Series("x", [1, 2, 3], [1e-3, 1e2, 0.0])], log=True)
+    chart = drawn(Series("x", [1, 2, 3], [1e-3, 1e2, 0.0]), log=True)
     (low, high), (line,) = chart.y_range, chart.lines
     read = [10 ** (low + (high - low) * (1 - y / 1000)) for _, y in points(line.path)]
     assert read == pytest.approx([1e-3, 1e2], rel=1e-4), "0 has no place on this axis"
     assert chart.y_ticks[0][1] == "0.001"
-    assert not draw_lines("a", "a", [Series("x", [1, 2], [1.0, 2.0])], log=True).log, "a factor of 2 needs none"
+    assert not drawn(Series("x", [1, 2], [1.0, 2.0]), log=True).log, "a factor of 2 needs none"
 
 
 @pytest.mark.parametrize("values", [[math.nan] * 3, [], [math.inf] * 3])
@@ -52,7 +60,7 @@ def test_nothing_finite_is_no_chart(values):
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-9, 1e12])
 def test_a_flat_curve_and_a_single_point_are_drawn(value):
     for values in ([value], [value] * 5):
-        chart = draw_lines("a", "a", [Series("x", range(len(values)), values)], log=True)
+        chart = drawn(Series("x", range(len(values)), values), log=True)
         assert points(chart.lines[0].path)[0][1] == pytest.approx(500)
         assert chart.y_ticks
 
@@ -67,7 +75,7 @@ def test_thinning_loses_no_extreme():
 
 
 def test_errors_are_a_band_around_the_curve():
-    chart = draw_lines("a", "a", [Series("x", [1, 2], [0.5, 0.5], [0.1, 0.1])])
+    chart = drawn(Series("x", [1, 2], [0.5, 0.5], [0.1, 0.1]))
     low, high = chart.y_range
     read = sorted(low + (high - low) * (1 - y / 1000) for _, y in points(chart.lines[0].band))
     assert read == pytest.approx([0.4, 0.4, 0.6, 0.6], abs=1e-5)
