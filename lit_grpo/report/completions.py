@@ -94,9 +94,13 @@ def collect(rows: Sequence[Mapping[str, Any]], records: Sequence[flight.Recorded
     scored = [(group, answer) for group in groups for answer in group.answers if answer.reward is not None]
     best = _distinct(sorted(scored, key=lambda pair: -pair[1].rank))
     worst = _distinct(sorted(scored, key=lambda pair: pair[1].rank))
-    # Where all are alike there is no worst.
+    # What is as bad as the worst is not among the best, and the other way round; where all are alike there is no worst.
     if best and best[0][1].rank == worst[0][1].rank:
         worst = []
+    else:
+        top, bottom = (pairs[0][1].rank if pairs else 0.0 for pairs in (best, worst))
+        best = [pair for pair in best if pair[1].rank > bottom]
+        worst = [pair for pair in worst if pair[1].rank < top]
     total = sum(len(group.answers) for group in groups)
     return Recorded(_spread(groups, [group for group, _ in [*best, *worst]]), best, worst, total)
 

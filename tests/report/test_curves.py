@@ -194,6 +194,9 @@ def test_where_all_are_alike_there_is_no_worst():
     found = collect(rows, [])
     assert found.best
     assert not found.worst
+    one_right = collect([{**row, "reward": float(i == 5)} for i, row in enumerate(rows)], [])
+    assert [answer.reward for _, answer in one_right.best] == [1.0]
+    assert [answer.reward for _, answer in one_right.worst] == [0.0] * 3
     unscored = collect([{**row, "reward": None} for row in rows], [])
     assert not unscored.best
     assert unscored.groups[0].answers[0].facts[0] == ("reward", "none")
