@@ -17,7 +17,7 @@ from lit_grpo.tracking.mlflow_target import MAIN_CURVES
 
 log = logging.getLogger(__name__)
 
-ARTIFACTS = ("findings.jsonl", "config.yaml", "objective.json", "flight")
+ARTIFACTS = ("findings.jsonl", "config.yaml", "objective.json", "completions.json", "flight")
 
 
 @contextmanager

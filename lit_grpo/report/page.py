@@ -1,19 +1,21 @@
-"""The page of a report: one HTML file that needs nothing else, and its pictures as PNG files."""
+"""The page of a report: one HTML file that needs nothing else; its charts lie beside it as PNG files too."""
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.report.completions import collect
+from lit_grpo.report.curves import draw_curves, scores, window
+from lit_grpo.report.plot import draw_histogram, draw_stack
+from lit_grpo.report.render import number, render
 from lit_grpo.report.run import Ending, Episode, Run, diagnoses, episodes, headline, how_it_ended, main_episode
 from lit_grpo.report.samples import BOUNDS, choose_steps, read_records, rollout_view, scored_rewards
 from lit_grpo.run.folder import REPORT_FILE
 from lit_grpo.run.phases import PHASES, learner_phases
-from lit_grpo.tracking.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases, short
+from lit_grpo.tracking.charts import Mark, Picture, draw_histograms, draw_panels, draw_phases
 from lit_grpo.utils.files import write_atomically
 
 SIGNS = {"critical": "✖ critical", "warning": "▲ warning", "info": "● info"}
@@ -45,39 +47,32 @@ def write_report(run: Run, folder: Path, ending: Ending | None = None) -> Path:
 
 def make_report(run: Run, ending: Ending | None = None) -> tuple[list[Picture], str]:
     """Return the pictures of a report and its HTML page."""
-    import jinja2
-
     ending = ending or how_it_ended(run)
     story = main_episode(run)
     main = None if story is None else story.event
     marks = _marks(run, main)
     onset = int(main.get("onset") or main["step"]) if main else None
-    curves, left_out = draw_panels(run, marks) if run.steps else ([], [])
-    pictures = list(curves)
+    pictures = draw_panels(run, marks)[0] if run.steps else []
+    curves, left_out = draw_curves(run, marks) if run.steps else ([], [])
 
     chosen = choose_steps(run, onset, int(main["step"]) if main else None)
     records = read_records(run, chosen)
     rollouts = [rollout_view(title, record, run.token_texts) for title, record in records]
     histogram = None
     if rewards := [(f"{t}: step {r.step}", scored_rewards(r)) for t, r in records if scored_rewards(r)]:
-        histogram = draw_histograms(rewards)
-        pictures.append(histogram)
+        histogram = draw_histogram("reward_histogram", "rewards of the completions", rewards)
+        pictures.append(draw_histograms(rewards))
     phases = learner_phases({key for key in PHASES if run.has(key)})
-    phase_picture = draw_phases(run, phases, marks) if phases else None
-    if phase_picture:
-        pictures.append(phase_picture)
+    phase_chart = None
+    if phases and run.steps:
+        parts = [(name, run.values(key)) for key, name in phases.items()]
+        phase_chart = draw_stack("phases", "seconds per rollout", run.steps, parts, marks)
+        pictures.append(draw_phases(run, phases, marks))
+    recorded = collect(run.completions, [record for _, record in records])
 
     modes = [m for m in ("entropy", "surprise", "advantage") if any(m in rollout.modes for rollout in rollouts)]
-    # autoescape: what a model wrote must appear as text, never as HTML. StrictUndefined: a name that the template
-    # misspells raises instead of leaving a gap.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    # Pictures stand in the page as data, so that it is one file to send or keep.
-    environment.filters["picture"] = _data_uri
-    environment.filters["number"] = _short
-    html = environment.get_template("page.html.jinja").render(
+    html = render(
+        "page.html.jinja",
         run=run,
         ended=ending.text,
         headline=headline(run, ending, watched=_is_watched(run)),
@@ -92,19 +87,17 @@ def make_report(run: Run, ending: Ending | None = None) -> tuple[list[Picture], 
         left_out=left_out,
         phases=_phase_table(run, phases, onset),
         onset=onset,
-        phase_picture=phase_picture,
+        phase_chart=phase_chart,
         histogram=histogram,
         rollouts=rollouts,
+        recorded=recorded,
+        shown_completions=sum(len(group.answers) for group in recorded.groups),
+        scores=scores(run),
         modes=modes,
         bounds=BOUNDS,
         last=_last_numbers(run),
-        written=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
     return pictures, html
-
-
-def _data_uri(picture: Picture) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture.png).decode()
 
 
 def _marks(run: Run, main: dict[str, Any] | None) -> list[Mark]:
@@ -225,9 +218,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
-    """List (metric, first, lowest to highest, last), each a mean of a tenth of the run or at most 10 rollouts."""
+    """List (metric, first, lowest to highest, last).
+
+    Each is a mean of a tenth of the run or at most 10 rollouts, but for evaluations.
+    """
     rows = []
-    size = max(1, min(10, len(run.steps) // 10))
     for key in (
         "reward",
         "val/reward",
@@ -239,9 +234,11 @@ def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:
     ):
         values = [v for v in run.values(key) if math.isfinite(v)]
         if values:
+            # Evaluations are few, and their mean over a tenth of the run would hide how they ended.
+            size = 1 if key.startswith("val/") else window(len(run.steps))
             windows = [_mean(values[max(0, i - size + 1) : i + 1]) for i in range(size - 1, len(values))] or values
-            extent = f"{_short(min(windows))} to {_short(max(windows))}"
-            rows.append((key, _short(windows[0]), extent, _short(windows[-1])))
+            extent = f"{number(min(windows))} to {number(max(windows))}"
+            rows.append((key, number(windows[0]), extent, number(windows[-1])))
     return rows
 
 
@@ -262,19 +259,10 @@ def _phase_table(run: Run, phases: Mapping[str, str], onset: int | None) -> list
     return columns
 
 
-def _short(value: Any) -> str:
-    """Write a number with three digits, and anything else as its text."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return "-" if value is None else str(value)
-    return short(number)
-
-
 def _seconds(value: float) -> str:
     if value < 0.0005:
         return "under 1 ms" if value else "0 s"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{_short(value)} s"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{number(value)} s"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_grpo.errors import UserError, nearest
+from lit_grpo.report.recorded import read_rows
 from lit_grpo.run import flight
 from lit_grpo.run.folder import shown
 from lit_grpo.run.stop import KEYBOARD
@@ -44,6 +45,8 @@ class Run(History):
     """Text of each token id that a record holds."""
     dumps: list[dict[str, Any]] = field(default_factory=list)
     """Events that made the flight recorder keep its records: ``reason``, ``step`` and ``explanation`` of each."""
+    completions: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the recorded completions, one a completion."""
     notes: list[str] = field(default_factory=list)
     """Sentences about what could not be read."""
 
@@ -155,6 +158,7 @@ def add_files(run: Run, folder: Path) -> None:
     records = folder / flight.FOLDER
     if records.is_dir():
         _add_records(run, records)
+    run.completions = read_rows(folder)
 
 
 def _add_records(run: Run, records: Path) -> None:

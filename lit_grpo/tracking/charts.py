@@ -170,7 +170,7 @@ def draw_panels(history: History, marks: Sequence[Mark]) -> tuple[list[Picture],
     """Draw the charts of what was logged, and list the titles of what was not (or was 0 throughout)."""
     pictures, left_out = [], []
     for panel in PANELS:
-        lines = [(key, label) for key, label in _expand(history, panel) if history.has(key)]
+        lines = [(key, label) for key, label in lines_of(history, panel) if history.has(key)]
         all_zero = all(not value for key, _ in lines for value in history.values(key) if math.isfinite(value))
         # A reward of 0 throughout is news, any other metric of 0 is not.
         if not lines or (all_zero and panel.name != "reward"):
@@ -180,7 +180,8 @@ def draw_panels(history: History, marks: Sequence[Mark]) -> tuple[list[Picture],
     return pictures, left_out
 
 
-def _expand(history: History, panel: Panel) -> list[tuple[str, str]]:
+def lines_of(history: History, panel: Panel) -> list[tuple[str, str]]:
+    """List (metric key, name) of the lines of a chart, each key that ends in * replaced by those it stands for."""
     lines = []
     for key, label in panel.lines:
         if key.endswith("*"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,13 @@ from tests.waiting import PATIENCE, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
+MISSING = (
+    ""
+    if CHROMIUM and DRIVER
+    else os.environ.get("LIT_GRPO_NO_BROWSER")
+    or "chromium and chromedriver are not installed (apt-get install chromium chromium-driver)"
+)
+"""Why there is no browser, as ``.ci/run`` or we know it; empty if there is one."""
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -55,6 +63,19 @@ class Browser:
     def run(self, script: str) -> Any:
         return self.call("POST", "/execute/sync", {"script": script, "args": []})
 
+    def cdp(self, command: str, **params: Any) -> Any:
+        return self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
+        """Send ``mouseMoved``, ``mousePressed`` or ``mouseReleased`` at a point of the window."""
+        button = "left" if clicks or kind != "mouseMoved" else "none"
+        self.cdp("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=clicks)
+
+    def media(self, media: str = "screen", scheme: str = "light") -> None:
+        """Show pages as on this medium, for people who like this colour scheme."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.cdp("Emulation.setEmulatedMedia", media=media, features=features)
+
     def log(self, kind: str) -> list[dict[str, Any]]:
         return self.call("POST", "/se/log", {"type": kind})
 
@@ -66,10 +87,8 @@ class Browser:
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         if whole:
-            size = self.call("POST", "/goog/cdp/execute", {"cmd": "Page.getLayoutMetrics", "params": {}})
-            clip = {**size["cssContentSize"], "scale": 1}
-            params = {"captureBeyondViewport": True, "clip": clip}
-            png = self.call("POST", "/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": params})["data"]
+            clip = {**self.cdp("Page.getLayoutMetrics")["cssContentSize"], "scale": 1}
+            png = self.cdp("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         else:
             png = self.call("GET", "/screenshot")
         path.write_bytes(base64.b64decode(png))
