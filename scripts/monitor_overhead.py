@@ -3,7 +3,7 @@
 
     python scripts/monitor_overhead.py --model models/SmolLM2-135M-Instruct --rollouts 4
 
-Trains on one-digit sums with the transformers engine (8 prompts x 8 samples of at most 12 tokens, as
+Trains on one-digit sums with the transformers engine (8 prompts x 8 samples of at most 12 tokens (--tokens), as
 configs/addition_smollm2_cpu.yaml) and a HealthMonitor, and times it from inside: the monitors, the metrics that tell
 broken plumbing and degenerate text (lit_grpo/learner/rollout_metrics.py), and the whole of each rollout, sampling
 included. The first rollout is left out.
@@ -58,10 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "models/SmolLM2-135M-Instruct"))
     parser.add_argument("--rollouts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=12, help="most tokens of a completion")
     args = parser.parse_args(argv)
     if args.rollouts < 2:
         parser.error("--rollouts must be at least 2: the first is left out")
-    seconds = measure(args.model, args.rollouts)
+    seconds = measure(args.model, args.rollouts, args.tokens)
     whole = statistics.median(s["rollout"] for s in seconds)
     print(f"a rollout takes {whole:.2f} s (median of {len(seconds)})")
     total = 0.0
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(model: str, rollouts: int) -> list[dict[str, float]]:
+def measure(model: str, rollouts: int, tokens: int = 12) -> list[dict[str, float]]:
     """Seconds of each rollout but the first, by what they were spent on."""
     import importlib
 
@@ -131,7 +132,7 @@ def measure(model: str, rollouts: int) -> list[dict[str, float]]:
                 group_size=8,
                 prompts_per_rollout=8,
                 rollouts=rollouts,
-                sampling=Sampling(max_new_tokens=12),
+                sampling=Sampling(max_new_tokens=tokens),
                 engine=EngineConfig(name="transformers", batch_size=64),
             ),
         )
