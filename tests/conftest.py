@@ -11,6 +11,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def messages_reach_the_test() -> None:
     """Undo what an earlier test of the same process may have left: another rank, or a logger that keeps to itself."""
+    # Scripts that run many trainings silence all loggers of their process.
+    logging.disable(logging.NOTSET)
     # Lightning says nothing on ranks above 0, and remembers the rank of the last strategy; its loggers do not
     # propagate where they were made before there was a handler. Looked up, for not every test imports it.
     module = sys.modules.get("lightning.fabric.utilities.rank_zero")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import correlation
@@ -122,6 +123,8 @@ def reward_length_correlation(
         for verdict in (True, False):
             chosen = [i for i in range(start, start + group_size) if verdicts[i] is verdict]
             paid, long = [rewards[i] for i in chosen], [float(lengths[i]) for i in chosen]
+            if not all(map(math.isfinite, paid)):
+                continue
             # Rewards are sums of float32: what differs by rounding is equal.
             scale = max(map(abs, paid), default=0.0) * 1e-5
             values = len({round(r / scale) for r in paid}) if scale else 0

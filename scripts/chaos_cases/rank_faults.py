@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,16 +96,20 @@ def saved_of(folder: Path) -> int:
     return int(names[0].removeprefix("rollout-").removesuffix(".ckpt")) if names else 0
 
 
-def strike(folder: Path, signals: list[tuple[int, int, float]], **settings: Any) -> Outcome:
+def strike(folder: Path, signals: list[tuple[int, int, float]], *, in_mlflow: bool = False, **settings: Any) -> Outcome:
     """Start two ranks and send signals to them.
 
     Args:
         folder: folder of the run.
         signals: rank, signal, and the seconds before it since the last one.
+        in_mlflow: whether to wait until MLflow, which is told from a thread, knows the run.
         settings: see :func:`start_ranks`.
     """
     ranks = start_ranks(folder, **settings)
     wait_for_steps(folder, 4, ranks)
+    began = time.monotonic()
+    while in_mlflow and not _known_to_mlflow(folder) and time.monotonic() - began < LIMIT:
+        time.sleep(0.05)
     began = time.monotonic()
     for rank, number, pause in signals:
         time.sleep(pause)
@@ -118,6 +124,14 @@ def strike(folder: Path, signals: list[tuple[int, int, float]], **settings: Any)
             os.kill(one.pid, signal.SIGCONT)
             one.kill()
     return Outcome(codes, seconds, "\n".join(one.text for one in ranks), steps_of(folder), saved_of(folder))
+
+
+def _known_to_mlflow(folder: Path) -> bool:
+    for store in folder.glob("runs/mlflow.db"):
+        # While it is being made there is no such table, or it is locked.
+        with contextlib.suppress(sqlite3.OperationalError), sqlite3.connect(store) as connection:
+            return connection.execute("select count(*) from runs").fetchone()[0] > 0
+    return False
 
 
 TERM, KILL, STOP = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP

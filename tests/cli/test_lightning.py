@@ -54,6 +54,9 @@ def fit(folder: Path, row: Row, capsys: Any) -> Fit:
     recorder = Recorder()
     settings = QUIET | row.python()
     settings["callbacks"] = [*settings.get("callbacks", []), recorder]
+    if settings.get("logger") is True:
+        # Lightning's choice depends on what is installed; the rows read tables.
+        settings["logger"] = loggers.CSVLogger(folder)
     trainer = pl.Trainer(**{key: value for key, value in settings.items() if value is not None or key not in QUIET})
     model = module()
     trainer.fit(model, data(rollouts=ROLLOUTS, prompts_per_rollout=2, **row.data))

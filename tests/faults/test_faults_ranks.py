@@ -14,17 +14,17 @@ from tests.ranks import run_in_process
 pytestmark = pytest.mark.slow
 
 
-def strike(folder: str, signals: Any, extra: tuple[str, ...]) -> None:
+def strike(folder: str, signals: Any, extra: tuple[str, ...], in_mlflow: bool) -> None:
     """Run in a process of its own, whose forks are the ranks: this one may have threads by now."""
     from scripts.chaos_cases import forked_runs, rank_faults
 
     forked_runs.preload()
-    outcome = rank_faults.strike(Path(folder) / "ranks", signals, extra=extra)
+    outcome = rank_faults.strike(Path(folder) / "ranks", signals, extra=extra, in_mlflow=in_mlflow)
     (Path(folder) / "outcome.json").write_text(json.dumps(asdict(outcome) | {"messages": outcome.messages}))
 
 
-def struck(folder: Path, signals: Any, *extra: str) -> dict[str, Any]:
-    assert run_in_process(strike, str(folder), signals, extra) == 0
+def struck(folder: Path, signals: Any, *extra: str, in_mlflow: bool = False) -> dict[str, Any]:
+    assert run_in_process(strike, str(folder), signals, extra, in_mlflow) == 0
     outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
     return outcome
 
@@ -43,7 +43,7 @@ def test_ranks_that_are_signalled_apart_save_and_end_together(tmp_path, signals)
 
 
 def test_a_rank_that_is_killed_is_named_once(tmp_path):
-    outcome = struck(tmp_path, [(1, KILL, 0.0)])
+    outcome = struck(tmp_path, [(1, KILL, 0.0)], in_mlflow=True)
     assert outcome["codes"] == [1, -9], outcome["text"]
     (message,) = outcome["messages"]
     assert "rank 1 (process " in message

@@ -233,6 +233,7 @@ def test_what_is_not_judged_and_what_is_too_few_is_left_out():
     nobody_knows = [None if i % 6 else verdict for i, verdict in enumerate(verdicts)]
     assert reward_length_correlation(rewards, lengths, nobody_knows, 6) == (0.0, 0)
     assert reward_length_correlation(rewards[:6], lengths[:6], verdicts[:6], 6) == (0.0, 0)
+    assert reward_length_correlation([math.nan, *rewards[1:]], lengths, verdicts, 6)[1] == 7
     assert reward_length_correlation([0.1 + 0.2, 0.3, 0.3] * 8, [1, 2, 3] * 8, [False] * 24, 3) == (0.0, 0)
 
 

@@ -20,7 +20,9 @@ from tests.waiting import PATIENCE, wait_until
 pytestmark = pytest.mark.slow
 
 OWNER = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
+# Whoever starts the tests in the background of a shell has them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
 scratch = pathlib.Path(sys.argv[1])
 scratch.mkdir()
