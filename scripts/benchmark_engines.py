@@ -88,7 +88,7 @@ def measure(more: list[str]) -> dict[str, Any]:
     run = subprocess.run([sys.executable, __file__, *sys.argv[1:], *more], capture_output=True, text=True, check=False)
     for line in run.stdout.splitlines():
         if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))  # type: ignore[no-any-return]
+            return json.loads(line.removeprefix(MARK))  # type: ignore[no-any-return,unused-ignore]
     return {"error": (run.stderr or run.stdout).strip()[-1500:]}
 
 

@@ -99,7 +99,7 @@ def add_audit_metrics(
 
 
 def reward_length_correlation(
-    rewards: Sequence[float], lengths: Sequence[int], verdicts: Sequence[bool | None], group_size: int
+    rewards: Sequence[float], lengths: Sequence[float], verdicts: Sequence[bool | None], group_size: int
 ) -> tuple[float, int]:
     """Sum up how reward goes with length among completions of one prompt and one verdict.
 

@@ -75,6 +75,9 @@ class ReportWriter(Callback):
             from lit_grpo.report.page import write_report
             from lit_grpo.report.run import Ending, read_folder
 
+            # A run that ended before its first step has written nothing yet.
+            if not (self._folder / "metrics.jsonl").exists():
+                return
             run = read_folder(self._folder)
             # Where nothing was trained on, the error that ended the run says more.
             if not run.steps and not run.records:

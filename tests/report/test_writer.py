@@ -79,7 +79,7 @@ def test_a_report_that_fails_is_said_and_no_more(logger, monkeypatch, caplog, ca
     assert "finished after 3 rollouts" in capsys.readouterr().out
 
 
-def test_nothing_is_written_of_a_run_that_trained_on_nothing(logger):
+def test_nothing_is_written_of_a_run_that_trained_on_nothing(logger, caplog):
     class Breaks(StandInLoader):
         def before_yield(self, index):
             raise ZeroDivisionError
@@ -87,3 +87,4 @@ def test_nothing_is_written_of_a_run_that_trained_on_nothing(logger):
     with pytest.raises(ZeroDivisionError):
         make_trainer(logger, [ReportWriter(), RunSummary()]).fit(StandIn(), Breaks(3))
     assert not (logger.run_dir / "report.html").exists()
+    assert not [m for m in caplog.messages if "could not be written" in m]
