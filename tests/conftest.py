@@ -1,6 +1,7 @@
 """What the tests of several folders share, made once a session."""
 
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def messages_reach_the_test() -> None:
     """Undo what an earlier test of the same process may have left: another rank, or a logger that keeps to itself."""
+    # MLflow puts the store that it was last given into the environment, where the next run would write too.
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
     # Scripts that run many trainings silence all loggers of their process.
     logging.disable(logging.NOTSET)
     # Lightning says nothing on ranks above 0, and remembers the rank of the last strategy; its loggers do not
