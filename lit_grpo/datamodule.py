@@ -225,7 +225,7 @@ class RolloutDataModule(pl.LightningDataModule):
                     group_size=self.group_size,
                     prompts_per_rollout=self.prompts_per_rollout,
                     max_new_tokens=self.sampling.max_new_tokens,
-                    temperature=self.sampling.temperature or 1.0,
+                    temperature=self.sampling.temperature,
                     reward_range=total_range(self.rewards),
                     primary_range=None if primary is None else weighted_range(primary),
                     initial_completions=self.initial_completions,

@@ -13,6 +13,7 @@ from lit_grpo.report.curves import Score, draw_overlay, scores
 from lit_grpo.report.plot import STYLES
 from lit_grpo.report.render import render
 from lit_grpo.report.run import Run, held_at_the_end, how_it_ended
+from lit_grpo.run.changes import flat
 from lit_grpo.run.folder import REPORT_FILE
 from lit_grpo.utils.files import write_atomically
 
@@ -72,19 +73,11 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[s
 
     A setting that a run does not have is "-"; those that all have come first.
     """
-    flat = [dict(_flatten(one)) for one in settings]
-    keys = sorted({key for one in flat for key in one})
-    rows = [(key, [_shown(one[key]) if key in one else "-" for one in flat]) for key in keys]
+    every = [{key: value for part, one in run.items() for key, value in flat(one, part).items()} for run in settings]
+    keys = sorted({key for one in every for key in one})
+    rows = [(key, [_shown(one[key]) if key in one else "-" for one in every]) for key in keys]
     found = [(key, values) for key, values in rows if len(set(values)) > 1]
-    return sorted(found, key=lambda row: any(row[0] not in one for one in flat))
-
-
-def _flatten(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        return [pair for key, one in value.items() for pair in _flatten(one, f"{name}.{key}" if name else str(key))]
-    if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-        return [pair for i, one in enumerate(value) for pair in _flatten(one, f"{name}.{i}")]
-    return [(name, value)]
+    return sorted(found, key=lambda row: any(row[0] not in one for one in every))
 
 
 def _shown(value: Any) -> str:

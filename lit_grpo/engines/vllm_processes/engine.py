@@ -140,8 +140,6 @@ class VLLMProcesses:
         """Number of processes."""
         return len(self._group)
 
-    # ---------------------------------------------------------------------------------------------- start
-
     # ---------------------------------------------------------------------------------------------- sampling
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:

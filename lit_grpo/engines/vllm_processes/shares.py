@@ -133,10 +133,10 @@ class Shares:
 
     def drop(self, owner: Hashable) -> dict[int, list[int]]:
         """Forget a generation; return the numbers of what each process still works on."""
-        self._waiting = deque(share for share in self._waiting if share.owner is not owner)
+        self._waiting = deque(share for share in self._waiting if share.owner != owner)
         dropped: dict[int, list[int]] = {}
         for process, given in enumerate(self.given):
-            if numbers := [number for number, share in given.items() if share.owner is owner]:
+            if numbers := [number for number, share in given.items() if share.owner == owner]:
                 dropped[process] = numbers
                 for number in numbers:
                     del given[number]

@@ -314,6 +314,12 @@ def test_a_run_that_learns_the_format_first_is_not_stopped_for_having_no_right_a
     assert set(found) == {"warning"}
 
 
+def test_a_critic_that_explains_a_little_less_than_nothing_is_not_worse_than_a_constant():
+    run = changed(grows(critic__explained_variance=-0.05))
+    said = [f for f in replay(make("CriticMonitor"), run) if f.kind == "value_unexplained"]
+    assert said == []
+
+
 def test_without_a_verdict_nothing_is_said_of_solved_prompts():
     run = changed(grows(policy__entropy=0.01, groups__all_wrong_frac=NAN, groups__all_correct_frac=NAN))
     without = [{k: v for k, v in metrics.items() if not k.startswith("groups/all_")} for metrics in run]
