@@ -15,12 +15,13 @@ import torch.distributed
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.context import LearnerRequirements, RolloutLearner, RunContext, as_learner
-from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
+from lit_grpo.data import BENCHMARKS, CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.data.sources.given import as_source
 from lit_grpo.engines import EngineContext, check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
+from lit_grpo.engines.given import as_engine_config
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
@@ -110,9 +111,8 @@ class RolloutDataModule(pl.LightningDataModule):
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
-        check_arguments(RolloutDataModule.__init__, locals(), "data")
         # In Python a dictionary may stand for settings, and rows or a path for a source.
-        engine = from_arguments(EngineConfig, engine, "data.engine")
+        engine = as_engine_config(engine, "data.engine")
         sampling = from_arguments(Sampling, sampling, "data.sampling")
         format = from_arguments(PromptFormat, format, "data.format")
         clean = from_arguments(CleanConfig, clean, "data.clean")
@@ -121,8 +121,8 @@ class RolloutDataModule(pl.LightningDataModule):
             curriculum = from_arguments(CurriculumConfig, curriculum, "data.curriculum")
         if eval_sampling is not None:
             eval_sampling = from_arguments(Sampling, eval_sampling, "data.eval_sampling")
-        val = {name: _evaluation_set(one, f"data.val.{name}") for name, one in (val or {}).items()}
-        test = {name: _evaluation_set(one, f"data.test.{name}") for name, one in (test or {}).items()}
+        val, test = _evaluation_sets(val, "data.val"), _evaluation_sets(test, "data.test")
+        check_arguments(RolloutDataModule.__init__, locals(), "data")
         prompts = as_source(prompts, "data.prompts")
         val_prompts = as_source(val_prompts, "data.val_prompts")
         test_prompts = as_source(test_prompts, "data.test_prompts")
@@ -621,6 +621,18 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))
+
+
+def _evaluation_sets(given: Any, key: str) -> dict[str, EvaluationSet]:
+    if given is not None and not isinstance(given, Mapping):
+        kind = key.rpartition(".")[2]
+        name = given if isinstance(given, str) and given in BENCHMARKS else None
+        raise UserError(
+            f"{kind} is a {type(given).__name__}, and sets of questions have names, under which they are logged",
+            where=key,
+            remedy=f"{kind}={{{name!r}: {{}}}}" if name else f"{kind}={{'mine': QUESTIONS}}",
+        )
+    return {str(name): _evaluation_set(one, f"{key}.{name}") for name, one in (given or {}).items()}
 
 
 def _evaluation_set(given: Any, key: str) -> EvaluationSet:

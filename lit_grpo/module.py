@@ -59,6 +59,7 @@ from lit_grpo.learner.step_size import measure_step
 from lit_grpo.learner.sync_check import SyncResult, check_engine
 from lit_grpo.learner.unscored import UnscoredRollouts
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
+from lit_grpo.objectives.given import as_objective_config
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.safeguards import Safeguard, changes_that_add
 from lit_grpo.objectives.state import ObjectiveState
@@ -66,6 +67,7 @@ from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, 
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
+from lit_grpo.policy.given import as_optimizer, as_policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.trainer.connect import connect
@@ -73,7 +75,7 @@ from lit_grpo.trainer.refused import refuse_spawning
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
-from lit_grpo.utils.dataclasses import as_dataclass
+from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.logging import log_level
 from lit_grpo.utils.memory import screen_if_out_of_memory
 from lit_grpo.utils.secrets import masked
@@ -146,13 +148,13 @@ class LitGRPO(pl.LightningModule):
         super().__init__()
         # A batch takes several optimizer steps, each of which may be skipped; Lightning's own loop takes just one.
         self.automatic_optimization = False
-        self.policy_config = as_dataclass(PolicyConfig, policy)
-        self.objective_config = as_dataclass(ObjectiveConfig, objective)
-        self.optimizer_config = as_dataclass(OptimizerConfig, optimizer)
-        self.reference_config = as_dataclass(ReferenceConfig, reference)
-        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
-        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
-        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
+        self.policy_config = as_policy(policy, "model.policy")
+        self.objective_config = as_objective_config(objective, "model.objective")
+        self.optimizer_config = as_optimizer(optimizer, "model.optimizer")
+        self.reference_config = from_arguments(ReferenceConfig, reference, "model.reference")
+        self.critic_config = None if critic is None else from_arguments(CriticConfig, critic, "model.critic")
+        self.guards = from_arguments(GuardConfig, guards, "model.guards")
+        self.sharding_config = from_arguments(ShardingConfig, sharding, "model.sharding")
         check_arguments(
             LitGRPO.__init__,
             {

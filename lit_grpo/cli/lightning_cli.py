@@ -20,6 +20,7 @@ from lit_grpo.callbacks import FlightRecorder, HealthMonitor, Monitor, RolloutCh
 from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
+from lit_grpo.cli.errors.class_paths import load_classes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.recipe_reset import reset_options
@@ -98,6 +99,7 @@ class TrainingCLI(LightningCLI):
         datamodule_class: type[RolloutDataModule] = RolloutDataModule,
     ) -> None:
         self._command, self._argv, self._layers = command, list(argv), list(layers)
+        load_classes()
         # Only the parser that is needed: each of the four takes a noticeable time to build.
         chosen = {command: LightningCLI.subcommands()[command]}
         self.subcommands = lambda: chosen  # type: ignore[method-assign]
