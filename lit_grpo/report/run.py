@@ -35,6 +35,10 @@ class Run(History):
     """Text of ``config.yaml``; empty if there is none."""
     objective: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """Data sets and model that the run noted as its inputs."""
+    command: str = ""
+    """What was typed to start the run, the program first; empty if it is not known."""
     started: str = ""
     run_id: str = ""
     status: str = ""
@@ -153,6 +157,9 @@ def add_files(run: Run, folder: Path) -> None:
     note = _json(folder / "run.json")
     own = {str(k): str(v) for k, v in (note.get("tags") or {}).items() if not str(k).startswith("mlflow.")}
     run.tags = {**own, **run.tags}
+    run.command = str((note.get("tags") or {}).get("mlflow.source.name") or "")
+    inputs = note.get("inputs")
+    run.inputs = inputs if isinstance(inputs, dict) else {}
     run.started = run.started or str(note.get("started") or "")
     run.run_id = run.run_id or str(note.get("run_id") or "")
     records = folder / flight.FOLDER

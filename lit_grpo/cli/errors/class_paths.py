@@ -9,7 +9,9 @@ from types import ModuleType
 
 from lit_grpo.errors import nearest
 
-MODULES = ("lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.callbacks.monitors", "lit_grpo.tracking")
+MODULES = (
+    "lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.callbacks.monitors", "lit_grpo.tracking",
+)  # fmt: skip
 """Modules whose classes a configuration names by ``class_path``."""
 
 
