@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lit_grpo.errors import UserError
+from lit_grpo.run.changes import flat
 from lit_grpo.utils.secrets import masked_text
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ def make_card(name: str, content: Mapping[str, Any], policy: PolicyConfig, run_f
     """
     run = _run(run_folder)
     settings = content.get("callbacks", {}).get("RunSettings", {}).get("settings", {})
+    if not settings and run is not None:
+        # A program of one's own leaves no configuration in the checkpoint.
+        settings = {key: value for part, one in run.settings().items() for key, value in flat(one, part).items()}
     step = content.get("lit_grpo", {}).get("policy_version")
     overrides = {k: v for k, v in content["hyper_parameters"].get("objective", {}).items() if v is not None}
     recipe = str(overrides.pop("recipe", "grpo"))
