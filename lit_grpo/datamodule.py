@@ -38,6 +38,7 @@ from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.arguments import explained
 from lit_grpo.utils.bounds import Bound, check_arguments
 from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.memory import screen_if_out_of_memory
@@ -54,13 +55,15 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Args:
         prompts: source of the training questions, or the path of a file or folder of them; ``validate`` and ``test``
-            need none. In Python it may also be a list of rows, a data set of the package datasets or a table of
-            pandas, and a dictionary may stand for each group of settings: ``sampling={"max_new_tokens": 64}``.
-        rewards: score the completions; the total is their weighted sum. In Python a function may stand for a reward.
+            need none. In Python it may also be rows or columns, a data set of the package datasets or of torch, or a
+            table of pandas, polars or pyarrow; a dictionary may stand for each group of settings, and a path or data
+            for an evaluation set: ``sampling={"max_new_tokens": 64}``, ``val={"mine": rows}``.
+        rewards: score the completions; the total is their weighted sum. In Python a function, or the import path of
+            one, may stand for a reward.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
         rollouts: length of the run.
-        engine: the engine that samples, and its settings.
+        engine: the engine that samples, and its settings; in Python also its name, or the class of one of your own.
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
@@ -86,6 +89,7 @@ class RolloutDataModule(pl.LightningDataModule):
             a single mixed group it ends in any case.
     """
 
+    @explained("data")
     def __init__(
         self,
         prompts: PromptSource | str | None = None,
@@ -295,7 +299,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def _need(self, sets: list[ResolvedSet], name: str, stage: str) -> None:
         if not sets:
             raise UserError(
-                f"`{stage}` needs questions, and data.{name} names no set",
+                f"`{getattr(stage, 'value', stage)}` needs questions, and data.{name} names no set",
                 where=f"data.{name}",
                 remedy=f"a benchmark by name, `{name}: {{gsm8k: {{samples: 8}}}}`, or "
                 f"`{name}: {{mine: {{path: questions.jsonl}}}}`",

@@ -74,6 +74,7 @@ from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import refuse_spawning
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.arguments import explained
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
 from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.logging import log_level
@@ -98,7 +99,9 @@ class LitGRPO(pl.LightningModule):
     (``RolloutDataModule(rollouts=...)``), not by ``max_steps``.
 
     Args:
-        policy: the model that is trained.
+        policy: the model that is trained; in Python also its folder or name on the hub. There a dictionary may stand
+            for each group of settings, the name of a recipe for the objective, and a function or class of your own for
+            its import path.
         objective: the recipe and its overrides.
         optimizer: the policy's optimizer and its schedule.
         reference: the policy that KL terms of the objective compare with.
@@ -125,6 +128,7 @@ class LitGRPO(pl.LightningModule):
         sharding: how the models are split over ranks under ``trainer.strategy: fsdp``.
     """
 
+    @explained("model", needed="policy='models/SmolLM2-135M-Instruct'")
     def __init__(
         self,
         policy: PolicyConfig,
@@ -444,6 +448,39 @@ class LitGRPO(pl.LightningModule):
         model = load_model(self._resolved_policy_config)
         head = make_head(model, critic) if critic is not None and critic.backbone == "shared" else None
         return Policy(model, self.policy_config.logits_chunk, head)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the policy's model as transformers has it: ``module(input_ids).logits`` is [batch, tokens, vocabulary].
+
+        Training goes other ways, which compute no logits of prompts.
+
+        Raises:
+            UserError: the model is not there yet.
+        """
+        if self.policy is None:
+            raise UserError(
+                "the policy's model is made when a Trainer sets the module up",
+                where="LitGRPO.forward",
+                remedy="call it after trainer.fit or trainer.validate, or on LitGRPO.load_from_checkpoint(PATH)",
+            )
+        return self.policy.model(*args, **kwargs)
+
+    # Lightning asks the module for loaders where there is no data module that has them.
+
+    def train_dataloader(self) -> Any:
+        raise _no_data_module("fit")
+
+    def val_dataloader(self) -> Any:
+        # A fit needs no held-out questions.
+        if self.trainer.state.fn == "validate":
+            raise _no_data_module("validate")
+        return []
+
+    def test_dataloader(self) -> Any:
+        raise _no_data_module("test")
+
+    def predict_dataloader(self) -> Any:
+        raise _no_data_module("predict")
 
     def configure_optimizers(self) -> Any:
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
@@ -1018,3 +1055,11 @@ class LitGRPO(pl.LightningModule):
         total, number = self.reduce_sum(sums).tolist()
         self.objective_state = self.objective_state.with_initial_entropy(total / number)
         rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
+
+
+def _no_data_module(command: str) -> UserError:
+    return UserError(
+        "there is no data module, which samples and scores completions",
+        where=f"trainer.{command}",
+        remedy=f"trainer.{command}(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION]))",
+    )

@@ -48,8 +48,8 @@ def run(command: str, argv: list[str]) -> int:
 def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[str] = ()) -> list[Layer]:
     """Read and check the configuration files of a command, and make ready for importing what is heavy.
 
-    Puts the current folder on the import path, for rewards and callbacks that lie next to the configuration, and
-    silences messages of libraries that say nothing about the run.
+    Puts the current folder and those of the configuration's files on the import path, for rewards and callbacks that
+    lie there, and silences messages of libraries that say nothing about the run.
 
     Args:
         command: fit, validate, test or predict; check and filter take what ``fit`` takes.
@@ -63,8 +63,9 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
     # Before anything heavy is imported: a misspelt key is answered in a second, Lightning and torch alone take many.
     validate_fast(command, argv, layers, own_options)
     # At the end of the path: a file that is named like a package of the run must not take its place.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    for folder in [Path.cwd(), *(Path(layer.file).resolve().parent for layer in layers)]:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     _silence_libraries()
     return layers
 
