@@ -170,6 +170,7 @@ class LitGRPO(pl.LightningModule):
                 "micro_batch_size": micro_batch_size,
                 "zero_advantage_samples": zero_advantage_samples,
                 "step_kl_samples": step_kl_samples,
+                "routing_replay": routing_replay,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
                 "max_grad_norm": max_grad_norm,
