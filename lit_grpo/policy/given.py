@@ -63,7 +63,9 @@ def as_optimizer(given: Any, key: str) -> OptimizerConfig:
         )
     optimizer = from_arguments(OptimizerConfig, given, key)
     named = {name: getattr(optimizer, name) for name in ("type", "scheduler")}
-    paths = {name: path_of(one, f"{key}.{name}") for name, one in named.items() if isinstance(one, type)}
+    paths: dict[str, Any] = {
+        name: path_of(one, f"{key}.{name}") for name, one in named.items() if isinstance(one, type)
+    }
     return replace(optimizer, **paths)
 
 

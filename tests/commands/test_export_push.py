@@ -21,6 +21,8 @@ from lit_grpo.policy.model.load import load_model, load_tokenizer
 from tests.commands.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.slow  # each test starts the program, several times
+
 TINY = TinyModel(layers=1, width=16, heads=2)
 
 
