@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from lit_grpo.cli.config_files import Layer, read_layers
 from lit_grpo.cli.errors.fast_validation import validate_fast
 from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
+from lit_grpo.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +64,25 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
     layers = read_layers(argv, command)
     # Before anything heavy is imported: a misspelt key is answered in a second, Lightning and torch alone take many.
     validate_fast(command, argv, layers, own_options)
+    if not layers and _says_nothing(argv):
+        raise UserError(
+            f"`lit-grpo {command}` is given no configuration",
+            where="command line",
+            remedy=f"lit-grpo {command} --config FILE; `lit-grpo init NAME` writes a project that trains at once",
+        )
     # At the end of the path: a file that is named like a package of the run must not take its place.
     for folder in [Path.cwd(), *(Path(layer.file).resolve().parent for layer in layers)]:
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     _silence_libraries()
     return layers
+
+
+def _says_nothing(argv: Sequence[str]) -> bool:
+    """Tell whether neither the command line nor the environment says anything of a model, or asks for help."""
+    words = ("--model", "--help", "-h", "--print_config")
+    typed = any(word.startswith(words) or word.partition("=")[0].endswith(".help") for word in argv)
+    return not typed and not any(name.startswith("LIT_GRPO_") and "__MODEL" in name for name in os.environ)
 
 
 def _silence_libraries() -> None:

@@ -175,7 +175,7 @@ def _hub_data(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rewards(settings: Mapping[str, Any]) -> str:
-    found = []
+    found: list[str] = []
     while (path := settings.get(f"data.rewards.{len(found)}.class_path")) is not None:
         arguments = f"data.rewards.{len(found)}.init_args"
         function, weight = settings.get(f"{arguments}.function"), settings.get(f"{arguments}.weight", 1.0)

@@ -24,7 +24,8 @@ def as_engine_config(given: Any, key: str) -> EngineConfig:
         UserError: it is nothing of these, or an engine that is made already.
     """
     if isinstance(given, str):
-        return EngineConfig(name=given) if given in ENGINES else EngineConfig(custom_engine=_path(given, key))
+        known = {"name": given} if given in ENGINES else {"custom_engine": _path(given, key)}
+        return from_arguments(EngineConfig, known, key)
     if isinstance(given, type) and not issubclass(given, EngineConfig):
         return EngineConfig(custom_engine=path_of(given, key))
     if callable(getattr(given, "generate", None)):

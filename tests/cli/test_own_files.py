@@ -57,3 +57,13 @@ def test_a_misspelt_bare_name_is_told_the_class(elsewhere, capsys):
     elsewhere.write_text(CONFIG.replace("ExactMatch", "ExactMach"))
     assert main(["fit", "--config", str(elsewhere)]) == 2
     assert "did you mean lit_grpo.rewards.ExactMatch?" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_any_configuration_the_screen_says_what_to_type(elsewhere, capsys):
+    assert main(["fit"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "`lit-grpo fit` is given no configuration" in shown
+    assert "lit-grpo fit --config FILE" in shown
+    # Who has said something is answered about that.
+    assert main(["fit", "--data.temperature", "1"]) == 2
+    assert "there is no option --data.temperature" in capsys.readouterr().err

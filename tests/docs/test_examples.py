@@ -124,6 +124,8 @@ def test_a_trial_that_is_given_up_ends_early_and_says_so(sweep, tmp_path, monkey
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
     assert len(study.trials[1].intermediate_values) == 1
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
-    runs = client.search_runs([client.get_experiment_by_name("sweep").experiment_id])
+    experiment = client.get_experiment_by_name("sweep")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
     (cut,) = [run for run in runs if run.info.run_name == "trial-1"]
     assert (cut.info.status, cut.data.tags["stop.reason"]) == ("KILLED", "Optuna pruned the trial")

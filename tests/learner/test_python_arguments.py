@@ -19,7 +19,7 @@ from lit_grpo.utils.foreign_names import FOREIGN_NAMES
 from tests import tiny
 from tests.paths import ROOT
 
-TINY = {"width": 32, "layers": 2, "heads": 2}
+TINY: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2}
 
 
 def centered(inputs: Any) -> torch.Tensor:
