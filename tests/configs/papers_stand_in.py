@@ -64,24 +64,36 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "AI-MO/NuminaMath-1.5": [
         {
-            "problem": f"What is {n} over {n}?", "solution": "One.", "answer": "1", "problem_type": "Algebra",
-            "question_type": "proof" if n % 4 == 0 else "math-word-problem", "problem_is_valid": "Yes",
-            "solution_is_valid": "Yes", "source": "cn_k12", "synthetic": False,
+            "problem": f"What is {n} over {n}?",
+            "solution": "One.",
+            "answer": "1",
+            "problem_type": "Algebra",
+            "question_type": "proof" if n % 4 == 0 else "math-word-problem",
+            "problem_is_valid": "Yes",
+            "solution_is_valid": "Yes",
+            "source": "cn_k12",
+            "synthetic": False,
         }
         for n in range(1, 33)
     ],
     "open-r1/DAPO-Math-17k-Processed": [
         {
-            "prompt": f"What is {n} - {n} + 1?", "solution": "1", "data_source": "math_dapo", "ability": "MATH",
+            "prompt": f"What is {n} - {n} + 1?",
+            "solution": "1",
+            "data_source": "math_dapo",
+            "ability": "MATH",
             "source_prompt": [{"role": "user", "content": f"Solve this. The last line is Answer: $Answer. {n}-{n}+1?"}],
-            "reward_model": {"ground_truth": "1", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": str(n)},
+            "reward_model": {"ground_truth": "1", "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": str(n)},
         }
         for n in range(1, 65)
     ],
     "allenai/Dolci-RL-Zero-Math-7B": [
         {"prompt": f"What is {n} * 1 / {n}?", "ground_truth": ["1"], "dataset": ["math"]} for n in range(1, 33)
     ],
-    "openai/gsm8k": [{"question": f"What is {n + 1} - {n}?", "answer": f"{n + 1} - {n} = 1\n#### 1"} for n in range(32)],
+    "openai/gsm8k": [
+        {"question": f"What is {n + 1} - {n}?", "answer": f"{n + 1} - {n} = 1\n#### 1"} for n in range(32)
+    ],
     "DigitalLearningGmbH/MATH-lighteval": [
         {"problem": f"What is ${n}^0$?", "solution": SOLUTION, "level": "Level 1", "type": "Algebra"}
         for n in range(1, 33)

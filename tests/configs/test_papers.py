@@ -1,10 +1,10 @@
 """The configurations of the papers: each is whole, says what it needs without the hub, and trains for one rollout.
 
-They run with a tiny model and a hub of a few rows (papers_stand_in.py) on the CPU. Cut besides, by the layer SMALL: cards
-and machines, lengths (8 tokens), groups (4), prompts (one to a minibatch, so that the number of updates stays), rollouts
-(one; VAPO's value pretraining and one more), evaluations, the engine (transformers), and bitsandbytes' optimizer, which
-runs on CUDA alone. All else is the configuration's own: objective, optimizer settings, updates, data columns, filters,
-templates, rewards, 4-bit weights, adapters, monitors.
+They run with a tiny model and a hub of a few rows (papers_stand_in.py) on the CPU. The layer of :func:`small` cuts
+besides: cards and machines, lengths (8 tokens), groups (4), prompts (one to a minibatch, so that updates stay as many),
+rollouts (one; VAPO's value pretraining and one more), evaluations, the engine (transformers), and the optimizer of
+bitsandbytes, which runs on CUDA alone. All else is the configuration's own: objective, optimizer settings, updates,
+data columns, filters, templates, rewards, 4-bit weights, adapters, monitors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-# Every file at least once. All methods under several updates are resolved by a test of their own, which runs none of them.
+# Every file at least once. Methods under several updates are all resolved, in a test that runs none of them.
 OFF, NEITHER = ("off_policy",), ("off_policy", "no_clip_no_importance_sampling")
 PILES: dict[str, list[Path]] = {
     **{name: [PAPERS / f"{name}.yaml"] for name in SINGLE},
@@ -144,7 +144,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    # The workers of math-verify would cost each test seconds of imports; what the stand-in writes is judged without them.
+    # The workers of math-verify would cost each test seconds; what the stand-in writes is judged without them.
     monkeypatch.setattr(MathReward, "start", lambda reward: None)
     (tmp_path / "data").mkdir()
     rows = [{"prompt": f"What is {n} - {n - 1}?", "answer": "1", "pass_rate": 0.0, "samples": 2} for n in range(1, 9)]
@@ -205,14 +205,16 @@ def test_every_method_of_the_landscape_paper_takes_several_updates(method: str):
 
 def test_every_file_is_run_and_every_pile_is_in_the_table():
     run = {file for pile in (*PILES.values(), *EVALUATIONS.values()) for file in pile}
-    assert {path for path in PAPERS.rglob("*.yaml")} == run
+    assert set(PAPERS.rglob("*.yaml")) == run
     for path in run:
         name = path.relative_to(PAPERS)
         assert str(name) in TABLE or name.stem in TABLE, f"{name} is not in configs/papers/README.md"
 
 
 def test_every_command_of_the_table_names_files_that_exist():
-    found = re.findall(r"\$([LG])/([\w./-]+\.yaml)", TABLE) + re.findall(r"(configs/papers)/([\w./-]+\.yaml)", TABLE)
+    found = re.findall(r"\$([LG])/([\w./-]+\.yaml)", TABLE) + re.findall(
+        r"(configs/papers)/([a-z][\w./-]+\.yaml)", TABLE
+    )
     assert len(found) > 10
     for kind, name in re.findall(r"^(Models|Data): (.*)$", TABLE, re.MULTILINE):
         for folder in (LANDSCAPE, GTPO):
@@ -244,13 +246,15 @@ def test_every_training_file_names_its_data_by_hub_id():
 
 @pytest.mark.parametrize("pile", [*SINGLE, "landscape-ppo", "landscape-numina_hard", "gtpo-gtpo", "gtpo-sft"])
 @pytest.mark.slow
-def test_the_check_says_what_is_needed_without_the_hub(pile: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_the_check_says_what_is_needed_without_the_hub(
+    pile: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     monkeypatch.setattr("socket.socket.connect", None)
     (here / "data/numina_hard.jsonl.gz").unlink()
     assert main(["check", *words(PILES[pile], "--needs", "--json", "needs.json")]) == 0
     own = merged(PILES[pile])
     lines = {check["name"]: check for check in json.loads((here / "needs.json").read_text())["checks"]}
-    assert {"model", "training data", "packages", "cards", "memory", "disk"} <= set(lines)
+    assert {"model", "training data", "packages", "cards", "card memory", "disk"} <= set(lines)
     assert own["model"]["policy"]["path"] in lines["model"]["found"]
     assert lines["model"]["values"]["parameters"] > 1e9
     assert lines["model"]["status"] == "warn", "it is not on this machine"
@@ -259,11 +263,11 @@ def test_the_check_says_what_is_needed_without_the_hub(pile: str, here: Path, mo
     assert lines["training data"]["status"] == "warn"
     trainer = own["trainer"]
     assert lines["cards"]["values"]["cards"] == trainer["devices"] * trainer.get("num_nodes", 1)
-    assert lines["memory"]["values"]["card_gb"] <= 141, "the hardware that the file names will do"
+    assert lines["card memory"]["values"]["card_gb"] <= 141, "the hardware that the file names will do"
     named = re.search(r"cards? of (\d+) GB|H200 \((\d+) GB\)|one of (\d+) GB", PILES[pile][0].read_text())
     assert named
-    assert lines["memory"]["values"]["card_gb"] <= int(next(filter(None, named.groups())))
-    assert ("critic" in lines["memory"]["values"]) == (own["model"]["objective"]["recipe"] in ("ppo", "vapo"))
+    assert lines["card memory"]["values"]["card_gb"] <= int(next(filter(None, named.groups())))
+    assert ("critic" in lines["card memory"]["values"]) == (own["model"]["objective"]["recipe"] in ("ppo", "vapo"))
     assert "vllm" in lines["packages"]["found"] or own["model"]["objective"]["recipe"] == "sft"
     capsys.readouterr()
 

@@ -67,9 +67,7 @@ def run(command: str, argv: list[str]) -> int:
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
     # Lightning's notes do not belong among the lines of the table.
     with log_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
-        cli = BuildOnlyCLI(
-            fit_argv, layers, [preflight], before=show_needs, limit_train_batches=1, limit_val_batches=0
-        )
+        cli = BuildOnlyCLI(fit_argv, layers, [preflight], before=show_needs, limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):

@@ -1,6 +1,6 @@
 """What a configuration needs: model, data, packages, cards, memory and disk, told from the settings alone.
 
-Nothing is fetched or loaded, and the hub is not asked, so that the needs of a run for other machines can be read on any.
+Nothing is fetched or loaded, and the hub is not asked, so that what a run for other machines needs can be read on any.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ def _benchmark(name: str, split: str, path: str | None) -> Iterator[tuple[str, b
 
 def _paths(path: Any) -> list[Path]:
     listed = path if isinstance(path, list) else [path]
-    found = [sorted(Path().glob(p)) if not Path(p).is_absolute() else [Path(p)] for p in map(os.path.expanduser, listed)]
+    found = [
+        sorted(Path().glob(p)) if not Path(p).is_absolute() else [Path(p)] for p in map(os.path.expanduser, listed)
+    ]
     return [one for some in found for one in some if one.exists()]
 
 
@@ -259,7 +261,7 @@ def _memory(
     engine: Mapping[str, Any],
 ) -> Result:
     if size.parameters is None:
-        return Result("memory", "warn", "not known, since the size of the model is not",
+        return Result("card memory", "warn", "not known, since the size of the model is not",
                       "lit-grpo check measures it where the model is")  # fmt: skip
     optimizer = dataclass_from_dict(OptimizerConfig, model["optimizer"])
     shards = processes(trainer) if _strategy(trainer) in ("fsdp", "ModelParallelStrategy", "FSDP2Strategy") else 1
@@ -274,35 +276,36 @@ def _memory(
     learner = sum(parts.values()) / shards
     values: dict[str, Any] = {**parts, "shards": shards, "learner_per_card": int(learner)}
     words = ", ".join(f"{name} {gib(part)}" for name, part in parts.items())
-    found = f"{words} (weights, gradients, moments)"
+    found = f"{words} ({'frozen weights' if policy.lora is not None else 'weights, gradients, moments'})"
     found += f" over {shards} cards: {gib(int(learner))} each" if shards > 1 else ""
     if policy.lora is not None:
-        found += "; the adapters' own are not counted"
+        found += ", adapters not counted"
     total = learner
     if str(engine["name"]) == "vllm" and policy.tiny is None and not objective.demonstrations:
         split = int((engine.get("args") or {}).get("tensor_parallel_size") or 1)
-        weights = 2.0 * size.parameters / split
+        weights = (4.0 if engine.get("dtype") == "float32" else 2.0) * size.parameters / split
         values["engine_per_card"] = int(weights)
-        # While one of the two works, the other's memory is free; the weights of the learner stay where they are.
+        # The learner's part stays on the card while vLLM samples, asleep or not.
         total += weights
         found += f"; vLLM's weights {gib(int(weights))} a card"
     values["per_card"] = int(total)
     fitting = next((card for card in _CARDS if total <= _ROOM * card * 10**9), None)
     found += f"; {gib(int(total))} a card before activations and key-value cache"
     if policy.tiny is not None or trainer.get("accelerator") == "cpu":
-        return Result("memory", "pass", found, values=values)
+        return Result("card memory", "pass", found, values=values)
     if fitting is None:
-        return Result("memory", "warn", f"{found}, more than a card of {_CARDS[-1]} GB has",
+        return Result("card memory", "warn", f"{found}, more than a card of {_CARDS[-1]} GB has",
                       "spread it over more cards: trainer.strategy fsdp, trainer.devices, trainer.num_nodes",
                       values)  # fmt: skip
     values["card_gb"] = fitting
-    return Result("memory", "pass", f"{found}: cards of {fitting} GB or more", values=values)
+    return Result("card memory", "pass", f"{found}: cards of {fitting} GB or more", values=values)
 
 
 def _state(policy: PolicyConfig, parameters: int, optimizer: OptimizerConfig) -> int:
     """Count the bytes of weights, gradients and the optimizer's two moments."""
     if policy.lora is not None:
-        return int(parameters * (_FOUR_BITS[policy.quantization.double] if policy.quantization else _BYTES[policy.dtype]))
+        frozen = _FOUR_BITS[policy.quantization.double] if policy.quantization else _BYTES[policy.dtype]
+        return int(parameters * frozen)
     moments = 2.0 if "8bit" in optimizer.type else 2 * _BYTES[policy.dtype]
     return int(parameters * (2 * _BYTES[policy.dtype] + moments))
 
@@ -312,10 +315,13 @@ def _disk(policy: PolicyConfig, size: Size, config: Mapping[str, Any]) -> Result
     place = Path(checkpoint.get("dirpath") or trainer.get("default_root_dir") or ".").expanduser().absolute()
     existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
-    if trainer.get("enable_checkpointing") is False or size.parameters is None or policy.lora is not None:
-        why = {True: "adapters alone are saved", False: "how large checkpoints are is not known"}[policy.lora is not None]
-        why = "no checkpoints are saved" if trainer.get("enable_checkpointing") is False else why
-        return Result("disk", "pass", f"{why}; {gib(free)} free", values={"free": free})
+    values: dict[str, Any] = {"free": free}
+    if trainer.get("enable_checkpointing") is False:
+        return Result("disk", "pass", f"no checkpoints are saved; {gib(free)} free", values=values)
+    if policy.lora is not None:
+        return Result("disk", "pass", f"checkpoints hold adapters alone; {gib(free)} free", values=values)
+    if size.parameters is None:
+        return Result("disk", "pass", f"how large checkpoints are is not known; {gib(free)} free", values=values)
     # Weights and both moments.
     each = int(size.parameters * 3 * _BYTES[policy.dtype])
     kept = checkpoint.get("keep_last")
@@ -323,7 +329,7 @@ def _disk(policy: PolicyConfig, size: Size, config: Mapping[str, Any]) -> Result
     saved = max(1, -(-int(config["data"]["rollouts"]) // every))
     # One more while the newest is written and the oldest is still there.
     count = saved if kept is None else min(saved, int(kept)) + int(checkpoint.get("keep_best") or 0) + 1
-    values = {"checkpoint": each, "checkpoints": count, "free": free}
+    values |= {"checkpoint": each, "checkpoints": count}
     found = f"checkpoints of {gib(each)}, at most {count}: {gib(each * count)}; {gib(free)} free in {existing}"
     if each * count > free:
         return Result("disk", "warn", found, "checkpoint.dirpath is the place; saving pauses on a full disk", values)
