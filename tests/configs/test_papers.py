@@ -1,7 +1,7 @@
 """The configurations of the papers: each is whole, says what it needs without the hub, and trains for one rollout.
 
 They run with a tiny model and a hub of a few rows (papers_stand_in.py) on the CPU. The layer of :func:`small` cuts
-besides: cards and machines, lengths (8 tokens), groups (4), prompts (one to a minibatch, so that updates stay as many),
+besides: cards, machines, lengths (8 tokens), groups (4 or 8), prompts (one to a minibatch, so that updates stay),
 rollouts (one; VAPO's value pretraining and one more), evaluations, the engine (transformers), and the optimizer of
 bitsandbytes, which runs on CUDA alone. All else is the configuration's own: objective, optimizer settings, updates,
 data columns, filters, templates, rewards, 4-bit weights, adapters, monitors.
@@ -100,7 +100,9 @@ def merged(files: list[Path]) -> dict[str, Any]:
 
 def small(own: dict[str, Any], model: Path) -> dict[str, Any]:
     """The layer that cuts a pile down to this machine."""
-    minibatches = own["data"]["prompts_per_rollout"] // (own["model"].get("minibatch_prompts") or 10**9) or 1
+    given = own["data"]["prompts_per_rollout"]
+    # One prompt to a minibatch; in one update a few, so that not all groups are uniform by chance.
+    prompts = given // own["model"]["minibatch_prompts"] if own["model"].get("minibatch_prompts") else min(given, 4)
     supervised = own["model"]["objective"]["recipe"] == "sft"
     pretraining = own["model"].get("critic", {}).get("warmup_rollouts", 0) > 0
     layer: dict[str, Any] = {
@@ -110,8 +112,8 @@ def small(own: dict[str, Any], model: Path) -> dict[str, Any]:
             "guards": {"max_truncated": None},
         },
         "data": {
-            "prompts_per_rollout": minibatches,
-            "group_size": 1 if supervised else min(GROUP, own["data"]["group_size"]),
+            "prompts_per_rollout": prompts,
+            "group_size": 1 if supervised else GROUP if prompts > 1 else 2 * GROUP,
             "rollouts": 2 if pretraining else 1,
             "sampling": {"max_new_tokens": 400 if supervised else 8},
             "val": None,
