@@ -290,16 +290,18 @@ def test_the_evaluations(paper: str, here: Path, model: Path, capsys: Any):
         "data": {
             "eval_sampling": {"max_new_tokens": 8},
             "engine": {"name": "transformers", "max_num_seqs": 256, "gpu_memory_utilization": 0.4},
-            "test": {name: {"limit": 1} for name in own["data"]["test"]},
+            "test": {name: {**settings, "limit": 1} for name, settings in own["data"]["test"].items()},
         },
         "trainer": {"accelerator": "cpu", "logger": False, "enable_progress_bar": False},
     }  # fmt: skip
     (here / "small.yaml").write_text(yaml.safe_dump(layer))
     assert main(["test", *words([*EVALUATIONS[paper], here / "small.yaml"])]) == 0
-    results = json.loads(next(here.rglob("results.json")).read_text())
-    text = json.dumps(results)
+    sets = json.loads(next(here.rglob("results.json")).read_text())["sets"]
+    assert list(sets) == list(own["data"]["test"])
     for name, settings in own["data"]["test"].items():
-        for k in settings.get("k", [1]):
-            assert f"{name}/pass@{k}" in text or f"pass@{k}" in text
-        assert name in text
+        found = {int(key.partition("@")[2]) for key in sets[name]["metrics"] if re.fullmatch(r"pass@\d+", key)}
+        assert found == set(settings.get("k", [1]))
+        assert sets[name]["sampled"][0]["samples"] == settings.get("samples", 1)
+    if paper == "gtpo":
+        assert 0 < sets["gsm8k"]["metrics"]["pass@1"] < sets["gsm8k"]["metrics"]["pass@32"] == 1
     capsys.readouterr()
