@@ -82,10 +82,8 @@ def test_weights_gradients_and_moments_over_the_cards():
     assert shards["per_card"] == 7e9 + 7e9 * 2
     copies = lines(settings(trainer={"devices": 8}))["card memory"].values
     assert copies["per_card"] == whole["per_card"], "without fsdp each card has all of it"
-    split = lines(settings(data={"engine": {"name": "vllm", "args": {"tensor_parallel_size": 2}}}))[
-        "card memory"
-    ].values
-    assert split["engine_per_card"] == 7e9
+    engine = {"name": "vllm", "args": {"tensor_parallel_size": 2}}
+    assert lines(settings(data={"engine": engine}))["card memory"].values["engine_per_card"] == 7e9
     assert "engine_per_card" not in lines(settings(data={"engine": {"name": "vllm_server"}}))["card memory"].values
 
 
@@ -127,13 +125,13 @@ def test_processes(trainer: dict[str, Any], count: int, monkeypatch: pytest.Monk
 def test_where_the_questions_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_text("{}\n")
-    mixed = {
-        "class_path": "lit_grpo.data.MixedPrompts",
-        "init_args": {"sources": [{"class_path": "lit_grpo.data.JsonlPrompts", "init_args": {"path": "mine.jsonl"}},
-                                  {"class_path": "HubPrompts", "init_args": {"dataset": "a/b", "data_files": "c/d.parquet"}}]},
-    }  # fmt: skip
+    sources = [
+        {"class_path": "lit_grpo.data.JsonlPrompts", "init_args": {"path": "mine.jsonl"}},
+        {"class_path": "HubPrompts", "init_args": {"dataset": "a/b", "data_files": "c/d.parquet"}},
+    ]
     data = {
-        "prompts": mixed, "val": {"math500": {"samples": 4}, "own": {"path": "yours.jsonl"}}, "val_prompts": "mine.jsonl",
+        "prompts": {"class_path": "lit_grpo.data.MixedPrompts", "init_args": {"sources": sources}},
+        "val": {"math500": {"samples": 4}, "own": {"path": "yours.jsonl"}}, "val_prompts": "mine.jsonl",
         "test": {"aime24": {"prompts": {"class_path": "BenchmarkPrompts", "init_args": {"benchmark": "aime25"}}}},
     }  # fmt: skip
     told = [(r.name, r.status, r.found) for r in needs(settings(data=data)) if "set" in r.name or " " in r.name]
