@@ -43,7 +43,8 @@ def write_model(folder: Path) -> Path:
     with torch.no_grad():
         # One direction that all embeddings share comes through to the head, which answers it with the wanted tokens.
         model.model.embed_tokens.weight[:, 0] += 8.0
-        wanted = [*tokenizer.convert_tokens_to_ids(list(ANSWERS)), tokenizer.eos_token_id]
+        ids = tokenizer.get_vocab()
+        wanted = [*(ids[answer] for answer in ANSWERS), ids[tokenizer.eos_token]]
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[wanted, 0] = 1.0
     model.save_pretrained(folder)

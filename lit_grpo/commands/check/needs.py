@@ -133,9 +133,11 @@ def _data(data: Mapping[str, Any]) -> Iterator[Result]:
         named.append((f"{key} set", data.get(f"{key}_prompts")))
     for name, source in named:
         for where, here in _places(source, name.partition(" ")[2]):
-            status = "pass" if here else "warn"
-            remedy = "" if here else "fetch it where there is a network, or put the file there"
-            yield Result(name, status, where + ("" if here else "; not on this machine"), remedy, {"here": here})
+            if here:
+                yield Result(name, "pass", where, values={"here": True})
+                continue
+            remedy = "fetch it where there is a network, or put the file there"
+            yield Result(name, "warn", f"{where}; not on this machine", remedy, {"here": False})
 
 
 def _places(source: Any, name: str) -> Iterator[tuple[str, bool]]:
