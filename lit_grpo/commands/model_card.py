@@ -90,7 +90,10 @@ class _Base:
         if policy.path is None or folder is None:
             self.shown = "a tiny model with random weights, made on the spot"
             return
-        if folder.exists():
+        from lit_grpo.policy.model.load import is_folder_name
+
+        # One that has moved is a folder all the same, and no name to publish.
+        if is_folder_name(policy.path):
             self.shown, card = f"the model folder `{folder.resolve().name}`", folder / CARD_FILE
         else:
             self.hub_id = policy.path

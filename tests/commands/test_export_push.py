@@ -151,6 +151,11 @@ def test_a_base_model_of_the_hub_is_named_in_the_head(tmp_path: Path, monkeypatc
     assert (head["base_model_relation"], head["library_name"]) == ("adapter", "peft")
     assert "| licence | not stated beside the base model" in card
     assert "AutoPeftModelForCausalLM" in card
+    # A folder that has moved since is no name on the hub.
+    for path in ("/no/longer/here", "models/gone", "./gone"):
+        moved = make_card("mine", content, PolicyConfig(path=path), tmp_path, adapter=False)
+        assert "base_model" not in head_of(moved)
+        assert f"| base model | the model folder `{Path(path).name}` |" in moved
 
 
 def test_adapters_are_pushed_too(base: Path, tmp_path: Path, hub: Hub):
