@@ -27,6 +27,7 @@ LIGHTNINGS_OWN = {"_trainer"}
 ALLOWED = {
     "utils": set(),
     "run": {"utils"},
+    "terminal": {"run", "utils"},
     "objectives": {"utils"},
     "rewards": {"utils"},
     "rewards.isolation": set(),
@@ -57,7 +58,7 @@ ALLOWED = {
     "callbacks": {"run", "utils"},
     "callbacks.monitors": {"callbacks", "run", "utils"},
     "callbacks.diagnosis": {"run", "utils"},
-    "tracking": {"callbacks", "run", "utils"},
+    "tracking": {"callbacks", "run", "terminal", "utils"},
     "report": {"run", "tracking", "utils"},
     "cli": {
         "callbacks",
@@ -67,13 +68,14 @@ ALLOWED = {
         "module",
         "report",
         "run",
+        "terminal",
         "tracking",
         "trainer",
         "utils",
     },
     "commands": {
         *("cli", "data", "datamodule", "distributed", "engines", "learner", "module", "objectives", "policy", "report"),
-        *("rewards", "rollout", "run", "tracking", "utils"),
+        *("rewards", "rollout", "run", "terminal", "tracking", "utils"),
     },
 }
 NOT_AT_IMPORT = {
@@ -82,6 +84,7 @@ NOT_AT_IMPORT = {
     "engines": {"lightning", "transformers", "vllm", "mlflow"},
     "rewards": {"torchmetrics", "lightning", "transformers", "vllm", "mlflow", "math_verify", "sympy"},
     "data": {"lightning", "transformers", "vllm", "mlflow", "datasets", "pyarrow"},
+    "terminal": {"torch", "transformers", "vllm", "mlflow"},
     "tracking": {"transformers", "vllm", "mlflow", "matplotlib"},
     "callbacks": {"transformers", "vllm", "mlflow"},
     "evaluation": {"transformers", "vllm", "mlflow"},

@@ -33,11 +33,12 @@ from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
 from lit_grpo.run.folder import check_can_be_made, goes_on_from, shown
+from lit_grpo.terminal.log_file import LogFile
+from lit_grpo.terminal.progress import RunProgress
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
-from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.trainer.checkpoint_words import WORDS, Word, no_checkpoint
@@ -74,7 +75,7 @@ class TrainingCLI(LightningCLI):
     """LightningCLI whose model and data module are fixed classes with typed arguments, for short YAML and exact errors.
 
     Always present, whatever ``trainer.callbacks`` lists: a :class:`RolloutCheckpoint`, configured by the top-level key
-    ``checkpoint:``, a :class:`RunSummary` and, for ``fit``, a :class:`lit_grpo.report.ReportWriter`. One of the same
+    ``checkpoint:``, a :class:`RunSummary`, a :class:`RunProgress` and, for ``fit``, a :class:`lit_grpo.report.ReportWriter`. One of the same
     class in ``trainer.callbacks`` replaces the one from here; ``trainer.enable_checkpointing: false`` leaves the
     checkpoint out.
 
@@ -280,12 +281,11 @@ class TrainingCLI(LightningCLI):
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
         # It comes first: where a run has to end soon, it is saved before anything else is written.
-        added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
+        added = [FirstCtrlC(), LogFile(), *callbacks, *self._result_writers(), TrackedRun()]
         if self._command == "fit":
             added += [*self._watchers(configured), RunSettings(self._settings)]
-        # A bar that redraws itself would fill a log file with its every state.
-        if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
-            added.append(LineProgress())
+        if config.get("enable_progress_bar") is not False:
+            added.append(RunProgress())
         if any(isinstance(callback, ProgressBar) for callback in configured):
             added = [callback for callback in added if not isinstance(callback, ProgressBar)]
         if config.get("enable_checkpointing") is False:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lit_grpo.errors import EngineError, StopRun, UserError, nearest
+from lit_grpo.terminal.library_output import LibraryOutput, library_output_to_file
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 """Exit codes: done, error in the program, bad input, stopped by a monitor, Ctrl-C (128 + 2), SIGTERM (128 + 15)."""
+
+_LAST_LINES = 20
+"""Lines of what libraries said that are shown where they are in no file."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, an
 Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C or SIGTERM ends it within 10 seconds.
 exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
 LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
-LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for.
+LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for, and shows
+what libraries say, which else goes to log.txt in the folder of the run.
 """
 
 
@@ -105,11 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_traceback
     try:
-        _configure_logging()
-        command = _find(arguments[0])
-        module, _, function = command.function.partition(":")
-        code: int = getattr(importlib.import_module(module), function)(command.name, arguments[1:])
-        return code
+        with library_output_to_file(_configure_logging()) as output:
+            try:
+                return _run(arguments[0], arguments[1:])
+            except Exception as error:
+                _show_what_libraries_said(output, error)
+                raise
     except UserError as error:
         _show(error, arguments[0])
         return BAD_INPUT
@@ -143,6 +149,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             watchdog.disarm()
 
 
+def _run(name: str, argv: list[str]) -> int:
+    command = _find(name)
+    module, _, function = command.function.partition(":")
+    code: int = getattr(importlib.import_module(module), function)(command.name, argv)
+    return code
+
+
+def _show_what_libraries_said(output: LibraryOutput, error: Exception) -> None:
+    """Point to what libraries said before a failure that may be theirs; print its end where it is in no file."""
+    if isinstance(error, UserError | StopRun) or type(error).__name__ == "RewardError":
+        return
+    if output.path is not None:
+        print(f"lit-grpo: what libraries said before is in {output.path}", file=sys.stderr, flush=True)
+    elif lines := output.unwritten()[-_LAST_LINES:]:
+        text = "".join(f"  {line}" for line in lines)
+        print(f"lit-grpo: what libraries said before:\n{_masked(text)}", file=sys.stderr, end="", flush=True)
+
+
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of an error in the program as Python does, without the secrets that a message may quote."""
     import traceback
@@ -156,11 +180,15 @@ def _masked(text: str) -> str:
     return masked_screen(text)
 
 
-def _configure_logging() -> None:
-    """Send the messages of ``lit_grpo`` to standard error from the level that ``LIT_GRPO_LOG`` names on."""
+def _configure_logging() -> int:
+    """Send the messages of ``lit_grpo`` to standard error from the level that ``LIT_GRPO_LOG`` names on.
+
+    Returns:
+        The level from which on messages of libraries are shown too: the same, or errors alone.
+    """
     level = os.environ.get("LIT_GRPO_LOG", "").upper()
     if not level:
-        return
+        return logging.ERROR
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if level not in levels:
         raise UserError(
@@ -176,6 +204,7 @@ def _configure_logging() -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} pid %(process)d %(name)s: %(message)s"))
     # Assigned, not added: a second call in one process must not print every message twice.
     logger.handlers = [handler]
+    return logger.level
 
 
 def _find(name: str) -> Command:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from lit_grpo.cli.config_files import Layer, read_layers
@@ -14,16 +13,6 @@ from lit_grpo.cli.errors.fast_validation import validate_fast
 from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
 
 log = logging.getLogger(__name__)
-
-# Beginnings of Lightning's messages that say nothing about the run.
-_CHATTER = (
-    "💡",
-    "Seed set to",
-    "Loading `train_dataloader` to estimate",
-    "TPU available",
-    "`Trainer.fit` stopped: `max_epochs=1` reached",
-    "Restoring states from",
-)
 
 
 def run(command: str, argv: list[str]) -> int:
@@ -70,19 +59,16 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
 
 
 def _silence_libraries() -> None:
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
-    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed"):
-        logging.getLogger(f"lightning.{name}").addFilter(_is_no_chatter)
-    # torchao, where it is installed, speaks of kernels for other cards than there are as soon as a model is loaded.
-    for name, words in (("torchao", "Failed to load"), ("torch.utils._pytree", "is an Enum subclass")):
-        logging.getLogger(name).addFilter(partial(_is_without, words))
+    """Switch off what libraries draw and write past Python's logging and warnings, unless LIT_GRPO_LOG is set."""
+    if os.environ.get("LIT_GRPO_LOG"):
+        return
+    # Warnings of torch's C++ code, such as vLLM's about memory nodes, are written to the file descriptor. Read once,
+    # when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
 
-
-def _is_no_chatter(record: logging.LogRecord) -> bool:
-    return not record.getMessage().lstrip().startswith(_CHATTER)
-
-
-def _is_without(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()
+    if transformers_logging.is_progress_bar_enabled():
+        transformers_logging.disable_progress_bar()
+        # It has switched off those of downloads too, which may take minutes.
+        enable_progress_bars()
