@@ -75,9 +75,10 @@ class TrainingCLI(LightningCLI):
     """LightningCLI whose model and data module are fixed classes with typed arguments, for short YAML and exact errors.
 
     Always present, whatever ``trainer.callbacks`` lists: a :class:`RolloutCheckpoint`, configured by the top-level key
-    ``checkpoint:``, a :class:`RunSummary`, a :class:`RunProgress` and, for ``fit``, a :class:`lit_grpo.report.ReportWriter`. One of the same
-    class in ``trainer.callbacks`` replaces the one from here; ``trainer.enable_checkpointing: false`` leaves the
-    checkpoint out.
+    ``checkpoint:``, a :class:`RunSummary`, a :class:`RunProgress` and, for ``fit``, a
+    :class:`lit_grpo.report.ReportWriter`. One of the same class in ``trainer.callbacks`` replaces the one from here,
+    and any progress bar replaces ours; ``trainer.enable_checkpointing: false`` leaves the checkpoint out,
+    ``trainer.enable_progress_bar: false`` the progress.
 
     Args:
         command: fit, validate, test or predict.

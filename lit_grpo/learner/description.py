@@ -42,8 +42,8 @@ def batch_in_words(prompts: int, group_size: int, updates: int, minibatch_prompt
 def memory_in_words(models: Iterable[nn.Module | None], optimizer: OptimizerConfig) -> str:
     """Say how much memory the weights take, with gradients and the optimizer's values where that is known.
 
-    A shared parameter counts once; parameters in shards count whole. What a forward pass takes on top is not known here:
-    ``lit-grpo check`` measures it.
+    A shared parameter counts once; parameters in shards count whole. What a forward pass takes on top is not known
+    here: ``lit-grpo check`` measures it.
     """
     parameters = {id(p): p for model in models if model is not None for p in model.parameters()}.values()
     weights = sum(p.numel() * p.element_size() for p in parameters)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.console import Console
@@ -31,13 +32,28 @@ def ascii_only(stream: Any, environment: Mapping[str, str] = os.environ) -> bool
     return locale in _ASCII_LOCALES or not encoding.startswith("utf")
 
 
+_drawn_on: list[Console] = []
+
+
+@contextmanager
+def drawing_on(console: Console) -> Iterator[None]:
+    """Let everything that is printed to standard output meanwhile go over a console that is drawn anew in place."""
+    _drawn_on.append(console)
+    try:
+        yield
+    finally:
+        _drawn_on.remove(console)
+
+
 def make_console(file: IO[str] | None = None, **settings: Any) -> Console:
-    """Make the console for a stream.
+    """Make the console for a stream, or return the one that standard output is drawn on at present.
 
     Args:
         file: the stream; None: standard output, whichever that is when something is printed.
         settings: further arguments of :class:`rich.console.Console`.
     """
+    if file is None and _drawn_on:
+        return _drawn_on[-1]
     kind = _AsciiConsole if ascii_only(sys.stdout if file is None else file) else Console
     # Numbers and paths are coloured by nobody's guess, and nothing in square brackets is markup.
     return kind(file=file, highlight=False, markup=False, **settings)

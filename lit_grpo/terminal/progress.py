@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from lit_grpo.terminal.console import can_redraw, make_console
+from lit_grpo.terminal.console import can_redraw, drawing_on, make_console
 from lit_grpo.terminal.figures import Progress, chosen, display, line
 
 _REFRESHES = 4
@@ -48,6 +49,7 @@ class RunProgress(ProgressBar):
         super().__init__()
         self._console = console
         self._live: Live | None = None
+        self._drawing_on = ExitStack()
         self._enabled = True
         self._phase, self._phase_began = "", 0.0
         self._part: tuple[int, int] | None = None
@@ -196,6 +198,7 @@ class RunProgress(ProgressBar):
             redirect_stderr=sys.stderr.isatty(),
         )
         _drawing.add(self)
+        self._drawing_on.enter_context(drawing_on(console))
         self._live.start(refresh=True)
 
     def _drawn(self) -> Text:
@@ -212,6 +215,7 @@ class RunProgress(ProgressBar):
             live.transient = True
         # It draws itself once more, without a phase.
         live.stop()
+        self._drawing_on.close()
         _drawing.discard(self)
 
 
