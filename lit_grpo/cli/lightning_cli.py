@@ -21,6 +21,7 @@ from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
+from lit_grpo.cli.errors.schema import PLAIN_KEYS
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
@@ -137,8 +138,7 @@ class TrainingCLI(LightningCLI):
             "--monitors",
             type=bool,
             default=True,
-            help="whether a fit without monitors of its own in trainer.callbacks gets all of them, which then say what "
-            "goes wrong and stop nothing (a HealthMonitor with `actions: {critical: log}`)",
+            help=PLAIN_KEYS["monitors"],
         )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

@@ -42,9 +42,7 @@ class Command:
 COMMANDS = (
     Command("init", "write a project of your own that trains at once", "lit_grpo.commands.init.command:run"),
     Command("fit", "train a policy; --ckpt_path goes on from a checkpoint", "lit_grpo.cli.training:run"),
-    Command(
-        "validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, best-of-k", "lit_grpo.cli.training:run"
-    ),
+    Command("validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, ...", "lit_grpo.cli.training:run"),
     Command("test", "evaluate on the test sets (data.test), benchmarks by name", "lit_grpo.cli.training:run"),
     Command("predict", "write completions for the questions of data.test", "lit_grpo.cli.training:run"),
     Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.commands.check.command:run"),
@@ -62,37 +60,32 @@ COMMANDS = (
 
 HELP = """\
 usage: lit-grpo COMMAND [options]
-
 Train language models with reinforcement learning from verifiable rewards.
 
-commands:
+commands (lit-grpo COMMAND --help lists the options of one):
 {commands}
 
-  lit-grpo COMMAND --help lists the options of a command.
-
 configuration of fit, validate, test and predict:
-  --config FILE         YAML; give it several times to put layers on top of each other, later ones win
-  --model.optimizer.lr 1e-6
-                        any key of the YAML can be set on the command line, and wins over the files
-  LIT_GRPO_FIT__MODEL__OPTIMIZER__LR=1e-6
-                        or in the environment, below the files
-  --print_config        print the whole configuration, defaults included, and end
+  --config FILE     YAML; several are put on top of each other, later ones win
+  --model.optimizer.lr 1e-6       any key of the YAML, over the files
+  LIT_GRPO_FIT__DATA__ROLLOUTS=9  the same in the environment, below the files
 
 examples:
   lit-grpo init my_project
   lit-grpo fit --config configs/quickstart.yaml
-  lit-grpo fit --config configs/gsm8k_smollm2_cpu.yaml --data.rollouts 20 --trainer.logger.run_name short
-  lit-grpo fit --config runs/NAME/config.yaml --ckpt_path runs/NAME/checkpoints/last.ckpt
+  lit-grpo fit --config runs/NAME/config.yaml --ckpt_path last
+  lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/x
   lit-grpo score --input pairs.jsonl --config reward.yaml
-  lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/mine
 
-A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.
-
-Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C or SIGTERM ends it within 10 seconds.
-exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
-LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
-LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for, and shows
-what libraries say, which else goes to log.txt in the folder of the run.
+A run leaves its metrics, configuration, checkpoints, curves and report in
+runs/NAME, and an MLflow run in runs/mlflow.db.
+Ctrl-C ends it after the rollout under way and saves it; a second Ctrl-C or
+SIGTERM ends it within 10 seconds.
+exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C,
+143 SIGTERM.
+LIT_GRPO_DEBUG=1 shows the traceback of an error that else ends in one screen.
+LIT_GRPO_LOG=debug tells what a run begins and ends to wait for, and shows what
+libraries say, which else goes to log.txt in the folder of the run.
 """
 
 

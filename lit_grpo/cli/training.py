@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lit_grpo.cli.config_files import Layer, read_layers
 from lit_grpo.cli.errors.fast_validation import validate_fast
+from lit_grpo.cli.help import help_text, wanted
 from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 
 def run(command: str, argv: list[str]) -> int:
     """Parse the configuration, build the run, run it, and return the exit code."""
+    if (key := wanted(argv)) is not None:
+        print(help_text(command, key), end="")
+        return DONE
     layers = read_configuration(command, argv)
     log.debug("importing Lightning and the model")
     # Only now, when the configuration is known to have no wrong key: this takes many seconds.
