@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lit_grpo.cli.errors.schema import Field, read_schema, subclasses, trainer_defaults
+from lit_grpo.cli.errors.schema import PLAIN_KEYS, Field, read_schema, subclasses, trainer_defaults
 from lit_grpo.errors import UserError
 from lit_grpo.utils.bounds import Bound
 
@@ -108,6 +108,7 @@ def entries(of: Entry) -> Iterator[Entry]:
 
 def _overview(command: str, top: Entry, width: int) -> str:
     rows: list[tuple[str, str]] = []
+    others: list[str] = []
     for name, field in top.field.group.items():
         if name in ("config", "ckpt_path"):
             continue
@@ -115,8 +116,12 @@ def _overview(command: str, top: Entry, width: int) -> str:
             single = [child for child, below in field.group.items() if not below.group]
             rows += [(f"{name}.{c}", _first(below.doc)) for c, below in field.group.items() if below.group]
             rows.append((f"{name}.*", ", ".join(single)))
-        else:
+        elif field.group or name in PLAIN_KEYS:
             rows.append((name, _first(field.doc)))
+        else:
+            others.append(name)
+    if others:
+        rows.append(("and", ", ".join(others)))
     text = OVERVIEW.format(command=command, summary=SUMMARIES[command], checkpoint=CHECKPOINT.get(command, _EVALUATED))
     widest = max(len(name) for name, _ in rows)
     room = max(20, width - widest - 4)

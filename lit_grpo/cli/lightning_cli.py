@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import re
@@ -23,6 +25,7 @@ from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
 from lit_grpo.cli.errors.schema import PLAIN_KEYS
 from lit_grpo.cli.interrupt import FirstCtrlC
+from lit_grpo.cli.printed_config import with_recipe
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
@@ -152,8 +155,10 @@ class TrainingCLI(LightningCLI):
         log.debug("parsing the configuration")
         self._explainer().check_keys()
         check_class_changes(self._layers, self._argv)
+        printed = io.StringIO() if any(w.partition("=")[0] == "--print_config" for w in self._argv) else None
         try:
-            self.config = parser.parse_args(args)
+            with contextlib.nullcontext() if printed is None else contextlib.redirect_stdout(printed):
+                self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
             if (cause := user_error_below(error)) is not None:
                 raise cause from error
@@ -164,6 +169,8 @@ class TrainingCLI(LightningCLI):
         # modules of classes, where a person's own code runs. `--help` ends with SystemExit from no such module.
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not from_import(error):
+                if printed is not None:
+                    print(with_recipe(printed.getvalue()), end="")
                 raise
             what = "a module cannot be imported" if from_import(error) else "a value cannot be read"
             raise UserError(

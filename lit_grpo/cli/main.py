@@ -73,7 +73,8 @@ configuration of fit, validate, test and predict:
 examples:
   lit-grpo init my_project
   lit-grpo fit --config configs/quickstart.yaml
-  lit-grpo fit --config runs/NAME/config.yaml --ckpt_path last
+  lit-grpo fit --config runs/NAME/config.yaml \\
+    --ckpt_path runs/NAME/checkpoints/last.ckpt
   lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/x
   lit-grpo score --input pairs.jsonl --config reward.yaml
 

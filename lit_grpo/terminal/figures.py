@@ -80,15 +80,15 @@ def _head(progress: Progress, ascii_only: bool, width: int) -> Text:
     done, total = progress.done, max(1, progress.total or 1)
     # The one that is in hand, and not how many are finished.
     number = min(done + 1, total) if progress.phase else done
-    begin = Text(f"rollout {_count(number, total)} ", style="bold")
+    begin = f"rollout {_count(number, total)} "
     end = f" {done / total:4.0%}" + "".join(f"{_GAP}{text}" for text in _left(progress))
     room = min(_MOST_BAR, width - len(begin) - len(end) - 1)
     if room < _LEAST_BAR:
-        text = begin + Text(end.strip())
+        text = Text.assemble((begin, "bold"), end.strip())
     else:
         full = round(room * done / total)
         made, rest = ("#", "-") if ascii_only else ("━", "─")
-        text = begin + Text(made * full, style="green") + Text(rest * (room - full), style="dim") + Text(end)
+        text = Text.assemble((begin, "bold"), (made * full, "green"), (rest * (room - full), "dim"), end)
     text.truncate(width)
     return text
 
@@ -123,14 +123,16 @@ def packed(items: Sequence[str], width: int, gap: str) -> list[str]:
 
 
 def number(value: float | str) -> str:
-    """Write a number with three decimals, or three digits where those would be too few or too many.
+    """Write a number with the digits that are worth reading.
 
-    >>> number(0.31249), number(23.4), number(0.0001234), number(123456.0)
-    ('0.312', '23.400', '0.000123', '1.23e+05')
+    >>> number(0.31249), number(23.41), number(0.0001234), number(123456.0)
+    ('0.312', '23.4', '0.000123', '1.23e+05')
     """
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 10_000 else f"{value:.3g}"
+    if value == 0 or 0.001 <= abs(value) < 10:
+        return f"{value:.3f}"
+    return f"{value:.1f}" if 10 <= abs(value) < 10_000 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -218,7 +218,7 @@ def library_output_to_file(shown_from: int = logging.ERROR) -> Iterator[LibraryO
         else:
             output.write(f"{filename}:{lineno} {category.__name__}", str(message))
             if shown_from <= logging.WARNING:
-                shown_before(message, category, filename, lineno, file, line)
+                print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr)
 
     warnings.showwarning = show
     _current.append(output)

@@ -49,9 +49,14 @@ def show(title: str, facts: Sequence[Fact], samples: Sequence[SampleRow] = (), c
     parts: list[RenderableType] = [_below_each_other(facts) if narrow else _side_by_side(facts)]
     if samples:
         parts.append(_listed(samples) if narrow else _table(samples))
+    # In the upper edge it would be cut.
+    long = len(title) > console.width - 8
+    head = Text("" if long else title, style="bold")
+    if long:
+        parts.insert(0, Text(f"{title}\n", style="bold"))
     console.print()
     # No side borders: paths and commands can be copied as they stand.
-    console.print(Panel(Group(*parts), title=Text(title, style="bold"), box=_edges(console), padding=(1, 0)))
+    console.print(Panel(Group(*parts), title=head, box=_edges(console), padding=(1, 0)))
 
 
 def _edges(console: Console) -> box.Box:

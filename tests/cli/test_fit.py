@@ -123,6 +123,7 @@ def test_a_run_leaves_everything_behind(place, capsys):
         "curves.png",
         "findings.jsonl",
         "flight",
+        "log.txt",
         "metrics.jsonl",
         "objective.json",
         "params.json",

@@ -226,7 +226,7 @@ class _Sources:
                 self.field(module, annotation),
                 doc=docs.get(name, ""),
                 annotation=annotation,
-                default=default,
+                default=self._value(module, default),
                 takes_class=self._takes_class(module, annotation),
             )
             for name, annotation, default in found
@@ -241,6 +241,11 @@ class _Sources:
             for node in cls.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         ]
+
+    def _value(self, module: str, default: ast.expr | None) -> ast.expr | None:
+        """Return a default, or the value that a name of the module stands for there."""
+        found = self.find(module, default.id) if isinstance(default, ast.Name) else None
+        return found[1].value if found is not None and isinstance(found[1], ast.Assign) else default
 
     def _takes_class(self, module: str, annotation: ast.expr | None) -> bool:
         names = [node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)] if annotation else []
