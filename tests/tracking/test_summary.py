@@ -118,6 +118,7 @@ def test_a_resumed_run_shows_the_whole_history(tmp_path, capsys):
 
     run(6)
     out = run(8, str(tmp_path / "checkpoints" / "last.ckpt"))
+    assert "goes on after rollout 6" in out
     assert "after 8 rollouts" in out
     assert out.endswith("final reward 0.350 over the last 8 steps\n")
 
