@@ -63,7 +63,7 @@ class Entry:
 
 def wanted(argv: list[str]) -> str | None:
     """Return the key that ``--help`` asks for, "" for the overview; None where no help is asked for."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, equals, value = word.partition("=")
         if option in ("-h", "--help"):
             if equals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 
 _ASCII_LOCALES = ("C", "POSIX")
 
@@ -30,6 +32,23 @@ def ascii_only(stream: Any, environment: Mapping[str, str] = os.environ) -> bool
     locale = next((environment[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environment.get(name)), "")
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
     return locale in _ASCII_LOCALES or not encoding.startswith("utf")
+
+
+class _Through(io.TextIOBase):
+    """Standard output as it stands, for a console that would write past another's drawing, which has replaced it."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(getattr(sys.stdout, "encoding", None) or "utf-8")
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
 
 
 _drawn_on: list[Console] = []
@@ -54,6 +73,9 @@ def make_console(file: IO[str] | None = None, **settings: Any) -> Console:
     """
     if file is None and _drawn_on:
         return _drawn_on[-1]
+    # Of another progress bar that draws by rich, such as Lightning's.
+    if file is None and isinstance(sys.stdout, FileProxy):
+        file = _Through()  # type: ignore[assignment]
     kind = _AsciiConsole if ascii_only(sys.stdout if file is None else file) else Console
     # Numbers and paths are coloured by nobody's guess, and nothing in square brackets is markup.
     return kind(file=file, highlight=False, markup=False, **settings)

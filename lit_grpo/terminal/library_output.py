@@ -143,7 +143,7 @@ class _Screen(logging.StreamHandler[Any]):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> IO[str]:  # type: ignore[override]
+    def stream(self) -> IO[str]:
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -127,6 +127,7 @@ def test_a_key_shows_its_type_default_and_description(capsys):
     assert wanted(["--help=model.optimizer.lr"]) == "model.optimizer.lr"
     assert wanted(["--data.rollouts", "3", "--help", "--model.optimizer.lr", "1"]) == ""
     assert wanted(["--data.rollouts", "3"]) is None
+    assert wanted([]) is None
 
 
 def test_a_group_lists_what_is_below_it():

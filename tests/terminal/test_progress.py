@@ -8,6 +8,7 @@ import warnings
 
 import lightning.pytorch as pl
 import pytest
+from rich.console import Console
 
 from lit_grpo.terminal import progress as progress_module
 from lit_grpo.terminal.console import make_console
@@ -201,6 +202,22 @@ def test_an_evaluation_shows_its_batches(tmp_path):
     trainer.validate(Evaluated(), StandInLoader(3), verbose=False)
     assert shown == ["evaluate 0/3 0 s", "evaluate 1/3 0 s", "evaluate 2/3 0 s"]
     assert "start" in progress._console.file.getvalue()  # type: ignore[union-attr]
+
+
+def test_panels_stand_above_the_drawing_of_another_bar(monkeypatch):
+    from rich.live import Live
+
+    from lit_grpo.terminal.panels import show
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with Live("the bar of another", console=Console(width=80, _environ={"TERM": "xterm"}), auto_refresh=False) as live:
+        live.refresh()
+        show("Run exp1", [("recipe", "grpo")])
+    text = stream.getvalue()
+    # The bar is erased before the panel, and drawn again below it.
+    assert text.index("the bar of another") < text.index("\x1b[2K") < text.index("Run exp1")
+    assert text.rindex("the bar of another") > text.index("grpo")
 
 
 def test_any_other_bar_is_left_alone(tmp_path):
