@@ -95,6 +95,6 @@ def test_a_pipe(monkeypatch):
             pipe.file.write(line(progress) + "\n")
     show("Run exp1", START, console=pipe)
     show("Run exp1 finished after 240 rollouts", END, SAMPLES, pipe)
-    text = pipe.file.getvalue()  # type: ignore[attr-defined]
+    text = pipe.file.getvalue()
     assert "\x1b" not in text
     check("pipe", text)

@@ -65,7 +65,7 @@ def test_a_terminal_is_drawn_on_in_place_and_given_back(tmp_path, capsys):
 
     progress = RunProgress(console)
     fit([progress, Speaks()], default_root_dir=tmp_path)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert (sys.stdout, sys.stderr) == streams
     assert text.count("a line between") == 3
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
@@ -88,7 +88,7 @@ def test_a_run_that_breaks_off_gives_the_terminal_back(tmp_path, error):
 
     with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
         fit([RunProgress(console)], module=Breaks(), default_root_dir=tmp_path)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert (sys.stdout, sys.stderr) == streams
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert not progress_module._drawing
@@ -97,7 +97,7 @@ def test_a_run_that_breaks_off_gives_the_terminal_back(tmp_path, error):
 def test_a_dumb_terminal_gets_lines(tmp_path, capsys):
     console = terminal(term="dumb")
     fit([RunProgress(console)], default_root_dir=tmp_path)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert console.file.getvalue() == ""
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
@@ -110,7 +110,7 @@ def test_an_error_log_is_not_drawn_into_the_terminal(tmp_path, capsys):
             print("for the log", file=sys.stderr)
 
     fit([RunProgress(console), Speaks()], default_root_dir=tmp_path)
-    assert "for the log" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "for the log" not in console.file.getvalue()
     assert capsys.readouterr().err.count("for the log") == 3
 
 
@@ -119,7 +119,7 @@ def test_disabled_it_shows_nothing(tmp_path, capsys):
     progress = RunProgress(console)
     progress.disable()
     fit([progress], default_root_dir=tmp_path)
-    assert console.file.getvalue() + capsys.readouterr().out == ""  # type: ignore[attr-defined]
+    assert console.file.getvalue() + capsys.readouterr().out == ""
 
 
 def test_a_child_process_writes_to_the_real_streams(tmp_path):
