@@ -194,10 +194,10 @@ def test_so_does_the_data_module(name, value):
 
 
 def test_words_that_may_stand_in_the_place_of_a_number_are_named():
-    with pytest.raises(UserError, match=r"processes is 0, must be in \[1, 64\], or auto$"):
+    with pytest.raises(UserError, match=r"processes is 0, must be in \[1, 64\], or auto\n"):
         check_fields(EngineConfig(name="vllm", processes=0), "data.engine")
-    with pytest.raises(UserError, match=r"max_ratio_gap is -1, must be above 0, or auto$"):
+    with pytest.raises(UserError, match=r"max_ratio_gap is -1, must be above 0, or auto\n"):
         check_fields(GuardConfig(max_ratio_gap=-1), "model.guards")
     # Where no word may stand there, none is named.
-    with pytest.raises(UserError, match=r"batch_size is 0, must be at least 1[^o]*$"):
+    with pytest.raises(UserError, match=r"batch_size is 0, must be at least 1\n"):
         check_fields(EngineConfig(batch_size=0), "data.engine")
