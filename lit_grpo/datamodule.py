@@ -486,8 +486,27 @@ class RolloutDataModule(pl.LightningDataModule):
                 check_sync=self._requirements.check_sync,
                 sync_prompts=self._shortest_prompts(SYNC_PROMPTS),
                 longest_completion=self._max_new_tokens,
+                on_phase=self._tell_phase,
             )
         return self._producer
+
+    def describe_run(self) -> dict[str, str]:
+        """Return where rollouts come from, text by name, for whoever shows a run that begins."""
+        if self._supervised:
+            return {"engine": "none: the completions are the solutions of the prompts"}
+        config = self.engine_config
+        engine = config.custom_engine or config.name
+        if config.name.startswith("vllm") and config.custom_engine is None:
+            engine += f", {config.dtype}" if config.dtype != "auto" else ""
+            engine += f", {config.processes} processes" if config.processes != 1 else ""
+        rewards = ", ".join(one.name + (f" x {one.weight:g}" if one.weight != 1 else "") for one in self.rewards)
+        return {"engine": engine, "rewards": rewards}
+
+    def _tell_phase(self, phase: str) -> None:
+        # Any callback may have the hook, such as the progress display of the command line.
+        for callback in getattr(self.trainer, "callbacks", ()):
+            if hasattr(callback, "on_phase"):
+                callback.on_phase(phase)
 
     @property
     def engine_context(self) -> EngineContext:

@@ -38,6 +38,7 @@ from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
+from lit_grpo.learner.description import batch_in_words, memory_in_words, parameter_count
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metrics
@@ -633,6 +634,25 @@ class LitGRPO(pl.LightningModule):
                 mends_lost_weights=self._do_callbacks_mend_lost_weights,
             )
         return self._optimizer_stepper
+
+    def describe_run(self) -> dict[str, str]:
+        """Return what is trained and how, text by name, for whoever shows a run that begins."""
+        config, context = self.policy_config, self._context
+        facts = {"recipe": self.objective.name}
+        found = {"model": self._policy.model, "critic": self.critic}
+        for name, model in ((name, model) for name, model in found.items() if model is not None):
+            facts[name] = parameter_count(model)
+        facts["model"] = f"{config.path or 'tiny, of random weights'}: {facts['model']}"
+        if context is not None:
+            facts["batch"] = batch_in_words(
+                context.prompts_per_rollout,
+                context.group_size,
+                self.updates_per_rollout * self.objective.passes,
+                self.minibatch_prompts,
+            )
+        models = (self._policy, self.critic, self.reference, *self._frozen_reference)
+        facts["memory"] = memory_in_words(models, self.optimizer_config)
+        return facts
 
     # ---------------------------------------------------------------------------------------------- one rollout
 

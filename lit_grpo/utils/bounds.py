@@ -163,7 +163,15 @@ def _check_number(value: Any, options: tuple[Any, ...], bound: Bound | None, key
         wanted = "finite" if not math.isfinite(number) and str(bound) == "finite" else str(bound)
         if not math.isfinite(number) and wanted != "finite":
             wanted += " and finite"
+        if words := _words(options):
+            wanted += f", or {' or '.join(words)}"
         raise UserError(f"{_name(key)} is {_shown(value)}, must be {wanted}", where=key, remedy=remedy)
+
+
+def _words(options: tuple[Any, ...]) -> list[str]:
+    """List the words that may stand in the place of a number."""
+    literals = (option for option in options if typing.get_origin(option) is typing.Literal)
+    return [word for literal in literals for word in typing.get_args(literal) if isinstance(word, str)]
 
 
 def _as_float(value: Any) -> float:
