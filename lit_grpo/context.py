@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from lit_grpo.errors import UserError
-from lit_grpo.types import Rollout
+from lit_grpo.types import Rollout, WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,8 +102,11 @@ class RolloutLearner(Protocol):
         """
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights as (transformers name, full tensor)."""
+    def named_weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights as (transformers name, full tensor).
+
+        ``form`` is given only where a policy with adapters trains (``data.engine.adapters: hot``).
+        """
         ...
 
 

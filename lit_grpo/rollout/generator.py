@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
+from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine, weights_for
 from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
-from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
+from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score, WeightForm
 from lit_grpo.utils.memory import is_out_of_memory, message_of, out_of_memory_error
 from lit_grpo.utils.random import derive_seed
 from lit_grpo.utils.text import completion_text
@@ -60,8 +60,8 @@ class PolicySource(Protocol):
     policy_version: int
     """Number of training steps that the weights have behind them."""
 
-    def named_weights(self) -> NamedWeights:
-        """Yield the weights under their transformers names, adapters merged in."""
+    def named_weights(self, form: WeightForm = "merged") -> NamedWeights:
+        """Yield the weights under their transformers names, adapters as ``form`` says."""
         ...
 
 
@@ -298,7 +298,7 @@ class RolloutGenerator:
         return time.perf_counter() - started
 
     def _sync_as_of(self, version: int) -> None:
-        self.engine.sync(self.policy.named_weights(), version)
+        self.engine.sync(weights_for(self.engine, self.policy), version)
 
     def _sample_a_little(self) -> Rollout:
         """Have the engine sample the beginnings of a few completions at temperature 1; they have no rewards."""

@@ -53,3 +53,16 @@ def test_a_run_through_a_death_is_the_undisturbed_one(tmp_path: Path, monkeypatc
     assert killer.killed
     assert again.ids == seen.ids
     assert torch.equal(tiny.weights(several), tiny.weights(alone))
+
+
+# -------------------------------------------------------------------------------------------------- adapters
+
+
+class Agreement(pl.Callback):
+    """The largest gap, in nats, between what engine and learner say of a token, step by step."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.gaps.append(float(pl_module.step_metrics["sampler_mismatch/logprob_diff_max"]))
