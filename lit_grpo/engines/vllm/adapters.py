@@ -75,16 +75,10 @@ def adapter_rank(lora: Any, config: VLLMEngineConfig) -> int | None:
     return int(lora.rank)
 
 
-def engine_arguments(rank: int, layers: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of ``vllm.EngineArgs`` for one adapter at a time.
-
-    Args:
-        rank: of the adapter.
-        layers: transformers names of the layers that have one.
-    """
+def engine_arguments(rank: int) -> dict[str, Any]:
+    """Return the arguments of ``vllm.EngineArgs`` for one adapter of a rank at a time."""
+    # No lora_target_modules: vLLM 0.26 knows layers that it fuses (qkv_proj) by its own names alone.
     return {
-        # vLLM would otherwise put its own around every layer that could have one, experts of mixtures included.
-        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
         "enable_lora": True,
         "max_lora_rank": next(known for known in RANKS if known >= rank),
         "max_loras": 1,
@@ -106,7 +100,7 @@ class HotAdapters:
         layers: transformers names of the layers that have an adapter.
 
     Raises:
-        UserError: vLLM has no place for the adapter of a layer.
+        UserError: vLLM has no place for the adapter of a layer, or the model is a mixture of experts.
     """
 
     def __init__(self, llm: Any, layers: Sequence[str]) -> None:
@@ -117,6 +111,13 @@ class HotAdapters:
         """What tells vLLM to sample with the present adapters; None: there are none."""
         self.holds_base = False
         """Whether the weights below the adapters have come, so that a sync needs no more than the adapters."""
+        if experts := llm.collective_rpc(_experts)[0]:
+            raise UserError(
+                f"vLLM puts layers for adapters around the experts of a mixture ({experts[0]}) too, and with these in "
+                "place it does not take over the experts' weights",
+                where=KEY,
+                remedy=_MERGED,
+            )
         if missing := llm.collective_rpc(lambda worker: _without_place(worker, layers))[0]:
             raise UserError(
                 f"vLLM has no place for adapters of {len(missing)} of {len(layers)} layers of this model, the first of "
@@ -251,9 +252,11 @@ def _layer(name: str) -> str:
 def _renaming(model: Any) -> Any:
     """Return the mapping from transformers' names of layers to vLLM's, where they differ."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    # Some versions tell renaming from stacking, which is the adapter manager's.
-    rename = getattr(mapper, "get_rename_mapper", None)
-    return mapper if rename is None else rename()
+    # Without what goes into one fused layer, which is the adapter manager's. vLLM 0.26 calls it by the second name.
+    for part in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, part):
+            return getattr(mapper, part)()
+    return mapper
 
 
 def _places(manager: Any) -> dict[str, tuple[Any, int]]:
@@ -285,6 +288,11 @@ def _check_arrived(expected: Mapping[str, tuple[Tensor, Tensor]], places: Mappin
     if wrong and bool(torch.stack(list(wrong.values())).any()):
         name = next(name for name, bad in wrong.items() if bool(bad))
         raise ValueError(f"vLLM did not take over the adapter of {name}")
+
+
+def _experts(worker: Any) -> list[str]:
+    """Return the names of vLLM's layers of experts that it has put a layer for adapters around."""
+    return [name for name in worker.model_runner.lora_manager._adapter_manager.modules if name.endswith(".experts")]
 
 
 def _without_place(worker: Any, layers: Sequence[str]) -> list[str]:

@@ -154,7 +154,7 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
         }
         if adapter_rank is not None:
-            args |= engine_arguments(adapter_rank, adapted_layers)
+            args |= engine_arguments(adapter_rank)
         # One of several processes: vLLM must take this one's device, and not make a process group of its own.
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if tensor_parallel_size > 1 or several:

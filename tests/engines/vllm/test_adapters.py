@@ -106,6 +106,28 @@ def test_what_cannot_be_had_is_refused_before_a_model_is_loaded(
     assert remedy in str(found.value.remedy)
 
 
+@pytest.mark.vllm
+def test_an_adapter_for_which_vllm_has_no_place_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    policy = make_policy()
+    monkeypatch.setattr(
+        "lit_grpo.engines.vllm.settings.adapted_layers", lambda context: ("model.layers.0.mlp.up_proj", "model.mixer")
+    )
+    with pytest.raises(UserError, match=r"no place for adapters of 1 of 2 layers.*model\.mixer") as found:
+        make(policy)
+    assert "adapters: merged" in str(found.value.remedy)
+
+
+# vLLM makes the groups of experts for the first model of a process: no other engine may be open.
+@pytest.mark.vllm
+def test_a_mixture_of_experts_is_refused_at_the_start() -> None:
+    pytest.importorskip("peft")
+    tiny = TinyModel(width=64, heads=2, max_position=256, experts=4)
+    with pytest.raises(UserError, match=r"around the experts of a mixture.*mlp\.experts") as found:
+        make(Policy(load_model(PolicyConfig(tiny=tiny, lora=LORA))))
+    assert "adapters: merged" in str(found.value.remedy)
+
+
 # -------------------------------------------------------------------------------------------------- vLLM
 
 
@@ -214,15 +236,3 @@ def test_adapters_that_do_not_fit_stop_sampling_until_all_comes_anew(
         engine.sync(policy.named_weights("adapters"), 8)
     engine.sync(weights_for(engine, policy), 9)
     assert gap(engine, policy) < ROUNDING
-
-
-@pytest.mark.vllm
-def test_an_adapter_for_which_vllm_has_no_place_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("peft")
-    policy = make_policy()
-    monkeypatch.setattr(
-        "lit_grpo.engines.vllm.settings.adapted_layers", lambda context: ("model.layers.0.mlp.up_proj", "model.mixer")
-    )
-    with pytest.raises(UserError, match=r"no place for adapters of 1 of 2 layers.*model\.mixer") as found:
-        make(policy)
-    assert "adapters: merged" in str(found.value.remedy)

@@ -335,7 +335,7 @@ def test_processes_that_die_again_and_again_end_the_run(pair: Any, models: Any) 
         patch.setattr("lit_grpo.engines.vllm_processes.group.RESTARTS", 0)
         running = pair.generate(requests(4), SAMPLING)
         os.kill(pids(pair)[0], signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"died 1 times(.|\n)*log of the engine processes \(.*\.log\)"):
+        with pytest.raises(EngineError, match=r"died or hung 1 times(.|\n)*log of the engine processes \(.*\.log\)"):
             list(running)
         with pytest.raises(EngineError, match="died again and again"):
             pair.generate(requests(1), SAMPLING)
