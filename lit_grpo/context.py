@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from lit_grpo.errors import UserError
-from lit_grpo.types import Rollout, WeightForm
+from lit_grpo.types import Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,10 +102,10 @@ class RolloutLearner(Protocol):
         """
         ...
 
-    def named_weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights as (transformers name, full tensor).
 
-        ``form`` is given only where a policy with adapters trains (``data.engine.adapters: hot``).
+        Where adapters come by themselves (``data.engine.adapters: hot``) a :class:`lit_grpo.types.WeightForm` is given.
         """
         ...
 

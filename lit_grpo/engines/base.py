@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -69,18 +69,18 @@ class AdapterEngine(RolloutEngine, Protocol):
 
 
 class WeightSource(Protocol):
-    """Gives a policy's weights in each form; one without adapters need not know of any."""
+    """Gives a policy's weights; one with adapters also takes the form that they are to have."""
 
-    def named_weights(self, form: WeightForm = "merged") -> NamedWeights:
-        """Yield the weights under their transformers names, adapters as :class:`WeightForm` says."""
+    # Without the argument of EnginePolicy's: a learner of another project that has no adapters need not know of it.
+    def named_weights(self) -> NamedWeights:
+        """Yield the weights under their transformers names, adapters merged in."""
         ...
 
 
 def weights_for(engine: RolloutEngine, source: WeightSource) -> NamedWeights:
     """Return the weights of ``source`` in the form that the engine wants in its next sync."""
     form = engine.wanted_weights if isinstance(engine, AdapterEngine) else "merged"
-    # A learner without adapters, of another project, need not take the argument.
-    return source.named_weights() if form == "merged" else source.named_weights(form)
+    return source.named_weights() if form == "merged" else cast(EnginePolicy, source).named_weights(form)
 
 
 class RouterRecorder(Protocol):

@@ -17,7 +17,7 @@ from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, Slee
 from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
-from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score, WeightForm
+from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sampling, Score
 from lit_grpo.utils.memory import is_out_of_memory, message_of, out_of_memory_error
 from lit_grpo.utils.random import derive_seed
 from lit_grpo.utils.text import completion_text
@@ -60,8 +60,11 @@ class PolicySource(Protocol):
     policy_version: int
     """Number of training steps that the weights have behind them."""
 
-    def named_weights(self, form: WeightForm = "merged") -> NamedWeights:
-        """Yield the weights under their transformers names, adapters as ``form`` says."""
+    def named_weights(self) -> NamedWeights:
+        """Yield the weights under their transformers names, adapters merged in.
+
+        Where the engine wants them otherwise a :class:`lit_grpo.types.WeightForm` is given.
+        """
         ...
 
 

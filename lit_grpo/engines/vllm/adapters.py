@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def bare(model: nn.Module) -> Iterator[nn.Module]:
         if isinstance(child, BaseLayerWithLoRA)
     ]
     for parent, name, child in taken:
-        parent._modules[name] = child.base_layer
+        parent._modules[name] = cast(nn.Module, child.base_layer)
     try:
         yield model
     finally:

@@ -64,7 +64,7 @@ def test_the_forms_of_a_policys_weights_are_the_same_model() -> None:
     pytest.importorskip("peft")
     policy = make_policy()
     train(policy, 1)
-    merged, apart, alone = (dict(policy.named_weights(form)) for form in ("merged", "apart", "adapters"))  # type: ignore[arg-type]
+    merged, apart, alone = (dict(policy.named_weights(form)) for form in ("merged", "apart", "adapters"))
     assert list(apart)[-len(alone) :] == list(alone), "the adapters come last"
     assert {name for name in apart if name not in alone} == merged.keys()
     changed = 0
