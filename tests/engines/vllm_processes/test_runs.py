@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,9 @@ from lit_grpo.engines import EngineConfig
 from lit_grpo.policy import LoraConfig, PolicyConfig, TinyModel
 from lit_grpo.types import Completion, Rollout, Sampling
 from tests import tiny
+from tests.engines.vllm_processes.test_process import alive, below
+from tests.paths import ROOT
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -143,3 +148,51 @@ def test_a_run_with_adapters_by_themselves_is_the_run_with_merged_ones() -> None
     assert max(agreement.gaps) < ROUNDING
     assert seen.ids == expected.ids
     torch.testing.assert_close(tiny.weights(module), tiny.weights(merged), rtol=1e-3, atol=1e-5)
+
+
+CONFIG = """
+model:
+  policy: {{tiny: {{layers: 2, width: 64, heads: 2}}}}
+data:
+  prompts: {{class_path: lit_grpo.data.AdditionPrompts, init_args: {{digits: 1}}}}
+  rewards: [{{class_path: tests.tiny.EvenReward}}]
+  group_size: 4
+  prompts_per_rollout: 4
+  rollouts: 100000
+  sampling: {{max_new_tokens: 40}}
+  engine: {{name: vllm, processes: 2, max_num_seqs: 8, args: {{kv_cache_memory_bytes: 67108864}}}}
+trainer: {{accelerator: cpu, logger: {{class_path: lit_grpo.tracking.RunLogger, init_args: {{run_dir: {folder},
+  tracking_uri: none}}}}}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_a_run_that_is_ended_from_outside_leaves_no_process(tmp_path: Path, way: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=folder))
+    with (tmp_path / "shown").open("w") as shown:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "lit_grpo.cli.main", "fit", "--config", str(tmp_path / "run.yaml")],
+            cwd=ROOT,
+            stdout=shown,
+            stderr=shown,
+            start_new_session=True,
+        )
+    try:
+        metrics = folder / "metrics.jsonl"
+        wait_until(
+            lambda: run.poll() is not None or (metrics.is_file() and metrics.stat().st_size > 0), "a step", seconds=300
+        )
+        assert run.poll() is None, (tmp_path / "shown").read_text()
+        started = below(run.pid)
+        engines = [pid for pid in started if b"vllm_processes.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(engines) == 4, "two, and the supervisor of each"
+        # As the terminal does it, to the whole group in the foreground.
+        os.killpg(run.pid, way)
+        code = run.wait(timeout=120)
+    finally:
+        run.kill()
+        run.wait()
+    assert code == (-9 if way is signal.SIGKILL else 130)
+    wait_until(lambda: not any(map(alive, started)), f"the end of {started}", seconds=60)
