@@ -56,7 +56,7 @@ def engine_dtype(dtype: str, learner_dtype: str) -> str:
 
 def engine_options(context: EngineContext, config: VLLMEngineConfig) -> dict[str, Any]:
     """Return the arguments of :class:`lit_grpo.engines.vllm.engine.VLLMEngine` for a run, all plain values."""
-    rank = adapter_rank(context.policy_config.lora, config)
+    rank = None if config.adapters == "merged" else adapter_rank(context.policy_config.lora, config)
     return {
         "adapter_rank": rank,
         "adapted_layers": () if rank is None else adapted_layers(context),

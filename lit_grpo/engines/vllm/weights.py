@@ -81,7 +81,7 @@ def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    if not _on_cuda() or vllm_config.model_config.quantization is not None:
+    if not _on_cuda() or vllm_config.model_config.quantization is not None or vllm_config.lora_config is not None:
         return False
     # The scales of a quantized cache are set by a reload.
     if vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES:
