@@ -208,7 +208,7 @@ class RolloutDataModule(pl.LightningDataModule):
         # Supervised fine-tuning samples and scores nothing: without an evaluation it needs no engine and no rewards.
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
             check_rewards(self.rewards)
-            check_engine(self.engine_config, self._needs_experts)
+            check_engine(self.engine_config, self._needs_experts, self.learner.policy_config.lora)
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
                 reward.start()

@@ -34,7 +34,7 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
-from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
+from lit_grpo.learner.budget import RAISE_AFTER, GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
@@ -73,7 +73,7 @@ from lit_grpo.policy.model.load import check_policy, check_replay, load_model, l
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import refuse_spawning
-from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
+from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult, WeightForm
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.arguments import explained
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
@@ -711,6 +711,11 @@ class LitGRPO(pl.LightningModule):
         if self.trainer.world_size > 1:
             self._agree_on_budget()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
+        if self.budget.end_rollout():
+            rank_zero_info(
+                f"memory has sufficed for {RAISE_AFTER} rollouts: micro-batches may have {self.budget.tokens:,} tokens "
+                "again. Where it runs out once more, the smaller bound stays"
+            )
         self._unscored_rollouts.check(batch.index, self.step_metrics)
 
     def _agree_on_budget(self) -> None:
@@ -998,15 +1003,15 @@ class LitGRPO(pl.LightningModule):
         """Skipped optimizer steps since the last that was taken."""
         return self.counters.skipped_in_a_row
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights for an engine as (transformers name, full tensor)."""
-        return self._policy.named_weights()
+    def named_weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights for an engine as (transformers name, full tensor), adapters as ``form`` says."""
+        return self._policy.named_weights(form)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         save_state(
             checkpoint,
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
-            micro_batch_tokens=self.budget.tokens,
+            budget=self.budget.state(),
             objective=self.objective_state.to_dict(),
             best_held_out=self._best_held_out,
             logged_keys=self._logged_keys,
@@ -1032,8 +1037,9 @@ class LitGRPO(pl.LightningModule):
             # Rewards, too, may be others than those it was saved with.
             self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
         # Who has set another bound since means that one.
-        if checkpoint.get("hyper_parameters", {}).get("micro_batch_tokens") == self.micro_batch_tokens:
-            self.budget.lower_to(state.micro_batch_tokens)
+        same_bound = checkpoint.get("hyper_parameters", {}).get("micro_batch_tokens") == self.micro_batch_tokens
+        if same_bound and state.budget is not None:
+            self.budget.restore(state.budget)
         self._best_held_out = state.best_held_out
         self._logged_keys = set(state.logged_keys)
         self._restored_random_state = state.random

@@ -70,6 +70,11 @@ class Request:
     """One non-negative seed below 2**63 per sample. Equal seeds, weights and engine give equal tokens."""
 
 
+WeightForm = Literal["merged", "apart", "adapters"]
+"""What a stream of a policy's weights holds: its weights with adapters ``merged`` in; the weights below the adapters
+first and then, ``apart``, the adapters; or the ``adapters`` alone. Without adapters there is the first form alone."""
+
+
 # No slots: jsonargparse reads the defaults from __dict__.
 @dataclass(frozen=True)
 class Sampling:

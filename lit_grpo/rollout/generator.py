@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
+from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine, weights_for
 from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
@@ -61,7 +61,10 @@ class PolicySource(Protocol):
     """Number of training steps that the weights have behind them."""
 
     def named_weights(self) -> NamedWeights:
-        """Yield the weights under their transformers names, adapters merged in."""
+        """Yield the weights under their transformers names, adapters merged in.
+
+        Where the engine wants them otherwise a :class:`lit_grpo.types.WeightForm` is given.
+        """
         ...
 
 
@@ -303,7 +306,7 @@ class RolloutGenerator:
         return time.perf_counter() - started
 
     def _sync_as_of(self, version: int) -> None:
-        self.engine.sync(self.policy.named_weights(), version)
+        self.engine.sync(weights_for(self.engine, self.policy), version)
 
     def _sample_a_little(self) -> Rollout:
         """Have the engine sample the beginnings of a few completions at temperature 1; they have no rewards."""
