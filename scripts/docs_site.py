@@ -7,7 +7,9 @@ import re
 from typing import Any
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
-FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
+FORMULA = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\(?P<kind>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

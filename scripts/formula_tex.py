@@ -12,7 +12,16 @@ _GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "Δ": "Delta", "ε": "epsilon", "η": "eta", "λ": "lambda",
     "μ": "mu", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau",
 }  # fmt: skip
-_SIGNS = {"\x01": r"\dfrac{", "\x02": "}{", "\x03": "}", "±": r"\pm", "½": r"\tfrac{1}{2}", "²": "^2", "<": "<", ">": ">"}
+_SIGNS = {
+    "\x01": r"\dfrac{",
+    "\x02": "}{",
+    "\x03": "}",
+    "±": r"\pm",
+    "½": r"\tfrac{1}{2}",
+    "²": "^2",
+    "<": "<",
+    ">": ">",
+}
 _FUNCTIONS = ("min", "max", "clip", "exp", "log", "sign", "sg", "sigmoid", "mean", "GAE", "NLL", "overlong")
 _NAMES = ("KL", "GMPO", "cap")
 # Of two letters, and two indices and no word.
@@ -111,20 +120,20 @@ def _term(match: re.Match[str], opens: bool) -> str:
 def _fractions(text: str) -> str:
     """Mark ``(1/X)``, a fraction in brackets of its own, by characters that stand for its three borders."""
     inner = r"[^()\s][^()]*?(?:\([^()]*\))?"
-    text = re.sub(rf"\((1|4)/\(([^()]*)\)\)", "\x01\\1\x02\\2\x03", text)
+    text = re.sub(r"\((1|4)/\(([^()]*)\)\)", "\x01\\1\x02\\2\x03", text)
     return re.sub(rf"\((1|4)/({inner})\)", "\x01\\1\x02\\2\x03", text)
 
 
 def _is_prose(match: re.Match[str], rest: list[re.Match[str]], within: bool) -> bool:
     word = match["word"]
-    if match["below"] or word in _FUNCTIONS and rest and rest[0][0] in ("(", " ", "_"):
+    if match["below"] or (word in _FUNCTIONS and rest and rest[0][0] in ("(", " ", "_")):
         # "mean over prompts" and "by the sign of A" speak of functions, and apply none.
         return word in ("mean", "sign") and not match["below"] and len(rest) > 1 and len(rest[1]["word"] or "") > 1
     if word in (*_NAMES, "lp"):
         return False
     # One small letter is a symbol, but an article between words.
     if word == "a":
-        return within or len(rest) > 1 and len(rest[1]["word"] or "") > 1
+        return within or (len(rest) > 1 and len(rest[1]["word"] or "") > 1)
     return len(word) > 1 and word != "ret"
 
 

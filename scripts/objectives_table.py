@@ -60,11 +60,11 @@ but the ratio inside $F$ (and $\\log\\pi$ where there is no ratio) is detached. 
 step, over micro-batches and ranks. With one update per rollout the ratio is $\\pi/\\mathrm{sg}(\\pi)$, so no clip acts
 and no pass for old log-probabilities is made.
 
-Symbols: $\\rho = \\pi / \\pi_{\\mathrm{old}}$ of a token, $s_i$ its geometric mean over a completion, $d$ the logarithm of
-$\\rho$, $r$ reward, $A$ advantage, $n_i$ tokens, $N$ completions, $B$ tokens of the step, $\\mu_g$ and $\\sigma_g$ mean and
-standard deviation of the rewards of one prompt, $H$ entropy, $\\operatorname{sg}$ a value without gradient. Positives
-($A^{+}$, $r > 0$, $\\operatorname{sign}(r) = 1$) are the correct completions: those that the primary reward calls right,
-whatever the total reward.
+Symbols: $\\rho = \\pi / \\pi_{\\mathrm{old}}$ of a token, $d = \\log\\rho$, $s_i$ the geometric mean of $\\rho$ over a
+completion, $r$ reward, $A$ advantage, $n_i$ tokens, $N$ completions, $B$ tokens of the step, $\\mu_g$ and $\\sigma_g$
+mean and standard deviation of the rewards of one prompt, $H$ entropy, $\\mathrm{sg}$ a value without gradient.
+Positives ($A^{+}$, $r > 0$, $\\mathrm{sign}(r) = 1$) are the correct completions: those that the primary reward calls
+right, whatever the total reward.
 An objective that asks for them is refused in a run whose rewards do not say what is right.
 
 ## Recipes
@@ -216,7 +216,14 @@ def recipes_table() -> str:
     """One row for each recipe."""
     rows = ["| recipe | formula | parts | when to use | known failure | source |", "|---|---|---|---|---|---|"]
     for name, recipe in RECIPES.items():
-        cells = (f"`{name}`", to_markdown(recipe.formula), parts(recipe.objective), recipe.use, recipe.failure, recipe.source)
+        cells = (
+            f"`{name}`",
+            to_markdown(recipe.formula),
+            parts(recipe.objective),
+            recipe.use,
+            recipe.failure,
+            recipe.source,
+        )
         rows.append("| " + " | ".join(map(cell, cells)) + " |")
     return "\n".join(rows) + "\n\n"
 

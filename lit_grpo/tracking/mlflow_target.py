@@ -24,12 +24,13 @@ PARAM_LENGTH = 250
 """Characters of the longest parameter value that every MLflow server takes."""
 CUT_MARK = " ... (cut; whole in params.json)"
 MAIN_CURVES = {
-    "reward": "1 main/reward",
-    "val/reward": "1 main/reward held out",
-    "completions/length": "1 main/length",
-    "policy/entropy": "1 main/entropy",
+    "reward": "1 main/1 reward",
+    "val/reward": "1 main/2 reward held out",
+    "completions/length": "1 main/3 length",
+    "policy/entropy": "1 main/4 entropy",
 }
-"""Second names of the curves to look at first: MLflow's page sorts groups by name, and what has none comes last."""
+"""Second names of the curves to look at first: MLflow's page sorts groups and charts by name, and has
+what is in no group at its end."""
 IDENTITY_TAG = "lit_grpo.identity"
 """Tag that finds a run whose id was never written down, because the process died just after the run was made."""
 

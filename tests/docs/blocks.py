@@ -45,10 +45,7 @@ class Block:
             return self.text
         lines: list[str] = []
         for line in self.text.splitlines():
-            if line.startswith("$ "):
-                lines.append(line[2:])
-            # A line that goes on is typed too.
-            elif lines and lines[-1].endswith("\\") and line.startswith("> "):
+            if line.startswith("$ ") or (lines and lines[-1].endswith("\\") and line.startswith("> ")):
                 lines.append(line[2:])
         return "".join(line + "\n" for line in lines)
 

@@ -35,8 +35,10 @@ def test_what_has_no_meaning_is_refused():
 
 
 def test_no_letter_or_number_of_a_formula_is_lost():
-    greek = dict(zip("αβγδΔεηλμπρστ", "alpha beta gamma delta Delta epsilon eta lambda mu pi rho sigma tau".split(),
-                     strict=True))  # fmt: skip
+    greek = {
+        "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "Δ": "Delta", "ε": "epsilon", "η": "eta",
+        "λ": "lambda", "μ": "mu", "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau",
+    }  # fmt: skip
     for name, recipe in RECIPES.items():
         plain = re.sub("Σ", " sum ", recipe.formula).replace("lp", "log pi").replace("½", "1 2").replace("²", "2")
         plain = plain.replace("±", "pm").replace("<H>", "langle H rangle").replace("<=", "le")

@@ -43,8 +43,10 @@ RUN = (
     Real("lit-grpo export --checkpoint runs/NAME"),
     # Two rollouts show that a command works. A run of minutes shows no more of that.
     Real("lit-grpo fit --config config.yaml", "--data.rollouts 2"),
-    Real("lit-grpo fit --config configs/quickstart.yaml --config configs/quickstart/vapo.yaml",
-         "--data.rollouts 2 --model.critic.warmup_rollouts 1"),
+    Real(
+        "lit-grpo fit --config configs/quickstart.yaml --config configs/quickstart/vapo.yaml",
+        "--data.rollouts 2 --model.critic.warmup_rollouts 1",
+    ),
     Real("lit-grpo fit --config configs/quickstart.yaml", "--data.rollouts 2 --trainer.val_check_interval 1"),
     Real("lit-grpo fit --config runs/NAME/config.yaml"),
     # Of a random model few answers are right; of so many prompts some are.
@@ -181,7 +183,11 @@ def ready_environment(folder: Path) -> Path:
     venv = folder / "venv"
     (venv / "bin").mkdir(parents=True)
     state = subprocess.run(
-        f"cat {ROOT}/pyproject.toml {ROOT}/constraints.txt | cksum", shell=True, capture_output=True, text=True, check=True
+        f"cat {ROOT}/pyproject.toml {ROOT}/constraints.txt | cksum",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     (venv / ".lit-grpo-base").write_text(state, encoding="utf-8")
     _write_program(venv / "bin" / "python", f'exec {sys.executable} "$@"\n')

@@ -20,6 +20,7 @@ from lit_grpo.report.run import Ending, Headline, Run, headline, how_it_ended, m
 from lit_grpo.report.samples import choose_steps, level, visible
 from lit_grpo.run import flight
 from lit_grpo.tracking import charts
+from lit_grpo.tracking.mlflow_target import MAIN_CURVES
 from tests.report.made_up_run import END, ONSET, SEEN, make_run, write_record
 
 HOSTILE = (
@@ -434,7 +435,7 @@ def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
     folder = make_run(tmp_path / "local", findings=True)
     for step, value in enumerate([0.1, 0.2, 0.3], 1):
         client.log_metric(run_id, "reward", value, step=step, timestamp=step + 1)
-    client.log_metric(run_id, "1 main/reward", 0.3, step=3, timestamp=4)  # the second name of a main curve
+    client.log_metric(run_id, MAIN_CURVES["reward"], 0.3, step=3, timestamp=4)  # the second name of a main curve
     client.log_metric(run_id, "reward", 0.25, step=2, timestamp=9)  # trained again after a resume
     for name in ("findings.jsonl", "config.yaml", "objective.json"):
         client.log_artifact(run_id, str(folder / name))

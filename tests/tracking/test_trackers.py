@@ -54,9 +54,9 @@ def test_mlflow_has_the_whole_run(tmp_path, mlflow_runs, monkeypatch):
     assert run.data.params["data.group_size"] == "4"
     assert run.data.params["data.sampling.max_new_tokens"] == "5"
     main = sorted(key for key in run.data.metrics if key.startswith("1 main/"))
-    assert main == ["1 main/entropy", "1 main/length", "1 main/reward", "1 main/reward held out"]
+    assert main == ["1 main/1 reward", "1 main/2 reward held out", "1 main/3 length", "1 main/4 entropy"]
     assert sorted(run.data.metrics)[: len(main)] == main, "they come first"
-    for key in ("reward", "val/reward", "1 main/reward"):
+    for key in ("reward", "val/reward", "1 main/1 reward"):
         assert [point.step for point in client.get_metric_history(run.info.run_id, key)] == [1, 2], key
     assert {"env.torch", "env.host", "mlflow.user", "mlflow.source.name"} <= run.data.tags.keys()
     inputs = {one.dataset.name: one.tags[0].value for one in run.inputs.dataset_inputs}
