@@ -166,18 +166,34 @@ def of_tensorboard(work: Path) -> None:
         save(session, "tensorboard")
 
 
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Read the records of a log in LevelDB's format, which Weights & Biases writes behind a header of 7 bytes.
+
+    A record stands in one fragment, or in a first, middle ones and a last, none of which crosses a border of 32 KiB.
+    """
+    block, header, at, parts = 32768, 7, 7, []
+    while at + header <= len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts.append(data[at + header : at + header + length])
+        at += header + length
+        # 1 is a whole record, 4 the last fragment of one.
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
 def wandb_contents(work: Path) -> dict[str, Any]:
     """Count what Weights & Biases has stored offline: rollouts and keys of its history, configuration, tables."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = work.glob("wandb_files/wandb/offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     records: Counter[str] = Counter()
     steps: dict[int, set[str]] = {}
     config: set[str] = set()
-    while (data := store.scan_data()) is not None:
+    for data in log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type") or ""

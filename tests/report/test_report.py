@@ -368,8 +368,10 @@ def test_a_warning_of_the_first_step_does_not_head_a_perfect_run(tmp_path):
     assert not page.of("div", **{"class": "box warning"})
     text = page.text
     assert text.index(HEALTHY) < text.index("Earlier, over at step 25 - ▲ warning: truncation")
+    # What a person came for stands before what is long over.
+    assert text.index("Point at a curve") < text.index("Earlier, over at step 25")
     assert "truncation was seen" in text
-    others = text.partition("Other diagnoses")[2].partition("Curves")[0]
+    others = text.partition("Other diagnoses")[2].partition("Evidence")[0]
     assert "▲ warning: conflict 8 8 over at step 21 conflict was seen" in others
     assert "→ over" in text.partition("In order of time")[2]
 
