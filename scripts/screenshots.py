@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,15 @@ from tests.report.browser import MISSING, Browser, browser  # noqa: E402
 IMAGES = ROOT / "docs" / "images"
 LARGEST = 150_000
 """Bytes of the largest picture that belongs into the repository."""
+TENSORBOARD_PAGE = (
+    "/?darkMode=false&pinnedCards="
+    + urllib.parse.quote(
+        json.dumps([{"plugin": "scalars", "tag": tag} for tag in
+                    ("reward", "val/reward", "completions/length", "policy/entropy")], separators=(",", ":"))
+    )
+    + "#timeseries"
+)  # fmt: skip
+"""Path of TensorBoard's page with the main curves pinned above all others."""
 OVERLAY = """\
 trainer:
   check_val_every_n_epoch: null
@@ -147,13 +157,8 @@ def of_mlflow(work: Path, run: Path) -> None:
 
 
 def _close_assistant(session: Browser) -> None:
-    """Close the panel that MLflow opens beside every page at the first visit, where it can be found."""
-    session.run(
-        "const panel = [...document.querySelectorAll('h1,h2,h3,h4,span,div')]"
-        ".filter(e => e.innerText === 'MLflow Assistant').pop();"
-        "let box = panel; while (box && !box.querySelector('button')) box = box.parentElement;"
-        "if (box) [...box.querySelectorAll('button')].pop().click();"
-    )
+    """Close the panel that MLflow opens beside every page at the first visit."""
+    session.run("document.querySelector('[data-component-id=\"mlflow.assistant.chat_panel.close\"]')?.click()")
     time.sleep(3)
 
 
@@ -161,8 +166,8 @@ def of_tensorboard(work: Path) -> None:
     """TensorBoard's scalars, with the reward first."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", "tb", "--host", "127.0.0.1", "--port", "{port}"]
     with server(command, work) as address, browser(work / "tensorboard", 1440, 960) as session:
-        session.call("POST", "/url", {"url": f"{address}/?darkMode=false#timeseries"})
-        wait_for(session, "policy")
+        session.call("POST", "/url", {"url": address + TENSORBOARD_PAGE})
+        wait_for(session, "Pinned")
         save(session, "tensorboard")
 
 
@@ -185,11 +190,11 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = []
 
 
-def wandb_contents(work: Path) -> dict[str, Any]:
-    """Count what Weights & Biases has stored offline: rollouts and keys of its history, configuration, tables."""
+def wandb_contents(folder: Path) -> dict[str, Any]:
+    """Count what one offline run of Weights & Biases holds: rollouts and keys of its history, configuration, tables."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = work.glob("wandb_files/wandb/offline-run-*/run-*.wandb")
+    (path,) = folder.rglob("offline-run-*/run-*.wandb")
     records: Counter[str] = Counter()
     steps: dict[int, set[str]] = {}
     config: set[str] = set()
@@ -241,7 +246,7 @@ def main() -> int:
         if args.only in (None, "tensorboard"):
             of_tensorboard(work)
         if args.only in (None, "wandb"):
-            print(json.dumps(wandb_contents(work), indent=1))
+            print(json.dumps(wandb_contents(work / "wandb_files"), indent=1))
     return 0
 
 

@@ -19,6 +19,7 @@ from lit_grpo.tracking import CompletionTable, RunLogger, RunSummary, read_metri
 from lit_grpo.tracking.completions import read_rows
 from lit_grpo.tracking.environment import environment_tags, git_tags
 from lit_grpo.tracking.registry import check_run, register
+from scripts.screenshots import wandb_contents
 from tests.tiny import data, module
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -115,6 +116,12 @@ def test_wandb_gets_configuration_and_completions(tmp_path, monkeypatch):
     assert logger.experiment.config["model"]["optimizer"]["lr"] == 0.01
     logger.experiment.finish()
     assert len(list(tmp_path.rglob("completions_*.table.json"))) == 2
+    # What its server would show, from the file that would be sent there.
+    contents = wandb_contents(tmp_path)
+    assert contents["rollouts"] == 2
+    assert {"reward", "val/reward", "completions/length", "policy/entropy"} <= set(contents["keys"])
+    assert {"model", "data"} <= set(contents["configuration"])
+    assert contents["tables"] == 2
     assert Path(str(trainer.log_dir)) is not None
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "metrics.jsonl").exists()
