@@ -121,6 +121,11 @@ def save(session: Browser, name: str) -> None:
 
 def of_report(work: Path, run: Path) -> None:
     """The report on a screen, in the dark, and on a phone."""
+    # As it is written today, where the run is from another day.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-m", "lit_grpo.cli.main", "report", str(run)], cwd=work, env=environment, check=True
+    )
     page = run / "report.html"
     with browser(work / "profile", 1280, 960) as session:
         session.media()
