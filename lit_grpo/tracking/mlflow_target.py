@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,6 +277,14 @@ class MlflowTarget:
         for key, value in tags.items():
             with _final_errors():
                 self.client.set_tag(self._id, key, value[:5000])
+
+    def remove_tags(self, names: Sequence[str]) -> None:
+        with _final_errors():
+            # One that never arrived cannot be removed.
+            there = self.client.get_run(self._id).data.tags
+            for name in names:
+                if name in there:
+                    self.client.delete_tag(self._id, name)
 
     def artifact(self, path: Path, folder: str | None) -> None:
         if not path.exists():

@@ -376,6 +376,18 @@ def test_a_warning_of_the_first_step_does_not_head_a_perfect_run(tmp_path):
     assert "→ over" in text.partition("In order of time")[2]
 
 
+def test_what_a_run_ran_on_stands_with_its_configuration(tmp_path):
+    folder = run_of(tmp_path, **{"env.torch": "2.13.0", "diagnosis": "truncation", "team": "maths"})
+    (folder / "config.yaml").write_text("model: {policy: {tiny: {layers: 2, width: 128, seed: 0}}}")
+    text = page_of(folder).text
+    before, _, after = text.partition("config.yaml")
+    assert "env.torch" in after
+    assert "env.torch" not in before
+    assert "tag team maths" in before
+    assert "tag diagnosis" not in before
+    assert "policy tiny: layers 2, width 128 " in before
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [([("warning", "log"), ("critical", "log")], 2), ([("critical", "log"), ("warning", "stop")], 2),
