@@ -225,7 +225,7 @@ def _is_of_environment(tag: str) -> bool:
 
 
 def _tiny(settings: Any) -> str:
-    """Write the settings of a model that was made on the spot, as ``tiny: layers 2, width 128``; at most four of them."""
+    """Write the main settings of a model that was made on the spot, as ``tiny: layers 2, width 128``."""
     if not isinstance(settings, dict):
         return "tiny"
     shown = [f"{key} {settings[key]}" for key in ("layers", "width", "heads", "alphabet") if key in settings]

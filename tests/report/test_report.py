@@ -377,7 +377,9 @@ def test_a_warning_of_the_first_step_does_not_head_a_perfect_run(tmp_path):
 
 
 def test_what_a_run_ran_on_stands_with_its_configuration(tmp_path):
-    folder = run_of(tmp_path, **{"env.torch": "2.13.0", "diagnosis": "truncation", "team": "maths"})
+    folder = run_of(tmp_path)
+    tags = {"env.torch": "2.13.0", "diagnosis": "truncation", "team": "maths"}
+    (folder / "run.json").write_text(json.dumps({"tags": tags}))
     (folder / "config.yaml").write_text("model: {policy: {tiny: {layers: 2, width: 128, seed: 0}}}")
     text = page_of(folder).text
     before, _, after = text.partition("config.yaml")
