@@ -120,7 +120,7 @@ class EntropyMonitor(Monitor):
         trend: int = 20,
         initial_prompts: int = 100,
         initial_rollouts: int = 5,
-        driven: float = 1.35,
+        driven: float = 1.25,
         actions: dict[str, str] | None = None,
     ) -> None:
         super().__init__(actions)

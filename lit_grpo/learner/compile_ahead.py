@@ -21,6 +21,8 @@ from lit_grpo.utils import random as rng
 
 _LENGTHS = ((3, 5, 9), (4, 270, 31, 2))
 """Completions of two micro-batches of different sizes: what is alike in both may be taken for a constant."""
+_LONG = 256
+"""Tokens of a completion where a micro-batch is to be large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def compile_ahead(
     random_state = rng.get_state()
     try:
         with context:
-            for lengths in _LENGTHS:
+            for lengths in (_first_lengths(runner), *_LENGTHS[1:]):
                 _run_all(runner, _made_up(layout, lengths, runner.device), passes)
     finally:
         runner.reshard()
@@ -90,6 +92,15 @@ def _run_all(runner: ForwardRunner, inputs: PolicyInput, passes: Passes) -> None
             runner.reference(inputs, passes.temperature, "none")
         if passes.needed & {"values", "final_values"}:
             runner.values(inputs)
+
+
+def _first_lengths(runner: ForwardRunner) -> tuple[int, ...]:
+    """Return the completions of the micro-batch that code is made for, in numbers that it then takes to vary."""
+    if torch.device(runner.device).type != "cuda":
+        return _LENGTHS[0]
+    # How the sum over a vocabulary is divided among the parts of a card depends on the number of tokens that the
+    # compiler sees first. A few would leave the run with code for a few: about one chunk of logits is what it has.
+    return (_LONG,) * max(1, runner.policy.logits_chunk // _LONG) + (9,)
 
 
 def _made_up(layout: Layout, lengths: tuple[int, ...], device: torch.device | str) -> PolicyInput:

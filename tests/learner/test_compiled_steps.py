@@ -99,8 +99,10 @@ def test_forty_steps_of_natural_lengths_compile_nothing(monkeypatch):
         {"objective": ObjectiveConfig(recipe="ppo"), "critic": CriticConfig(backbone="shared", warmup_rollouts=1)},
         {"objective": ObjectiveConfig(entropy_coef=0.1), "updates_per_rollout": 2, "minibatch_prompts": 2},
         {"policy": PolicyConfig(tiny=tiny.TINY, compile=True, logits_chunk=16), "micro_batch_tokens": 100},
+        # More tokens than a chunk holds, which no micro-batch has before the first rollout.
+        {"policy": PolicyConfig(tiny=tiny.TINY, compile=True, logits_chunk=330), "micro_batch_tokens": 1200},
     ],
-    ids=["critic", "shared backbone", "entropy", "chunks"],
+    ids=["critic", "shared backbone", "entropy", "chunks", "large chunks"],
 )
 def test_nor_do_those_of_other_objectives(monkeypatch, changes):
     graphs = fit(monkeypatch, 12, **changes)

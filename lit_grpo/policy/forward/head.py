@@ -190,8 +190,9 @@ Stats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool, compiled: bool) -> Stats:
     # The compiler makes code of its own for a size of 1, which a last chunk may have in the midst of a run.
-    compute = compiling.compiled(_kernel_stats) if compiled and len(target) > 1 else _reference_stats
-    return compute(logits, target, temperature, entropy, squares)
+    if not compiled or len(target) <= 1:
+        return _reference_stats(logits, target, temperature, entropy, squares)
+    return compiling.compiled(_kernel_stats)(logits.detach(), _own(target), temperature, entropy, squares)
 
 
 def _gradient(
@@ -205,8 +206,19 @@ def _gradient(
     temperature: float,
     compiled: bool,
 ) -> Tensor:
-    compute = compiling.compiled(_kernel_gradient) if compiled and len(target) > 1 else _reference_gradient
-    return compute(logits, target, log_total, scaled, entropies, grad_logprob, grad_entropy, temperature)
+    of_tokens = target, log_total, scaled, entropies, grad_logprob
+    if not compiled or len(target) <= 1:
+        return _reference_gradient(logits, *of_tokens, grad_entropy, temperature)
+    own = (_own(tensor) for tensor in of_tokens)
+    grad_entropy = None if grad_entropy is None else _own(grad_entropy)
+    return compiling.compiled(_kernel_gradient)(logits.detach(), *own, grad_entropy, temperature)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the values of tokens, [m] or [m, 1], as a tensor that is part of no other one."""
+    # The compiler looks at where in another tensor a view begins and how large that one is, and makes code anew for
+    # the second chunk, for the first one that is not the last, and so on.
+    return tensor.detach().clone() if tensor._is_view() else tensor.detach()
 
 
 def _reference_stats(logits: Tensor, target: Tensor, temperature: float, entropy: bool, squares: bool) -> Stats:

@@ -98,10 +98,10 @@ def entropy_moves(factor: float, from_: int = 20) -> Callable[[int], Step]:
     ("coefficient", "factor", "kind"),
     [
         (0.5, 1.4, "entropy_paid"),
-        (0.5, 1.3, None),
+        (0.5, 1.2, None),
         (0.5, 0.5, None),
         (-0.5, 0.7, "entropy_punished"),
-        (-0.5, 0.78, None),
+        (-0.5, 0.84, None),
         (-0.5, 1.4, None),
         (0.0, 1.4, None),
         (0.0, 0.5, None),
@@ -157,8 +157,8 @@ def test_an_entropy_term_is_critical_where_the_reward_is_lost_or_the_policy_rand
         monitor = knowing(monitors.EntropyMonitor(), entropy_coef=coefficient)
         name = "entropy_paid" if coefficient > 0 else "entropy_punished"
         assert [f[2] for f in said(monitor, lost(factor), 60) if f[1] == name] == ["warning", "critical"]
-    # Above 2 * 1.35 times its beginning, with the reward as it was.
-    for factor, severity in ((2.6, "warning"), (2.8, "critical")):
+    # Above 2 * 1.25 times its beginning, with the reward as it was.
+    for factor, severity in ((2.4, "warning"), (2.6, "critical")):
         monitor = knowing(monitors.EntropyMonitor(), entropy_coef=0.5)
         assert (22, "entropy_paid", severity) in said(monitor, entropy_moves(factor), 60)
 
