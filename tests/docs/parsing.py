@@ -161,6 +161,14 @@ def check_inline(text: str) -> None:
 
         names = {command.name for command in COMMANDS}
         assert words[1] in names or words[1] == "--version", f"there is no {words[0]} {words[1]}"
+        # The other commands take every key of the configuration, too.
+        own = [
+            path for path in (ROOT / "lit_grpo/commands").glob(f"{words[1]}*") if words[1] not in ("check", "filter")
+        ]
+        files = [file for path in own for file in ([path] if path.is_file() else path.glob("*.py"))]
+        source = "".join(file.read_text(encoding="utf-8") for file in files)
+        for option in (word.partition("=")[0] for word in words[2:] if files and word.startswith("--")):
+            assert f'"{option}"' in source, f"lit-grpo {words[1]} has no {option}"
         return
     if words[0] == "-m":
         return
