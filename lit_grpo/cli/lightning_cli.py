@@ -7,10 +7,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -348,6 +349,29 @@ class TrainingCLI(LightningCLI):
                 logger.continue_run(folder)
 
 
+class ParseOnlyCLI(TrainingCLI):
+    """CLI that parses the configuration of ``fit`` and builds nothing of it.
+
+    Args:
+        argv: the arguments that ``fit`` would get.
+        layers: the configuration files, already read.
+    """
+
+    def __init__(self, argv: Sequence[str], layers: Sequence[Layer]) -> None:
+        super().__init__("fit", argv, layers)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration with every default filled in, as nested dictionaries."""
+        return settings_in(self.config["fit"])
+
+    def instantiate_classes(self) -> None:
+        return
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        return
+
+
 class BuildOnlyCLI(TrainingCLI):
     """CLI that builds the model, data, strategy and precision of ``fit`` and runs nothing; its Trainer writes nothing.
 
@@ -358,6 +382,8 @@ class BuildOnlyCLI(TrainingCLI):
         layers: the configuration files, already read.
         callbacks: the Trainer's only callbacks; those of the configuration are left out.
         datamodule_class: RolloutDataModule or a subclass.
+        before: is given the configuration, with every default filled in, as nested dictionaries, before anything is
+            built.
         trainer_settings: further arguments of the Trainer, over those of the configuration.
     """
 
@@ -367,10 +393,16 @@ class BuildOnlyCLI(TrainingCLI):
         layers: Sequence[Layer],
         callbacks: Sequence[Callback] = (),
         datamodule_class: type[RolloutDataModule] = RolloutDataModule,
+        before: Callable[[dict[str, Any]], None] | None = None,
         **trainer_settings: Any,
     ) -> None:
-        self._own_callbacks, self._own_settings = list(callbacks), trainer_settings
+        self._own_callbacks, self._own_settings, self._before = list(callbacks), trainer_settings, before
         super().__init__("fit", argv, layers, LitGRPO, datamodule_class)
+
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        if self._before is not None:
+            self._before(settings_in(self.config["fit"]))
 
     def _run_subcommand(self, subcommand: str) -> None:
         return
@@ -383,6 +415,19 @@ class BuildOnlyCLI(TrainingCLI):
         }  # fmt: skip
         # Not TrainingCLI's, which would add the callbacks that write.
         return LightningCLI._instantiate_trainer(self, config, self._own_callbacks)
+
+
+def settings_in(config: Any) -> dict[str, Any]:
+    """Make nested dictionaries of a parsed configuration."""
+    return {name: _plain(value) for name, value in vars(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Namespace):
+        return settings_in(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 class _ParserIsBuiltError(Exception):

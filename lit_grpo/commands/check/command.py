@@ -18,9 +18,11 @@ EXAMPLES = """\
 Everything else is as for `lit-grpo fit`: several --config, and any key as --data.group_size 16.
 Nothing is written but the table, FILE, and with data.engine.processes: auto on a card how many engine processes are
 fastest there (~/.cache/lit-grpo), which later runs take. The exit code is 0 if nothing failed, else 1; 2 for bad input.
+What the run needs (model, data, packages, cards, memory, disk) is said first, from the settings alone.
 
 examples:
   lit-grpo check --config configs/quickstart.yaml
+  lit-grpo check --config configs/papers/dapo.yaml --needs     # for a run on other machines; fetches and loads nothing
   lit-grpo check --config configs/gsm8k_smollm2_cpu.yaml --prompts 16 --json check.json
 """
 
@@ -32,6 +34,7 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--prompts", metavar="N", type=int, default=32, help="prompts to sample from (32)")
     parser.add_argument("--gold-format", metavar="TEXT", help="how the verifier wants an answer, with {answer} in it")
     parser.add_argument("--no-step", action="store_true", help="leave out the training step: no memory, no time")
+    parser.add_argument("--needs", action="store_true", help="say what the run needs, and load and fetch nothing")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args, fit_argv = parser.parse_known_args(argv)
     if args.prompts < 1:
@@ -42,15 +45,29 @@ def run(command: str, argv: list[str]) -> int:
     fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
     layers = read_configuration("fit", fit_argv, parser.options())
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
-    from lit_grpo.cli.lightning_cli import BuildOnlyCLI
+    from lit_grpo.cli.lightning_cli import BuildOnlyCLI, ParseOnlyCLI
+    from lit_grpo.commands.check.needs import needs
     from lit_grpo.commands.check.preflight import Preflight
     from lit_grpo.commands.check.prompts import rendered
     from lit_grpo.commands.check.result import Result, show, write_json
 
+    about: dict[str, Any] = {"config": config_files(fit_argv, "fit"), "prompts": args.prompts}
+    if args.needs:
+        needed = needs(ParseOnlyCLI(fit_argv, layers).settings)
+        show(needed)
+        if args.json:
+            write_json(needed, Path(args.json), about)
+            print(f"results: {args.json}")
+        return DONE
+
+    def show_needs(settings: dict[str, Any]) -> None:
+        # At once: where the model or the data is missing, the check ends before its own table.
+        show(needs(settings), count=False)
+
     preflight = Preflight(args.prompts, step=not args.no_step, gold_format=args.gold_format)
     # Lightning's notes do not belong among the lines of the table.
     with log_level("lightning.pytorch.utilities.rank_zero", logging.WARNING):
-        cli = BuildOnlyCLI(fit_argv, layers, [preflight], limit_train_batches=1, limit_val_batches=0)
+        cli = BuildOnlyCLI(fit_argv, layers, [preflight], before=show_needs, limit_train_batches=1, limit_val_batches=0)
         try:
             cli.trainer.fit(cli.model, datamodule=cli.datamodule)
         except (UserError, KeyboardInterrupt, SystemExit):
@@ -65,7 +82,6 @@ def run(command: str, argv: list[str]) -> int:
     if shown := rendered(results):
         print(shown)
     if args.json:
-        about: dict[str, Any] = {"config": config_files(fit_argv, "fit"), "prompts": args.prompts}
         write_json(results, Path(args.json), about)
         print(f"results: {args.json}")
     return FAILED if any(r.status == "fail" for r in results) else DONE

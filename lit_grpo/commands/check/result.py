@@ -45,8 +45,8 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if 0 < share < 0.1 or 0.9 < share < 1 else f"{share:.0%}"
 
 
-def show(results: Sequence[Result]) -> None:
-    """Print the table to standard output, as wide as the terminal."""
+def show(results: Sequence[Result], count: bool = True) -> None:
+    """Print the table to standard output, as wide as the terminal, and how many passed."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -63,6 +63,8 @@ def show(results: Sequence[Result]) -> None:
             found.append(f"\n→ {result.remedy}", style="bold")
         table.add_row(Text(SIGNS[result.status], style=COLOURS[result.status]), result.name, found)
     console.print(table)
+    if not count:
+        return
     counts = {status: sum(r.status == status for r in results) for status in SIGNS}
     print(f"{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
 

@@ -23,6 +23,11 @@ class HubPrompts(TableSource):
         config: name of the configuration, if the data set has several.
         split: name of the split; slices such as ``train[:100]`` work too.
         revision: branch, tag or commit; give a commit for a run that can be repeated.
+        data_files: file or files of the data set to read, as patterns, where it is several in one repository and names
+            no configurations: ``level3to5/train.parquet``. They are the split ``train``. None: as the data set says.
+
+    Raises:
+        UserError: ``data_files`` are asked of a folder that ``save_to_disk`` wrote, which has no such files.
     """
 
     def __init__(
@@ -31,10 +36,12 @@ class HubPrompts(TableSource):
         config: str | None = None,
         split: str = "train",
         revision: str | None = None,
+        data_files: str | list[str] | None = None,
         **columns: Any,
     ) -> None:
         super().__init__(**columns)
         self.dataset, self.config, self.split, self.revision = dataset, config, split, revision
+        self.data_files = data_files
         self.name = self.name or dataset.rstrip("/").split("/")[-1]
 
     def place(self) -> str:
@@ -42,6 +49,12 @@ class HubPrompts(TableSource):
 
     def records(self) -> Iterator[Record]:
         if saved_kind(self.dataset) is not None:
+            if self.data_files is not None:
+                raise UserError(
+                    f"{self.dataset} was written by save_to_disk, and has no data files to choose from",
+                    where="HubPrompts.data_files",
+                    remedy="leave data_files out; split chooses among its splits",
+                )
             # A single data set has no splits to choose from, and slices are the loader's business.
             split = self.split if saved_kind(self.dataset) == "DatasetDict" else None
             yield from in_memory(read_saved(self.dataset, split, "HubPrompts.dataset"), self.place())
@@ -55,7 +68,13 @@ class HubPrompts(TableSource):
         offline = self._unreachable()
         try:
             with _offline() if offline else nullcontext():
-                table = datasets.load_dataset(self.dataset, self.config, split=self.split, revision=self.revision)
+                table = datasets.load_dataset(
+                    self.dataset,
+                    self.config,
+                    split=self.split,
+                    revision=self.revision,
+                    data_files=self.data_files,
+                )
         except Exception as error:
             # datasets raises a dozen unrelated kinds: network, missing data set, configuration, split, schema.
             raise self._explain(error, offline) from error

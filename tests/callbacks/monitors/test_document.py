@@ -100,7 +100,7 @@ def test_the_configurations_that_train_are_watched(path):
         return
     watcher = HealthMonitor(**watching[0].get("init_args", {}))
     assert {type(monitor).__name__ for monitor in watcher.monitors} == set(monitors.__all__)
-    only_told = {"quickstart", "gsm8k_smollm2_cpu", "countdown"}
+    only_told = {"quickstart", "gsm8k_smollm2_cpu", "gsm8k_qwen", "countdown"}
     assert watcher.actions["critical"] == ("log" if path.stem in only_told else "stop")
     assert len(watching) == 1
 

@@ -200,6 +200,26 @@ def test_the_hub_says_what_is_wrong(write, tmp_path):
     assert "cannot load the data set" in refused(HubPrompts(str(tmp_path / "nothing"))).what
 
 
+def test_one_of_several_sets_in_one_repository(tmp_path):
+    for level, text in (("easy", "1+1="), ("hard", "7*8=")):
+        (tmp_path / level).mkdir()
+        (tmp_path / level / "train.jsonl").write_text(json.dumps({"prompt": text, "answer": "2"}) + "\n")
+        (tmp_path / level / "test.jsonl").write_text(json.dumps({"prompt": "0+0=", "answer": "0"}) + "\n")
+    hard = HubPrompts(str(tmp_path), data_files="hard/train.jsonl")
+    assert [row.question for row in hard.rows()] == ["7*8="]
+    both = HubPrompts(str(tmp_path), data_files=["easy/train.jsonl", "hard/train.jsonl"])
+    assert [row.question for row in both.rows()] == ["1+1=", "7*8="]
+    assert "cannot load the data set" in refused(HubPrompts(str(tmp_path), data_files="harder/train.jsonl")).what
+
+
+def test_a_saved_set_has_no_data_files(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}]).save_to_disk(str(tmp_path / "saved"))
+    error = refused(HubPrompts(str(tmp_path / "saved"), data_files="train.parquet"))
+    assert error.where == "HubPrompts.data_files"
+
+
 def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch):
     import datasets
 
