@@ -26,7 +26,7 @@ from lit_grpo.callbacks.rollout_end import FIRST, RolloutEnd
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import KEYBOARD, stop_reason
-from lit_grpo.utils.dataclasses import as_dataclass
+from lit_grpo.utils.dataclasses import from_arguments
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class HealthMonitor(pl.Callback):
         self._folder = Path()
         self._decided: _Rollback | None = None
         self._journal: Journal | None = None
-        self.notify: Notify | None = None if notify is None else as_dataclass(Notify, notify)
+        self.notify: Notify | None = None if notify is None else from_arguments(Notify, notify, "HealthMonitor.notify")
         self._notifier: Notifier | None = None
         self._holding = HoldingFindings()
         self._notified: dict[str, str] = {}

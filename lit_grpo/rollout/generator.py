@@ -122,6 +122,7 @@ class RolloutGenerator:
             :attr:`lit_grpo.context.LearnerRequirements.check_sync`; None: nothing does.
         sync_prompts: what the engine samples from in that check, a few tokens each.
         longest_completion: most tokens that the engine can add to any prompt.
+        on_phase: is told what begins: ``sync``, ``generate`` or ``rewards``; from the thread in which it does.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class RolloutGenerator:
         check_sync: SyncCheck | None = None,
         sync_prompts: Sequence[Prompt] = (),
         longest_completion: int = SYNC_TOKENS,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
+        self.on_phase = on_phase
         self._check_sync, self._sync_prompts = check_sync, list(sync_prompts)
         self._sync_tokens = min(SYNC_TOKENS, longest_completion)
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
@@ -207,6 +210,7 @@ class RolloutGenerator:
         if any(missing):
             raise EngineError(f"the engine ended with {sum(missing)} completions missing")
         sampled = time.perf_counter()
+        self.on_phase("rewards")
         results = [future.result() for future in scores if future is not None]
         rewarded = time.perf_counter()
 
@@ -286,6 +290,7 @@ class RolloutGenerator:
     def sync(self) -> float:
         """Bring the engine's weights up to date and return the seconds that it took."""
         started = time.perf_counter()
+        self.on_phase("sync")
         with self._engine_lock:
             if self._check_sync is not None and self._sync_prompts:
                 self._check_sync(self._sync_as_of, self._sample_a_little)
@@ -320,6 +325,7 @@ class RolloutGenerator:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every sample once, also where the engine has to be asked again after a failure."""
         missing = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
+        self.on_phase("generate")
         with self._engine_lock:
             for attempt in range(self.retries + 1):
                 portion = max(1, len(missing) >> attempt)
