@@ -48,7 +48,7 @@ def understand(command: Typed) -> None:
     """
     program, *arguments = command.words
     checks: dict[str, Callable[[list[str], Path], None]] = {
-        "lit-grpo": _lit_grpo, "python": _python, "pip": _pip, "git": _git,
+        "lit-grpo": _lit_grpo, "python": _python, "pip": _pip, "git": _git, "hf": _hf,
         "mkdocs": _mkdocs, "scripts/setup_venv": _setup_venv,
     }  # fmt: skip
     if program in checks:
@@ -133,6 +133,10 @@ def _setup_venv(arguments: list[str], folder: Path) -> None:
 
 def _git(arguments: list[str], folder: Path) -> None:
     assert arguments[0] == "clone"
+
+
+def _hf(arguments: list[str], folder: Path) -> None:
+    assert arguments[0] in ("download", "upload", "repo", "repos", "auth")
 
 
 def _mkdocs(arguments: list[str], folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.docs.blocks import Block
 from tests.paths import ROOT
 
-PROGRAMS = ("lit-grpo", "python", "pip", "git", "docker", "mlflow", "mkdocs", "vllm", "pytest")
+PROGRAMS = ("lit-grpo", "python", "pip", "git", "hf", "docker", "mlflow", "mkdocs", "vllm", "pytest")
 
 
 @dataclass(frozen=True)
