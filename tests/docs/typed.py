@@ -40,7 +40,6 @@ RUN = (
     Real("lit-grpo completion"),
     Real("lit-grpo score"),
     Real("lit-grpo report"),
-    Real("lit-grpo export --checkpoint runs/NAME"),
     # Two rollouts show that a command works. A run of minutes shows no more of that.
     Real("lit-grpo fit --config config.yaml", "--data.rollouts 2"),
     Real(
