@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tests.report.browser import MISSING, browser
 
 KEY = re.compile(r"(?<![\w.])((?:model|data)\.(?!jsonl|md\b)\w+(?:\.\w+)*)")
 FOREIGN = re.compile(r"^\| [^|]* \|", re.MULTILINE)
@@ -19,7 +20,8 @@ FOREIGN = re.compile(r"^\| [^|]* \|", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    for package in ("mkdocs", "latex2mathml"):
+        pytest.importorskip(package, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     # A proxy that nobody listens at: whoever asks for the network fails.
     away = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
@@ -47,6 +49,33 @@ def test_every_document_is_in_the_navigation(site: Path):
 def test_the_reference_shows_what_is_documented(site: Path):
     assert "clip_high" in (site / "api/objectives/index.html").read_text()
     assert "prompts_per_rollout" in (site / "api/modules/index.html").read_text()
+
+
+def test_the_formulas_are_typeset(site: Path):
+    page = (site / "objectives/index.html").read_text()
+    assert page.count("<math ") > 60
+    for page_file in site.rglob("index.html"):
+        # Neither dollars around LaTeX nor what would be a script's to typeset.
+        shown = re.sub(r"<math .*?</math>|<(code|pre|script)\b.*?</\1>", "", page_file.read_text(), flags=re.DOTALL)
+        assert "arithmatex" not in shown, page_file
+        assert not re.search(r"\$[^$<]*\\", shown), page_file
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_browser_shows_the_formulas(site: Path, tmp_path: Path):
+    with browser(tmp_path / "profile") as session:
+        session.open(site / "objectives/index.html")
+        sizes = session.run(
+            "return [...document.querySelectorAll('math')].map(m => m.getBoundingClientRect())"
+            ".map(r => [r.width, r.height])"
+        )
+        assert len(sizes) > 60
+        assert all(width > 3 and height > 5 for width, height in sizes)
+        # A fraction is higher than a letter: it is drawn, and not written in a line.
+        heights = session.run(
+            "return ['mfrac', 'mi'].map(name => document.querySelector('td ' + name).getBoundingClientRect().height)"
+        )
+        assert heights[0] > 1.5 * heights[1]
 
 
 @pytest.mark.parametrize("name", ["migrating", "tutorial", "collapse", "embedding"])
