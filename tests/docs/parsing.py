@@ -107,7 +107,8 @@ def _expect_understood(program: Callable[[], Any], words: list[str]) -> None:
         code = end.code
     # A program without options is not run: it must have ended by itself, as --version does.
     assert not code, f"{' '.join(words)}: ended with {code}"
-    assert words[-1].startswith("--"), f"{' '.join(words)} ran instead of reading its arguments"
+    helps = any(word == "--help" or word.endswith(".help") for word in words)
+    assert words[-1].startswith("--") or helps, f"{' '.join(words)} ran instead of reading its arguments"
 
 
 def _extras(text: str) -> None:
