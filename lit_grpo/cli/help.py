@@ -121,7 +121,7 @@ def _overview(command: str, top: Entry, width: int) -> str:
         else:
             others.append(name)
     if others:
-        rows.append(("and", ", ".join(others)))
+        rows.append(("others", ", ".join(others)))
     text = OVERVIEW.format(command=command, summary=SUMMARIES[command], checkpoint=CHECKPOINT.get(command, _EVALUATED))
     widest = max(len(name) for name, _ in rows)
     room = max(20, width - widest - 4)
