@@ -245,11 +245,11 @@ def one_token_expected() -> list[PartResult]:
     for seed in SEEDS:
         for recipe, chosen, ends in (("pl", GOOD, ends_positive), ("nl", ~GOOD, ends_negative)):
             logits = ONE.logits(seed)
-            for _ in range(3000):
-                logits = (logits - 0.5 * ONE.gradient(recipe, logits, chosen)).detach().requires_grad_()
+            for _ in range(500):
+                logits = (logits - 2 * ONE.gradient(recipe, logits, chosen)).detach().requires_grad_()
             ends.append(entropy(logits[0]))
     return [
-        below("entropy after 3000 steps of expected descent of L_PL, 4 of 8 tokens correct (predicted: 0)",
+        below("entropy after 500 steps of expected descent of L_PL, 4 of 8 tokens correct (predicted: 0)",
               ends_positive, 0.05),
         above("the same of L_NL, 4 of 8 tokens wrong (predicted: ln 8 = 2.08)", ends_negative, 2.0),
     ]  # fmt: skip

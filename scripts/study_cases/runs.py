@@ -65,7 +65,7 @@ def settings_of(arm: str, rollouts: int | None = None) -> dict[str, Any]:
 
 def prepare(task: str, models: Path) -> Path:
     """Return the folder of the model that runs of a task begin from; make it if it is not there."""
-    if task == "two_form":
+    if task.startswith("two_form"):
         folder = models / "two_form_addition"
         if not (folder / "config.json").exists():
             from scripts.warm_start_two_form_addition import warm_start
