@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.jobs and todo and not args.plot:
         for task in dict.fromkeys(arm.partition("/")[0] for arm, _ in todo):
             prepare(task, args.models)
-        work = [(arm, seed, args.rollouts, args.out.absolute().parent / "fits", args.models) for arm, seed in todo]
+        folder = args.out.absolute().parent / "fits"
+        work = [(arm, seed, args.rollouts, folder, args.models, args.mlflow) for arm, seed in todo]
         ended = side_by_side.run_all(run, work, args.jobs, args.out, line)
         done |= {(record["arm"], record["seed"]): record for record in ended if record["status"] != "error"}
     recorded = collect(list(done.values()), calculate(claims))
@@ -67,6 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", action="store_true", help="train nothing; write page, figures and recorded runs")
     parser.add_argument("--rollouts", type=int, help="length of each run in place of its task's, for a look")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/study/runs.jsonl")
+    parser.add_argument("--mlflow", default="none", metavar="URI", help="MLflow store that gets the runs too")
     parser.add_argument(
         "--models", type=Path, default=ROOT / "models", help="folder of the models that runs begin from"
     )

@@ -30,6 +30,7 @@ class Claim:
         curves: metrics that are drawn.
         seeds: of each arm.
         untestable: why it cannot be tested here; empty where it can.
+        note: what explains the result, where it can be calculated.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Claim:
     curves: tuple[str, ...] = CURVES
     seeds: tuple[int, ...] = (0, 1, 2)
     untestable: str = ""
+    note: str = ""
 
     @property
     def exact(self) -> bool:
@@ -80,8 +82,8 @@ def _claim(name: str, source: str, statement: str, *parts: Part, curves: tuple[s
     return Claim(name, source, statement, tuple(arms), lambda runs: [part.judge(runs) for part in parts], curves)
 
 
-def _exact(name: str, source: str, statement: str) -> Claim:
-    return Claim(name, source, statement)
+def _exact(name: str, source: str, statement: str, note: str = "") -> Claim:
+    return Claim(name, source, statement, note=note)
 
 
 def _untestable(name: str, source: str, statement: str, why: str) -> Claim:
@@ -126,6 +128,8 @@ EXACT_CLAIMS = (
         f"{LANDSCAPE}, Eq. 10 and 11",
         "The uniform policy is what descent of L_NL leads to: other policies "
         "(one length, all completions wrong) are not critical.",
+        "With one length and one sign the expected gradient is that of the sum of all probabilities, a "
+        "constant: every policy is critical, and the uniform one is in no way singled out.",
     ),
     _exact(
         "eq8_pl_shortens",
@@ -149,12 +153,18 @@ EXACT_CLAIMS = (
         f"{LANDSCAPE}, Eq. 13 and 14",
         "So token-normalised PL lengthens completions, and NL shortens "
         "them: along a descent in expectation, all completions of one sign.",
+        "Divided by a constant, the expected gradient over completions of one sign is that of the sum of "
+        "their probabilities. Where all have the sign it is zero, and with it any pressure on the length; "
+        "what the value of the loss is at another length does not enter.",
     ),
     _exact(
         "eq10_one_token_expected",
         f"{LANDSCAPE}, Eq. 10",
         "With completions of one token, L_PL in expectation is minimised by a "
         "distribution on a single token, and L_NL by the uniform one.",
+        "The expected gradient of L_PL is that of -log of the probability of all correct tokens together, and "
+        "says nothing of how it is shared out among them; that of L_NL is that of +log of the probability of "
+        "the wrong ones, which it takes away.",
     ),
     _exact(
         "c_pl_sampled", f"{LANDSCAPE}, section 4, C_PL", "On a few drawn completions L_PL leads to the least entropy."
@@ -163,6 +173,8 @@ EXACT_CLAIMS = (
         "c_nl_sampled",
         f"{LANDSCAPE}, section 4, C_NL",
         "On a few drawn completions L_NL leads to the greatest entropy (one token, all completions wrong).",
+        "With one sign the expected gradient is zero, and each drawn token is pushed by the same amount, up "
+        "or down: for small steps both signs are the same random walk, which ends at a single token.",
     ),
     _exact(
         "b_star_least_variance",

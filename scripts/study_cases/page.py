@@ -26,7 +26,9 @@ HEAD = """\
 # The sources' claims, tried
 
 What the papers behind the methods say, claim by claim, tried on models that train in seconds, with one verdict each.
-This page is written by `python scripts/study.py --plot` from recorded runs ({recorded}), and a test holds it to them.
+The landscape study is "Towards Understanding the Optimization Landscape of GRPO and its Variants".
+This page is written by `python scripts/study.py --plot` from recorded runs ({recorded}), and a test
+holds it to them.
 
     python scripts/study.py --list                     # the claims
     python scripts/study.py --claim cl_delays --jobs 2 # one: its runs, where they are not there yet, and its verdict
@@ -38,7 +40,8 @@ This page is written by `python scripts/study.py --plot` from recorded runs ({re
   layers of width 96 that read single characters, warm-started to about half of the answers, 16 prompts x 8 completions
   a rollout ({rollouts}). What is said here is said of them.
   Claims on stability are tried at twice the rate at which GRPO learns, since nothing collapses at that one in time.
-- **{untested}**, with the reason; **{not_run}**: there are configurations and a test, but no recorded runs.
+- **{untested}**, with the reason; **{not_run}**: there are configurations and a test, but no
+  recorded runs.
 
 A value is mean ± standard error over seeds (each seed). A collapse is the loss of a fifth of the best reward, means of
 ten rollouts; where a run has none, it counts as one rollout after its end. No monitor takes part in the runs, which
@@ -125,6 +128,8 @@ def page(recorded: dict[str, Any]) -> str:
 def _section(claim: Claim, verdict: str, parts: Sequence[PartResult]) -> list[str]:
     reason = f", because {claim.untestable}" if claim.untestable else ""
     lines = [f"### {claim.name}", "", f"{claim.statement} ({claim.source})", "", f"**{verdict}**{reason}."]
+    if claim.note and parts:
+        lines += ["", claim.note]
     if parts:
         lines += ["", "| measured | has to be | found | |", "|---|---|---|---|"]
         for part in parts:

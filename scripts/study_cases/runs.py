@@ -78,7 +78,9 @@ def prepare(task: str, models: Path) -> Path:
     return models / f"char_{task}"
 
 
-def run(arm: str, seed: int, rollouts: int | None, folder: Path, models: Path) -> dict[str, Any]:
+def run(
+    arm: str, seed: int, rollouts: int | None, folder: Path, models: Path, tracking_uri: str = "none"
+) -> dict[str, Any]:
     """Train one arm with one seed in this process.
 
     Args:
@@ -87,16 +89,17 @@ def run(arm: str, seed: int, rollouts: int | None, folder: Path, models: Path) -
         rollouts: length in place of the task's own.
         folder: where run folders are made; that of this run is written anew.
         models: folder of the warm-started models.
+        tracking_uri: of an MLflow store that gets the run too; ``none``: it is in its folder alone.
 
     Returns:
         A record: arm, seed, settings, ``curves`` (metric: a value or None for each rollout), ``alarms`` of the monitors
         (step, diagnosis, severity), ``status`` and ``seconds``.
     """
     named = {"arm": arm, "seed": seed, "settings": settings_of(arm, rollouts)}
-    return named | side_by_side.attempt(lambda: _train(arm, seed, rollouts, folder, models))
+    return named | side_by_side.attempt(lambda: _train(arm, seed, rollouts, folder, models, tracking_uri))
 
 
-def _train(arm: str, seed: int, rollouts: int | None, folder: Path, models: Path) -> dict[str, Any]:
+def _train(arm: str, seed: int, rollouts: int | None, folder: Path, models: Path, tracking_uri: str) -> dict[str, Any]:
     import torch
 
     from lit_grpo.cli.main import main
@@ -108,6 +111,7 @@ def _train(arm: str, seed: int, rollouts: int | None, folder: Path, models: Path
     shutil.rmtree(own, ignore_errors=True)
     arguments = ["fit", "--config", str(task), "--config", str(over), "--seed_everything", str(seed)]
     arguments += ["--model.policy.path", str(prepare(task.stem, models)), "--trainer.logger.run_dir", str(own)]
+    arguments += ["--trainer.logger.tracking_uri", tracking_uri]
     arguments += ["--data.rollouts", str(rollouts)] if rollouts is not None else []
     os.chdir(ROOT)
     said = io.StringIO()
