@@ -98,7 +98,7 @@ BARE_GRPO, BARE_PL, BARE_NL, BARE_CL = (f"two_form_fast/off_{name}_plain" for na
 LEARNS, SLOW_PL, SLOW_NL, SLOW_CL = (f"two_form/{name}" for name in ("grpo", "pl", "nl", "cl"))
 OFF_LEARNS = "two_form/off_grpo_clip"
 END, LOST = m.end("reward"), m.collapse
-T, G = "two_form/", "tags/"
+T, OFF, G = "two_form/", "two_form_off/", "tags/"
 
 
 def _lead(key: str) -> m.Measure:
@@ -325,6 +325,53 @@ TRAINED_CLAIMS = (
         "As advantages_prevent, at the rate at which GRPO learns, over 120 rollouts.",
         _up("final reward, less CL's", LEARNS, END, SLOW_CL),
         _up("collapse, rollouts after CL's", LEARNS, LOST, SLOW_CL),
+    ),
+    _claim(
+        "clip_against_none",
+        f"{LANDSCAPE}, Fig. 3 and 7",
+        "With four updates at a third of the rate, NL and PL with importance sampling and clip are more stable than "
+        "with neither.",
+        _up("final reward of NL, less that with neither", OFF + "nl_clip", END, OFF + "nl_plain"),
+        _up("final reward of PL, less that with neither", OFF + "pl_clip", END, OFF + "pl_plain"),
+    ),
+    _claim(
+        "clip_stabilises_cl_slow",
+        f"{LANDSCAPE}, Fig. 4 e",
+        "As clip_stabilises_cl, at a third of the rate.",
+        _up("final reward, less that without clip", OFF + "cl_clip", END, OFF + "cl_plain"),
+        _up("collapse, rollouts after that without clip", OFF + "cl_clip", LOST, OFF + "cl_plain"),
+    ),
+    _claim(
+        "advantages_delay_off_policy_slow",
+        f"{LANDSCAPE}, Fig. 4 c, d",
+        "As advantages_delay_off_policy, at a third of the rate.",
+        _up("collapse, rollouts after CL's", OFF + "grpo_plain", LOST, OFF + "cl_plain"),
+        _up("final reward, less CL's", OFF + "grpo_plain", END, OFF + "cl_plain"),
+    ),
+    _claim(
+        "clip_lowers_gradient_norm_slow",
+        f"{LANDSCAPE}, Fig. 12",
+        "With four updates at a third of the rate, the gradient norm with clip is lower than with neither clip nor "
+        "importance sampling.",
+        _down("highest norm of NL, less that with neither", OFF + "nl_clip", m.most(NORM), OFF + "nl_plain"),
+        _down("highest norm of PL, less that with neither", OFF + "pl_clip", m.most(NORM), OFF + "pl_plain"),
+        curves=("reward", NORM, ENTROPY),
+    ),
+    _claim(
+        "delta_pi_without_clip_slow",
+        f"{LANDSCAPE}, Fig. 13",
+        "As delta_pi_without_clip, at a third of the rate.",
+        _up("mean |delta pi| of NL, less that with clip", OFF + "nl_plain", m.average(*DELTA), OFF + "nl_clip"),
+        _up("mean |delta pi| of PL, less that with clip", OFF + "pl_plain", m.average(*DELTA), OFF + "pl_clip"),
+        curves=("reward", DELTA[0], DELTA[1]),
+    ),
+    _claim(
+        "delta_pi_before_norm_slow",
+        f"{LANDSCAPE}, App. D, Fig. 12 and 13",
+        "As delta_pi_before_norm, at a third of the rate.",
+        _up("rollout at which NL's norm has doubled, less that of |delta pi|", OFF + "nl_plain", _lead(NORM)),
+        _up("rollout of NL's collapse, less that at which |delta pi| has doubled", OFF + "nl_plain", _lead_of_loss),
+        curves=("reward", NORM, DELTA[1]),
     ),
     _claim(
         "noise_25",

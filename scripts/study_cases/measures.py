@@ -47,12 +47,18 @@ def average(*keys: str) -> Measure:
 
 def most(key: str, window: int = 5) -> Measure:
     """Greatest mean of some rollouts in a row."""
-    return lambda run: max(smoothed(known(run, key), window)[window - 1 :])
+    return lambda run: max(_means(run, key, window))
 
 
 def least(key: str, window: int = 5) -> Measure:
     """Smallest mean of some rollouts in a row."""
-    return lambda run: min(smoothed(known(run, key), window)[window - 1 :])
+    return lambda run: min(_means(run, key, window))
+
+
+def _means(run: Run, key: str, window: int) -> list[float]:
+    """Means of ``window`` rollouts in a row, without the first ones, which are of fewer; of all in a shorter run."""
+    values = known(run, key)
+    return smoothed(values, window)[min(window, len(values)) - 1 :]
 
 
 def rise(key: str) -> Measure:

@@ -39,7 +39,8 @@ holds it to them.
 - **{not_supported}**: one does not. With three seeds that is no proof of the contrary, and these models are small: two
   layers of width 96 that read single characters, warm-started to about half of the answers, 16 prompts x 8 completions
   a rollout ({rollouts}). What is said here is said of them.
-  Claims on stability are tried at twice the rate at which GRPO learns, since nothing collapses at that one in time.
+  Claims on stability are tried at twice the rate at which GRPO learns, since nothing collapses at that one in time. At
+  that rate four updates a rollout undo every form at once, so those on clipping are tried at a lower one as well.
 - **{untested}**, with the reason; **{not_run}**: there are configurations and a test, but no
   recorded runs.
 
@@ -102,7 +103,8 @@ def page(recorded: dict[str, Any]) -> str:
     judged = {claim.name: judge(claim, recorded) for claim in CLAIMS}
     counts = {word: sum(verdict == word for verdict, _ in judged.values())
               for word in (SUPPORTED, NOT_SUPPORTED, UNTESTED, NOT_RUN)}  # fmt: skip
-    tasks = {task: settings_of(f"{task}/grpo") for task in ("two_form", "two_form_fast", "tags")}
+    arms = ("two_form/grpo", "two_form_fast/grpo", "two_form_off/nl_clip", "tags/grpo")
+    tasks = {arm.partition("/")[0]: settings_of(arm) for arm in arms}
     rollouts = ", ".join(
         f"{task} {config['data']['rollouts']} rollouts at {config['model']['optimizer']['lr']:g}"
         for task, config in tasks.items()
