@@ -26,7 +26,7 @@ from lit_grpo.callbacks.rollout_end import FIRST, RolloutEnd
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import KEYBOARD, stop_reason
-from lit_grpo.utils.dataclasses import as_dataclass
+from lit_grpo.utils.dataclasses import from_arguments
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class HealthMonitor(pl.Callback):
         self._folder = Path()
         self._decided: _Rollback | None = None
         self._journal: Journal | None = None
-        self.notify: Notify | None = None if notify is None else as_dataclass(Notify, notify)
+        self.notify: Notify | None = None if notify is None else from_arguments(Notify, notify, "HealthMonitor.notify")
         self._notifier: Notifier | None = None
         self._holding = HoldingFindings()
         self._notified: dict[str, str] = {}
@@ -251,7 +251,11 @@ class HealthMonitor(pl.Callback):
         for monitor in self.monitors:
             monitor.know(pl_module)
         new, diagnosis = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
-        self._note_what_is_over(trained_rollouts(trainer))
+        if diagnosis is not None and diagnosis.name in self._holding.diagnoses():
+            # What was told of a diagnosis that holds on is not told again because something milder has come: that is.
+            milder = [found for found in new if SEVERITIES.index(found.severity) < SEVERITIES.index(diagnosis.severity)]
+            diagnosis = merge(new) if len(milder) == len(new) else diagnosis
+        self._note_what_is_over(trainer, trained_rollouts(trainer))
         if diagnosis is None or self._journal is None:
             return
         self.diagnosis = diagnosis
@@ -273,12 +277,17 @@ class HealthMonitor(pl.Callback):
             self.adjusted.append(diagnosis.name)
             self._apply(trainer, pl_module, self._remedy(diagnosis.name), {"event": "adjust", "step": diagnosis.step})
 
-    def _note_what_is_over(self, step: int) -> None:
-        for entries in self._holding.update(step, (f for monitor in self.monitors for f in monitor.active())):
+    def _note_what_is_over(self, trainer: Trainer, step: int) -> None:
+        ended = self._holding.update(step, (f for monitor in self.monitors for f in monitor.active()))
+        for entries in ended:
             if self._journal is not None:
                 self._journal.write("over", entries)
         still = self._holding.diagnoses()
         self._notified = {name: severity for name, severity in self._notified.items() if name in still}
+        logger = run_logger(trainer)
+        if ended and logger is not None:
+            # A tracker shows a run by its tags, and must not show what is over as what is wrong with it.
+            logger.set_tags({"diagnosis": self._name_of_what_holds() or "none", "diagnosis_step": step})
 
     def _tell(self, diagnosis: Diagnosis, action: str, reason: str) -> None:
         """Send a diagnosis that is new, has returned, or is graver than it was when it was sent."""

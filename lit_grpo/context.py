@@ -103,7 +103,10 @@ class RolloutLearner(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights as (transformers name, full tensor)."""
+        """Yield the policy's weights as (transformers name, full tensor).
+
+        Where adapters come by themselves (``data.engine.adapters: hot``) a :class:`lit_grpo.types.WeightForm` is given.
+        """
         ...
 
 

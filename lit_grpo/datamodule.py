@@ -15,12 +15,13 @@ import torch.distributed
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.context import LearnerRequirements, RolloutLearner, RunContext, as_learner
-from lit_grpo.data import CleanConfig, PromptFormat, PromptSource
+from lit_grpo.data import BENCHMARKS, CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.data.sources.given import as_source
 from lit_grpo.engines import EngineContext, check_engine, make_engine
 from lit_grpo.engines.config import EngineConfig
+from lit_grpo.engines.given import as_engine_config
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
@@ -37,6 +38,7 @@ from lit_grpo.rollout.prompt_order import make_order
 from lit_grpo.rollout.supervised import DemonstrationFormat, SupervisedSource, encode_demonstrations
 from lit_grpo.types import Prompt, Rollout, Sampling
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.arguments import explained
 from lit_grpo.utils.bounds import Bound, check_arguments
 from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.memory import screen_if_out_of_memory
@@ -53,13 +55,15 @@ class RolloutDataModule(pl.LightningDataModule):
 
     Args:
         prompts: source of the training questions, or the path of a file or folder of them; ``validate`` and ``test``
-            need none. In Python it may also be a list of rows, a data set of the package datasets or a table of
-            pandas, and a dictionary may stand for each group of settings: ``sampling={"max_new_tokens": 64}``.
-        rewards: score the completions; the total is their weighted sum. In Python a function may stand for a reward.
+            need none. In Python it may also be rows or columns, a data set of the package datasets or of torch, or a
+            table of pandas, polars or pyarrow; a dictionary may stand for each group of settings, and a path or data
+            for an evaluation set: ``sampling={"max_new_tokens": 64}``, ``val={"mine": rows}``.
+        rewards: score the completions; the total is their weighted sum. In Python a function, or the import path of
+            one, may stand for a reward.
         group_size: completions of each prompt (G).
         prompts_per_rollout: prompts of each rollout, over all ranks.
         rollouts: length of the run.
-        engine: the engine that samples, and its settings.
+        engine: the engine that samples, and its settings; in Python also its name, or the class of one of your own.
         sampling: how training completions are drawn.
         format: how a question becomes token ids.
         clean: training questions that are left out: duplicates, questions of evaluation sets.
@@ -85,6 +89,7 @@ class RolloutDataModule(pl.LightningDataModule):
             a single mixed group it ends in any case.
     """
 
+    @explained("data")
     def __init__(
         self,
         prompts: PromptSource | str | None = None,
@@ -110,9 +115,8 @@ class RolloutDataModule(pl.LightningDataModule):
         on_incomplete_rollout: OnShort = "fill",
     ) -> None:
         super().__init__()
-        check_arguments(RolloutDataModule.__init__, locals(), "data")
         # In Python a dictionary may stand for settings, and rows or a path for a source.
-        engine = from_arguments(EngineConfig, engine, "data.engine")
+        engine = as_engine_config(engine, "data.engine")
         sampling = from_arguments(Sampling, sampling, "data.sampling")
         format = from_arguments(PromptFormat, format, "data.format")
         clean = from_arguments(CleanConfig, clean, "data.clean")
@@ -121,8 +125,8 @@ class RolloutDataModule(pl.LightningDataModule):
             curriculum = from_arguments(CurriculumConfig, curriculum, "data.curriculum")
         if eval_sampling is not None:
             eval_sampling = from_arguments(Sampling, eval_sampling, "data.eval_sampling")
-        val = {name: _evaluation_set(one, f"data.val.{name}") for name, one in (val or {}).items()}
-        test = {name: _evaluation_set(one, f"data.test.{name}") for name, one in (test or {}).items()}
+        val, test = _evaluation_sets(val, "data.val"), _evaluation_sets(test, "data.test")
+        check_arguments(RolloutDataModule.__init__, locals(), "data")
         prompts = as_source(prompts, "data.prompts")
         val_prompts = as_source(val_prompts, "data.val_prompts")
         test_prompts = as_source(test_prompts, "data.test_prompts")
@@ -204,7 +208,7 @@ class RolloutDataModule(pl.LightningDataModule):
         # Supervised fine-tuning samples and scores nothing: without an evaluation it needs no engine and no rewards.
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
             check_rewards(self.rewards)
-            check_engine(self.engine_config, self._needs_experts)
+            check_engine(self.engine_config, self._needs_experts, self.learner.policy_config.lora)
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
                 reward.start()
@@ -295,7 +299,7 @@ class RolloutDataModule(pl.LightningDataModule):
     def _need(self, sets: list[ResolvedSet], name: str, stage: str) -> None:
         if not sets:
             raise UserError(
-                f"`{stage}` needs questions, and data.{name} names no set",
+                f"`{getattr(stage, 'value', stage)}` needs questions, and data.{name} names no set",
                 where=f"data.{name}",
                 remedy=f"a benchmark by name, `{name}: {{gsm8k: {{samples: 8}}}}`, or "
                 f"`{name}: {{mine: {{path: questions.jsonl}}}}`",
@@ -482,8 +486,27 @@ class RolloutDataModule(pl.LightningDataModule):
                 check_sync=self._requirements.check_sync,
                 sync_prompts=self._shortest_prompts(SYNC_PROMPTS),
                 longest_completion=self._max_new_tokens,
+                on_phase=self._tell_phase,
             )
         return self._producer
+
+    def describe_run(self) -> dict[str, str]:
+        """Return where rollouts come from, text by name, for whoever shows a run that begins."""
+        if self._supervised:
+            return {"engine": "none: the completions are the solutions of the prompts"}
+        config = self.engine_config
+        engine = config.custom_engine or config.name
+        if config.name.startswith("vllm") and config.custom_engine is None:
+            engine += f", {config.dtype}" if config.dtype != "auto" else ""
+            engine += f", {config.processes} processes" if config.processes != 1 else ""
+        rewards = ", ".join(one.name + (f" x {one.weight:g}" if one.weight != 1 else "") for one in self.rewards)
+        return {"engine": engine, "rewards": rewards}
+
+    def _tell_phase(self, phase: str) -> None:
+        # Any callback may have the hook, such as the progress display of the command line.
+        for callback in getattr(self.trainer, "callbacks", ()):
+            if hasattr(callback, "on_phase"):
+                callback.on_phase(phase)
 
     @property
     def engine_context(self) -> EngineContext:
@@ -621,6 +644,18 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _grade(self, part: EvaluationPart, rollout: Rollout, seeds: list[int]) -> Rollout:
         return replace(rollout, evaluation=grade(rollout, self.rewards, part, seeds))
+
+
+def _evaluation_sets(given: Any, key: str) -> dict[str, EvaluationSet]:
+    if given is not None and not isinstance(given, Mapping):
+        kind = key.rpartition(".")[2]
+        name = given if isinstance(given, str) and given in BENCHMARKS else None
+        raise UserError(
+            f"{kind} is a {type(given).__name__}, and sets of questions have names, under which they are logged",
+            where=key,
+            remedy=f"{kind}={{{name!r}: {{}}}}" if name else f"{kind}={{'mine': QUESTIONS}}",
+        )
+    return {str(name): _evaluation_set(one, f"{key}.{name}") for name, one in (given or {}).items()}
 
 
 def _evaluation_set(given: Any, key: str) -> EvaluationSet:

@@ -34,10 +34,11 @@ from lit_grpo.errors import UserError, nearest
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
-from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
+from lit_grpo.learner.budget import RAISE_AFTER, GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
 from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
+from lit_grpo.learner.description import batch_in_words, memory_in_words, parameter_count
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
 from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metrics
@@ -59,6 +60,7 @@ from lit_grpo.learner.step_size import measure_step
 from lit_grpo.learner.sync_check import SyncResult, check_engine
 from lit_grpo.learner.unscored import UnscoredRollouts
 from lit_grpo.objectives import ObjectiveConfig, diagnostics
+from lit_grpo.objectives.given import as_objective_config
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.safeguards import Safeguard, changes_that_add
 from lit_grpo.objectives.state import ObjectiveState
@@ -66,14 +68,16 @@ from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, 
 from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
+from lit_grpo.policy.given import as_optimizer, as_policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import refuse_spawning
-from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult
+from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult, WeightForm
 from lit_grpo.utils import random as rng
+from lit_grpo.utils.arguments import explained
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
-from lit_grpo.utils.dataclasses import as_dataclass
+from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.logging import log_level
 from lit_grpo.utils.memory import screen_if_out_of_memory
 from lit_grpo.utils.secrets import masked
@@ -96,7 +100,9 @@ class LitGRPO(pl.LightningModule):
     (``RolloutDataModule(rollouts=...)``), not by ``max_steps``.
 
     Args:
-        policy: the model that is trained.
+        policy: the model that is trained; in Python also its folder or name on the hub. There a dictionary may stand
+            for each group of settings, the name of a recipe for the objective, and a function or class of your own for
+            its import path.
         objective: the recipe and its overrides.
         optimizer: the policy's optimizer and its schedule.
         reference: the policy that KL terms of the objective compare with.
@@ -123,6 +129,7 @@ class LitGRPO(pl.LightningModule):
         sharding: how the models are split over ranks under ``trainer.strategy: fsdp``.
     """
 
+    @explained("model", needed="policy='models/SmolLM2-135M-Instruct'")
     def __init__(
         self,
         policy: PolicyConfig,
@@ -146,13 +153,13 @@ class LitGRPO(pl.LightningModule):
         super().__init__()
         # A batch takes several optimizer steps, each of which may be skipped; Lightning's own loop takes just one.
         self.automatic_optimization = False
-        self.policy_config = as_dataclass(PolicyConfig, policy)
-        self.objective_config = as_dataclass(ObjectiveConfig, objective)
-        self.optimizer_config = as_dataclass(OptimizerConfig, optimizer)
-        self.reference_config = as_dataclass(ReferenceConfig, reference)
-        self.critic_config: CriticConfig | None = None if critic is None else as_dataclass(CriticConfig, critic)
-        self.guards: GuardConfig = as_dataclass(GuardConfig, guards)
-        self.sharding_config: ShardingConfig = as_dataclass(ShardingConfig, sharding)
+        self.policy_config = as_policy(policy, "model.policy")
+        self.objective_config = as_objective_config(objective, "model.objective")
+        self.optimizer_config = as_optimizer(optimizer, "model.optimizer")
+        self.reference_config = from_arguments(ReferenceConfig, reference, "model.reference")
+        self.critic_config = None if critic is None else from_arguments(CriticConfig, critic, "model.critic")
+        self.guards = from_arguments(GuardConfig, guards, "model.guards")
+        self.sharding_config = from_arguments(ShardingConfig, sharding, "model.sharding")
         check_arguments(
             LitGRPO.__init__,
             {
@@ -164,6 +171,7 @@ class LitGRPO(pl.LightningModule):
                 "micro_batch_size": micro_batch_size,
                 "zero_advantage_samples": zero_advantage_samples,
                 "step_kl_samples": step_kl_samples,
+                "routing_replay": routing_replay,
                 "updates_per_rollout": updates_per_rollout,
                 "minibatch_prompts": minibatch_prompts,
                 "max_grad_norm": max_grad_norm,
@@ -443,6 +451,39 @@ class LitGRPO(pl.LightningModule):
         head = make_head(model, critic) if critic is not None and critic.backbone == "shared" else None
         return Policy(model, self.policy_config.logits_chunk, head)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the policy's model as transformers has it: ``module(input_ids).logits`` is [batch, tokens, vocabulary].
+
+        Training goes other ways, which compute no logits of prompts.
+
+        Raises:
+            UserError: the model is not there yet.
+        """
+        if self.policy is None:
+            raise UserError(
+                "the policy's model is made when a Trainer sets the module up",
+                where="LitGRPO.forward",
+                remedy="call it after trainer.fit or trainer.validate, or on LitGRPO.load_from_checkpoint(PATH)",
+            )
+        return self.policy.model(*args, **kwargs)
+
+    # Lightning asks the module for loaders where there is no data module that has them.
+
+    def train_dataloader(self) -> Any:
+        raise _no_data_module("fit")
+
+    def val_dataloader(self) -> Any:
+        # A fit needs no held-out questions.
+        if self.trainer.state.fn == "validate":
+            raise _no_data_module("validate")
+        return []
+
+    def test_dataloader(self) -> Any:
+        raise _no_data_module("test")
+
+    def predict_dataloader(self) -> Any:
+        raise _no_data_module("predict")
+
     def configure_optimizers(self) -> Any:
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
         # resumed run would then begin with its first prompts again.
@@ -594,6 +635,25 @@ class LitGRPO(pl.LightningModule):
             )
         return self._optimizer_stepper
 
+    def describe_run(self) -> dict[str, str]:
+        """Return what is trained and how, text by name, for whoever shows a run that begins."""
+        config, context = self.policy_config, self._context
+        facts = {"recipe": self.objective.name}
+        found = {"model": self._policy.model, "critic": self.critic}
+        for name, model in ((name, model) for name, model in found.items() if model is not None):
+            facts[name] = parameter_count(model)
+        facts["model"] = f"{config.path or 'tiny, of random weights'}: {facts['model']}"
+        if context is not None:
+            facts["batch"] = batch_in_words(
+                context.prompts_per_rollout,
+                context.group_size,
+                self.updates_per_rollout * self.objective.passes,
+                self.minibatch_prompts,
+            )
+        models = (self._policy, self.critic, self.reference, *self._frozen_reference)
+        facts["memory"] = memory_in_words(models, self.optimizer_config)
+        return facts
+
     # ---------------------------------------------------------------------------------------------- one rollout
 
     def training_step(self, batch: Rollout, batch_idx: int) -> dict[str, Tensor]:
@@ -651,6 +711,11 @@ class LitGRPO(pl.LightningModule):
         if self.trainer.world_size > 1:
             self._agree_on_budget()
         self._log(batch, metrics, staleness, time.perf_counter() - started)
+        if self.budget.end_rollout():
+            rank_zero_info(
+                f"memory has sufficed for {RAISE_AFTER} rollouts: micro-batches may have {self.budget.tokens:,} tokens "
+                "again. Where it runs out once more, the smaller bound stays"
+            )
         self._unscored_rollouts.check(batch.index, self.step_metrics)
 
     def _agree_on_budget(self) -> None:
@@ -938,15 +1003,15 @@ class LitGRPO(pl.LightningModule):
         """Skipped optimizer steps since the last that was taken."""
         return self.counters.skipped_in_a_row
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights for an engine as (transformers name, full tensor)."""
-        return self._policy.named_weights()
+    def named_weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights for an engine as (transformers name, full tensor), adapters as ``form`` says."""
+        return self._policy.named_weights(form)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         save_state(
             checkpoint,
             counters={"policy_version": self.policy_version, **asdict(self.counters)},
-            micro_batch_tokens=self.budget.tokens,
+            budget=self.budget.state(),
             objective=self.objective_state.to_dict(),
             best_held_out=self._best_held_out,
             logged_keys=self._logged_keys,
@@ -972,8 +1037,9 @@ class LitGRPO(pl.LightningModule):
             # Rewards, too, may be others than those it was saved with.
             self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
         # Who has set another bound since means that one.
-        if checkpoint.get("hyper_parameters", {}).get("micro_batch_tokens") == self.micro_batch_tokens:
-            self.budget.lower_to(state.micro_batch_tokens)
+        same_bound = checkpoint.get("hyper_parameters", {}).get("micro_batch_tokens") == self.micro_batch_tokens
+        if same_bound and state.budget is not None:
+            self.budget.restore(state.budget)
         self._best_held_out = state.best_held_out
         self._logged_keys = set(state.logged_keys)
         self._restored_random_state = state.random
@@ -1016,3 +1082,11 @@ class LitGRPO(pl.LightningModule):
         total, number = self.reduce_sum(sums).tolist()
         self.objective_state = self.objective_state.with_initial_entropy(total / number)
         rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
+
+
+def _no_data_module(command: str) -> UserError:
+    return UserError(
+        "there is no data module, which samples and scores completions",
+        where=f"trainer.{command}",
+        remedy=f"trainer.{command}(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION]))",
+    )

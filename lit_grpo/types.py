@@ -70,6 +70,11 @@ class Request:
     """One non-negative seed below 2**63 per sample. Equal seeds, weights and engine give equal tokens."""
 
 
+WeightForm = Literal["merged", "apart", "adapters"]
+"""What a stream of a policy's weights holds: its weights with adapters ``merged`` in; the weights below the adapters
+first and then, ``apart``, the adapters; or the ``adapters`` alone. Without adapters there is the first form alone."""
+
+
 # No slots: jsonargparse reads the defaults from __dict__.
 @dataclass(frozen=True)
 class Sampling:
@@ -80,6 +85,7 @@ class Sampling:
     max_new_tokens: Annotated[int, Bound(least=1, most=10_000_000)] = 1024
     """Most tokens of a completion, its end included; what would be longer is cut, as a rule before its answer."""
     top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
+    """Share of the probability that is drawn from: the fewest likeliest tokens that hold it; 1 means all tokens."""
     top_k: Annotated[int, Bound(least=0)] = 0
     """Number of likeliest tokens to draw from; 0 means all tokens."""
     stop_token_ids: Annotated[tuple[int, ...], Bound(least=0)] = ()

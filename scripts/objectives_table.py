@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lit_grpo.objectives import RECIPES, Objective, diagnostics, registry  # noqa: E402
+from scripts.formula_tex import to_markdown  # noqa: E402
 
 TARGET = ROOT / "docs" / "objectives.md"
 
@@ -59,9 +60,11 @@ but the ratio inside $F$ (and $\\log\\pi$ where there is no ratio) is detached. 
 step, over micro-batches and ranks. With one update per rollout the ratio is $\\pi/\\mathrm{sg}(\\pi)$, so no clip acts
 and no pass for old log-probabilities is made.
 
-Symbols: $\\rho$ = π/π_old of a token, s_i its geometric mean over a completion, r reward, A advantage, n_i tokens, N
-completions, B tokens of the step, μ_g and σ_g mean and standard deviation of the rewards of one prompt. Positives (A+,
-r > 0, sign(r) = 1) are the correct completions: those that the primary reward calls right, whatever the total reward.
+Symbols: $\\rho = \\pi / \\pi_{\\mathrm{old}}$ of a token, $d = \\log\\rho$, $s_i$ the geometric mean of $\\rho$ over a
+completion, $r$ reward, $A$ advantage, $n_i$ tokens, $N$ completions, $B$ tokens of the step, $\\mu_g$ and $\\sigma_g$
+mean and standard deviation of the rewards of one prompt, $H$ entropy, $\\mathrm{sg}$ a value without gradient.
+Positives ($A^{+}$, $r > 0$, $\\mathrm{sign}(r) = 1$) are the correct completions: those that the primary reward calls
+right, whatever the total reward.
 An objective that asks for them is refused in a run whose rewards do not say what is right.
 
 ## Recipes
@@ -213,7 +216,14 @@ def recipes_table() -> str:
     """One row for each recipe."""
     rows = ["| recipe | formula | parts | when to use | known failure | source |", "|---|---|---|---|---|---|"]
     for name, recipe in RECIPES.items():
-        cells = (f"`{name}`", recipe.formula, parts(recipe.objective), recipe.use, recipe.failure, recipe.source)
+        cells = (
+            f"`{name}`",
+            to_markdown(recipe.formula),
+            parts(recipe.objective),
+            recipe.use,
+            recipe.failure,
+            recipe.source,
+        )
         rows.append("| " + " | ".join(map(cell, cells)) + " |")
     return "\n".join(rows) + "\n\n"
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -62,20 +66,64 @@ def test_a_wheel_holds_every_file_of_the_package_and_no_other(wheels: dict[str, 
     assert names == tracked()
 
 
-def test_an_installed_wheel_begins_a_project_and_trains_where_the_clone_is_not(wheels: dict[str, Path], tmp_path: Path):
+def needed_by(requirements: list[str]) -> dict[str, metadata.Distribution]:
+    """Return what has to be installed for some requirements, by name: they, what they require, and so on."""
+    parse = pytest.importorskip("packaging.requirements").Requirement
+    found: dict[str, metadata.Distribution] = {}
+    waiting, seen = [(parse(text), "") for text in requirements], set()
+    while waiting:
+        wanted, extra = waiting.pop()
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        for one in {"", *wanted.extras}:
+            if (name, one) in seen:
+                continue
+            seen.add((name, one))
+            found[name] = metadata.distribution(name)
+            waiting += [(parse(text), one) for text in found[name].requires or ()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds what pyproject.toml declares and nothing else: no extra, no pytest.
+
+    As links, so that nothing is downloaded.
+    """
+    folder = tmp_path_factory.mktemp("bare")
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for distribution in needed_by(declared).values():
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            origin = Path(str(distribution.locate_file(top)))
+            if origin.exists() and not (site / top).exists():
+                (site / top).symlink_to(origin)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", ["clone", "sdist"])
+def test_an_installed_wheel_begins_a_project_and_trains_in_a_bare_environment(
+    wheels: dict[str, Path], bare: Path, tmp_path: Path, origin: str
+):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*command, str(wheels["sdist"])], check=True, capture_output=True)
+    subprocess.run([*command, str(wheels[origin])], check=True, capture_output=True)
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    environment = clean | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    environment = clean | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
 
     def run(*words: str, cwd: Path) -> str:
         done = subprocess.run(
-            [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+            [str(bare), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
+    extras = "['datasets', 'peft', 'wandb', 'tensorboard', 'optuna', 'vllm', 'pytest', 'torchao', 'psutil']"
+    there = f"import importlib.util as u; print([n for n in {extras} if u.find_spec(n)])"
+    assert run("-c", there, cwd=tmp_path).strip() in ("[]", "['psutil']")
     assert str(site) in run("-c", "import lit_grpo; print(lit_grpo.__file__)", cwd=tmp_path)
     assert "0.1.0" in run("-m", "lit_grpo", "--version", cwd=tmp_path)
     run("-m", "lit_grpo", "init", "mine", cwd=tmp_path)
@@ -84,3 +132,5 @@ def test_an_installed_wheel_begins_a_project_and_trains_where_the_clone_is_not(w
     assert (folder / "checkpoints").is_dir()
     run("-m", "lit_grpo", "report", str(folder), cwd=tmp_path / "mine")
     assert (folder / "report.html").exists()
+    run("-m", "lit_grpo", "export", "--checkpoint", str(folder), "--output", "out", cwd=tmp_path / "mine")
+    assert (tmp_path / "mine/out/README.md").exists()

@@ -81,13 +81,19 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     own = [f for f in ranked if f.about.diagnosis.name == kind.name]
     ordered = (*own, *(f for f in ranked if f.about.diagnosis.name != kind.name))
     onset = min(f.onset for f in own)
-    numbers = list(dict.fromkeys(text for f in ordered for text in map(_as_text, f.evidence)))[:5]
+    step = max(f.step for f in findings)
+    # A number that was seen earlier must not be read as one of now.
+    numbers = list(
+        dict.fromkeys(
+            _as_text(one) + (f" at step {f.step}" if f.step != step else "") for f in ordered for one in f.evidence
+        )
+    )[:5]
     explanation = f"{kind.title or own[0].explanation}, began at step {onset}"
     explanation += f"; {', '.join(numbers)}" if numbers else ""
     explanation += f"; likely cause: {kind.likely_cause}" if kind.likely_cause else ""
     return Diagnosis(
         name=kind.name,
-        step=max(f.step for f in findings),
+        step=step,
         onset=onset,
         severity=severity,
         findings=ordered,

@@ -107,7 +107,8 @@ class Monitor(pl.Callback):
         """
         about = finding_kind(kind) if about is None else about
         remedies = about.remedies if remedies is None else remedies
-        onset = self.step if onset is None else min(onset, self.step)
+        # A window may reach back to before the first rollout.
+        onset = self.step if onset is None else min(max(onset, 1), self.step)
         numbers = tuple(Evidence(*one) for one in evidence)
         return Finding(type(self).__name__, kind, self.step, onset, severity, numbers, explanation, remedies, about)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import re
@@ -21,8 +23,11 @@ from lit_grpo.callbacks import FlightRecorder, HealthMonitor, Monitor, RolloutCh
 from lit_grpo.cli.checkpoint_places import places_in
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
+from lit_grpo.cli.errors.class_paths import load_classes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
+from lit_grpo.cli.errors.schema import PLAIN_KEYS
 from lit_grpo.cli.interrupt import FirstCtrlC
+from lit_grpo.cli.printed_config import with_recipe
 from lit_grpo.cli.recipe_reset import reset_options
 from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, settings_of, takes_other_prompts
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
@@ -34,11 +39,12 @@ from lit_grpo.module import LitGRPO
 from lit_grpo.report import ReportWriter
 from lit_grpo.run.changes import keys_in
 from lit_grpo.run.folder import check_can_be_made, goes_on_from, shown
+from lit_grpo.terminal.log_file import LogFile
+from lit_grpo.terminal.progress import RunProgress
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
-from lit_grpo.tracking.progress import LineProgress
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.trainer.checkpoint_words import WORDS, Word, no_checkpoint
@@ -75,9 +81,10 @@ class TrainingCLI(LightningCLI):
     """LightningCLI whose model and data module are fixed classes with typed arguments, for short YAML and exact errors.
 
     Always present, whatever ``trainer.callbacks`` lists: a :class:`RolloutCheckpoint`, configured by the top-level key
-    ``checkpoint:``, a :class:`RunSummary` and, for ``fit``, a :class:`lit_grpo.report.ReportWriter`. One of the same
-    class in ``trainer.callbacks`` replaces the one from here; ``trainer.enable_checkpointing: false`` leaves the
-    checkpoint out.
+    ``checkpoint:``, a :class:`RunSummary`, a :class:`RunProgress` and, for ``fit``, a
+    :class:`lit_grpo.report.ReportWriter`. One of the same class in ``trainer.callbacks`` replaces the one from here,
+    and any progress bar replaces ours; ``trainer.enable_checkpointing: false`` leaves the checkpoint out,
+    ``trainer.enable_progress_bar: false`` the progress.
 
     Args:
         command: fit, validate, test or predict.
@@ -99,6 +106,7 @@ class TrainingCLI(LightningCLI):
         datamodule_class: type[RolloutDataModule] = RolloutDataModule,
     ) -> None:
         self._command, self._argv, self._layers = command, list(argv), list(layers)
+        load_classes()
         # Only the parser that is needed: each of the four takes a noticeable time to build.
         chosen = {command: LightningCLI.subcommands()[command]}
         self.subcommands = lambda: chosen  # type: ignore[method-assign]
@@ -136,8 +144,7 @@ class TrainingCLI(LightningCLI):
             "--monitors",
             type=bool,
             default=True,
-            help="whether a fit without monitors of its own in trainer.callbacks gets all of them, which then say what "
-            "goes wrong and stop nothing (a HealthMonitor with `actions: {critical: log}`)",
+            help=PLAIN_KEYS["monitors"],
         )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -151,8 +158,10 @@ class TrainingCLI(LightningCLI):
         log.debug("parsing the configuration")
         self._explainer().check_keys()
         check_class_changes(self._layers, self._argv)
+        printed = io.StringIO() if any(w.partition("=")[0] == "--print_config" for w in self._argv) else None
         try:
-            self.config = parser.parse_args(args)
+            with contextlib.nullcontext() if printed is None else contextlib.redirect_stdout(printed):
+                self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
             if (cause := user_error_below(error)) is not None:
                 raise cause from error
@@ -163,6 +172,8 @@ class TrainingCLI(LightningCLI):
         # modules of classes, where a person's own code runs. `--help` ends with SystemExit from no such module.
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not from_import(error):
+                if printed is not None:
+                    print(with_recipe(printed.getvalue()), end="")
                 raise
             what = "a module cannot be imported" if from_import(error) else "a value cannot be read"
             raise UserError(
@@ -281,12 +292,11 @@ class TrainingCLI(LightningCLI):
         configured = config.get("callbacks") or []
         configured = configured if isinstance(configured, list) else [configured]
         # It comes first: where a run has to end soon, it is saved before anything else is written.
-        added = [FirstCtrlC(), *callbacks, *self._result_writers(), TrackedRun()]
+        added = [FirstCtrlC(), LogFile(), *callbacks, *self._result_writers(), TrackedRun()]
         if self._command == "fit":
             added += [*self._watchers(configured), RunSettings(self._settings)]
-        # A bar that redraws itself would fill a log file with its every state.
-        if config.get("enable_progress_bar") is not False and not sys.stdout.isatty():
-            added.append(LineProgress())
+        if config.get("enable_progress_bar") is not False:
+            added.append(RunProgress())
         if any(isinstance(callback, ProgressBar) for callback in configured):
             added = [callback for callback in added if not isinstance(callback, ProgressBar)]
         if config.get("enable_checkpointing") is False:

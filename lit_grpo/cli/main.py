@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lit_grpo.errors import EngineError, StopRun, UserError, nearest
+from lit_grpo.terminal.library_output import LibraryOutput, library_output_to_file
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 """Exit codes: done, error in the program, bad input, stopped by a monitor, Ctrl-C (128 + 2), SIGTERM (128 + 15)."""
+
+_LAST_LINES = 20
+"""Lines of what libraries said that are shown where they are in no file."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,7 @@ class Command:
 COMMANDS = (
     Command("init", "write a project of your own that trains at once", "lit_grpo.commands.init.command:run"),
     Command("fit", "train a policy; --ckpt_path goes on from a checkpoint", "lit_grpo.cli.training:run"),
-    Command(
-        "validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, best-of-k", "lit_grpo.cli.training:run"
-    ),
+    Command("validate", "evaluate on the held-out sets (data.val): pass@k, maj@k, ...", "lit_grpo.cli.training:run"),
     Command("test", "evaluate on the test sets (data.test), benchmarks by name", "lit_grpo.cli.training:run"),
     Command("predict", "write completions for the questions of data.test", "lit_grpo.cli.training:run"),
     Command("check", "look at a configuration before GPU hours are spent on it", "lit_grpo.commands.check.command:run"),
@@ -58,36 +60,33 @@ COMMANDS = (
 
 HELP = """\
 usage: lit-grpo COMMAND [options]
-
 Train language models with reinforcement learning from verifiable rewards.
 
-commands:
+commands (lit-grpo COMMAND --help lists the options of one):
 {commands}
 
-  lit-grpo COMMAND --help lists the options of a command.
-
 configuration of fit, validate, test and predict:
-  --config FILE         YAML; give it several times to put layers on top of each other, later ones win
-  --model.optimizer.lr 1e-6
-                        any key of the YAML can be set on the command line, and wins over the files
-  LIT_GRPO_FIT__MODEL__OPTIMIZER__LR=1e-6
-                        or in the environment, below the files
-  --print_config        print the whole configuration, defaults included, and end
+  --config FILE     YAML; several are put on top of each other, later ones win
+  --model.optimizer.lr 1e-6       any key of the YAML, over the files
+  LIT_GRPO_FIT__DATA__ROLLOUTS=9  the same in the environment, below the files
 
 examples:
   lit-grpo init my_project
   lit-grpo fit --config configs/quickstart.yaml
-  lit-grpo fit --config configs/gsm8k_smollm2_cpu.yaml --data.rollouts 20 --trainer.logger.run_name short
-  lit-grpo fit --config runs/NAME/config.yaml --ckpt_path runs/NAME/checkpoints/last.ckpt
+  lit-grpo fit --config runs/NAME/config.yaml \\
+    --ckpt_path runs/NAME/checkpoints/last.ckpt
+  lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/x
   lit-grpo score --input pairs.jsonl --config reward.yaml
-  lit-grpo export --checkpoint runs/NAME/checkpoints/last.ckpt --output models/mine
 
-A run leaves its metrics, configuration, checkpoints and curves in runs/NAME, and an MLflow run in runs/mlflow.db.
-
-Ctrl-C ends a run after the rollout under way and saves it; a second Ctrl-C or SIGTERM ends it within 10 seconds.
-exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C, 143 SIGTERM.
-LIT_GRPO_DEBUG=1 shows the traceback of an error that otherwise ends in one screen.
-LIT_GRPO_LOG=debug tells on standard error, with time and process, what a run begins and ends to wait for.
+A run leaves its metrics, configuration, checkpoints, curves and report in
+runs/NAME, and an MLflow run in runs/mlflow.db.
+Ctrl-C ends it after the rollout under way and saves it; a second Ctrl-C or
+SIGTERM ends it within 10 seconds.
+exit codes: 0 done, 1 error, 2 bad input, 3 stopped by a monitor, 130 Ctrl-C,
+143 SIGTERM.
+LIT_GRPO_DEBUG=1 shows the traceback of an error that else ends in one screen.
+LIT_GRPO_LOG=debug tells what a run begins and ends to wait for, and shows what
+libraries say, which else goes to log.txt in the folder of the run.
 """
 
 
@@ -105,11 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_traceback
     try:
-        _configure_logging()
-        command = _find(arguments[0])
-        module, _, function = command.function.partition(":")
-        code: int = getattr(importlib.import_module(module), function)(command.name, arguments[1:])
-        return code
+        with library_output_to_file(_configure_logging()) as output:
+            try:
+                return _run(arguments[0], arguments[1:])
+            except Exception as error:
+                _show_what_libraries_said(output, error)
+                raise
     except UserError as error:
         _show(error, arguments[0])
         return BAD_INPUT
@@ -143,6 +143,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             watchdog.disarm()
 
 
+def _run(name: str, argv: list[str]) -> int:
+    command = _find(name)
+    module, _, function = command.function.partition(":")
+    code: int = getattr(importlib.import_module(module), function)(command.name, argv)
+    return code
+
+
+def _show_what_libraries_said(output: LibraryOutput, error: Exception) -> None:
+    """Point to what libraries said before a failure that may be theirs; print its end where it is in no file."""
+    if isinstance(error, UserError | StopRun) or type(error).__name__ == "RewardError":
+        return
+    if output.path is not None:
+        print(f"lit-grpo: what libraries said before is in {output.path}", file=sys.stderr, flush=True)
+    elif lines := output.unwritten()[-_LAST_LINES:]:
+        text = "".join(f"  {line}" for line in lines)
+        print(f"lit-grpo: what libraries said before:\n{_masked(text)}", file=sys.stderr, end="", flush=True)
+
+
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of an error in the program as Python does, without the secrets that a message may quote."""
     import traceback
@@ -156,11 +174,15 @@ def _masked(text: str) -> str:
     return masked_screen(text)
 
 
-def _configure_logging() -> None:
-    """Send the messages of ``lit_grpo`` to standard error from the level that ``LIT_GRPO_LOG`` names on."""
+def _configure_logging() -> int:
+    """Send the messages of ``lit_grpo`` to standard error from the level that ``LIT_GRPO_LOG`` names on.
+
+    Returns:
+        The level from which on messages of libraries are shown too: the same, or errors alone.
+    """
     level = os.environ.get("LIT_GRPO_LOG", "").upper()
     if not level:
-        return
+        return logging.ERROR
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if level not in levels:
         raise UserError(
@@ -176,6 +198,7 @@ def _configure_logging() -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} pid %(process)d %(name)s: %(message)s"))
     # Assigned, not added: a second call in one process must not print every message twice.
     logger.handlers = [handler]
+    return logger.level
 
 
 def _find(name: str) -> Command:

@@ -94,6 +94,8 @@ def _number_like(text: str) -> bool:
 
 
 _QuotingDumper.add_representer(str, _represent_text)
+# Text that was typed for an argument of a class is still of its own type where nothing has parsed it.
+_QuotingDumper.add_representer(_Typed, lambda dumper, text: _represent_text(dumper, str(text)))
 
 
 def _dump_yaml(data: Any) -> str:

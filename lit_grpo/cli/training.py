@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from lit_grpo.cli.config_files import Layer, read_layers
 from lit_grpo.cli.errors.fast_validation import validate_fast
+from lit_grpo.cli.help import help_text, wanted
 from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
+from lit_grpo.errors import UserError
 
 log = logging.getLogger(__name__)
-
-# Beginnings of Lightning's messages that say nothing about the run.
-_CHATTER = (
-    "💡",
-    "Seed set to",
-    "Loading `train_dataloader` to estimate",
-    "TPU available",
-    "`Trainer.fit` stopped: `max_epochs=1` reached",
-    "Restoring states from",
-)
 
 
 def run(command: str, argv: list[str]) -> int:
     """Parse the configuration, build the run, run it, and return the exit code."""
+    if (key := wanted(argv)) is not None:
+        print(help_text(command, key), end="")
+        return DONE
     layers = read_configuration(command, argv)
     log.debug("importing Lightning and the model")
     # Only now, when the configuration is known to have no wrong key: this takes many seconds.
@@ -48,8 +42,8 @@ def run(command: str, argv: list[str]) -> int:
 def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[str] = ()) -> list[Layer]:
     """Read and check the configuration files of a command, and make ready for importing what is heavy.
 
-    Puts the current folder on the import path, for rewards and callbacks that lie next to the configuration, and
-    silences messages of libraries that say nothing about the run.
+    Puts the current folder and those of the configuration's files on the import path, for rewards and callbacks that
+    lie there, and silences messages of libraries that say nothing about the run.
 
     Args:
         command: fit, validate, test or predict; check and filter take what ``fit`` takes.
@@ -62,27 +56,38 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
     layers = read_layers(argv, command)
     # Before anything heavy is imported: a misspelt key is answered in a second, Lightning and torch alone take many.
     validate_fast(command, argv, layers, own_options)
+    if not layers and _says_nothing(argv):
+        raise UserError(
+            f"`lit-grpo {command}` is given no configuration",
+            where="command line",
+            remedy=f"lit-grpo {command} --config FILE; `lit-grpo init NAME` writes a project that trains at once",
+        )
     # At the end of the path: a file that is named like a package of the run must not take its place.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    for folder in [Path.cwd(), *(Path(layer.file).resolve().parent for layer in layers)]:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     _silence_libraries()
     return layers
 
 
+def _says_nothing(argv: Sequence[str]) -> bool:
+    """Tell whether neither the command line nor the environment says anything of a model, or asks for help."""
+    words = ("--model", "--help", "-h", "--print_config")
+    typed = any(word.startswith(words) or word.partition("=")[0].endswith(".help") for word in argv)
+    return not typed and not any(name.startswith("LIT_GRPO_") and "__MODEL" in name for name in os.environ)
+
+
 def _silence_libraries() -> None:
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*Total length of `list` across ranks is zero.*")
-    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.seed"):
-        logging.getLogger(f"lightning.{name}").addFilter(_is_no_chatter)
-    # torchao, where it is installed, speaks of kernels for other cards than there are as soon as a model is loaded.
-    for name, words in (("torchao", "Failed to load"), ("torch.utils._pytree", "is an Enum subclass")):
-        logging.getLogger(name).addFilter(partial(_is_without, words))
+    """Switch off what libraries draw and write past Python's logging and warnings, unless LIT_GRPO_LOG is set."""
+    if os.environ.get("LIT_GRPO_LOG"):
+        return
+    # Warnings of torch's C++ code, such as vLLM's about memory nodes, are written to the file descriptor. Read once,
+    # when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
 
-
-def _is_no_chatter(record: logging.LogRecord) -> bool:
-    return not record.getMessage().lstrip().startswith(_CHATTER)
-
-
-def _is_without(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()
+    if transformers_logging.is_progress_bar_enabled():
+        transformers_logging.disable_progress_bar()
+        # It has switched off those of downloads too, which may take minutes.
+        enable_progress_bars()

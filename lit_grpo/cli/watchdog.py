@@ -128,7 +128,9 @@ def watch(reading: int, parent: int, seconds: float) -> None:
             elif number == _SAVED and put_off:
                 deadline = max(first, time.monotonic() + _AFTER_SAVE_SECONDS)
     if os.getppid() == parent:
-        print(f"lit-grpo: not ended by itself after {what}, and killed", file=sys.stderr, flush=True)
+        # What is drawn on a terminal hides its cursor.
+        cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+        print(f"{cursor}lit-grpo: not ended by itself after {what}, and killed", file=sys.stderr, flush=True)
         os.kill(parent, signal.SIGKILL)
 
 

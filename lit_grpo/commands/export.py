@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lit_grpo.commands.model_card import CARD_FILE, make_card
 from lit_grpo.errors import UserError
 from lit_grpo.run.checkpoints import check_whole
 from lit_grpo.tracking.registry import check_run, register
@@ -47,8 +48,8 @@ def run(command: str, argv: list[str]) -> int:
     parser = CommandParser(
         command,
         "Write the policy of a checkpoint as a Hugging Face model folder: weights, configuration, generation\n"
-        "configuration and tokenizer, which makes prompts as the run did. Only the checkpoint is read, and the\n"
-        "configuration and tokenizer of the model that training began with.",
+        "configuration and tokenizer, which makes prompts as the run did, and a model card. Read are the checkpoint,\n"
+        "the configuration and tokenizer of the model that training began with, and for the card the run's folder.",
         "example:\n  lit-grpo export --checkpoint runs/NAME --output models/mine --dtype bfloat16",
     )
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="checkpoint, or the folder of a run")
@@ -61,9 +62,21 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument(
         "--register", metavar="NAME", help="also the next version of a model in MLflow's registry, below its run"
     )
+    parser.add_argument(
+        "--push", metavar="REPOSITORY", help="also a repository on the Hugging Face hub, ORGANISATION/NAME"
+    )
+    parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
     options = parser.parse_args(argv)
+    if options.private and options.push is None:
+        raise UserError("--private says how --push makes a repository", where="--private", remedy="add --push NAME")
     # Before the checkpoint is read, which takes long for a large one.
     run_of = None if options.register is None else check_run(_run_folder(Path(options.checkpoint)))
+    path = _find(Path(options.checkpoint))
+    _check_target(Path(options.output), options.force)
+    if options.push is not None:
+        from lit_grpo.commands.hub_upload import prepare
+
+        options.push = prepare(options.push, private=options.private)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -75,11 +88,16 @@ def run(command: str, argv: list[str]) -> int:
         force=options.force,
         adapter=options.adapter,
         trust_remote_code=options.trust_remote_code,
+        name=options.push,
     )
     print(f"{options.output}: {exported.architecture}, {exported.parameters / 1e6:.3g} M parameters, {exported.dtype}")
     if run_of is not None:
         version = register(exported.folder, options.register, *run_of)
         print(f"registered: {options.register}, version {version}, at {masked_text(run_of[0])}")
+    if options.push is not None:
+        from lit_grpo.commands.hub_upload import upload
+
+        print(f"pushed: {upload(exported.folder, options.push, f'{path.name}, exported by lit-grpo')}")
     return 0
 
 
@@ -92,6 +110,7 @@ def export(
     force: bool = False,
     adapter: bool = False,
     trust_remote_code: bool = False,
+    name: str | None = None,
 ) -> Exported:
     """Write the policy in ``checkpoint`` to the folder ``output``, whole or not at all.
 
@@ -104,6 +123,7 @@ def export(
         adapter: write the adapters alone, as peft does, instead of merging them.
         trust_remote_code: run the code that the model's folder brings. A checkpoint that says so is not enough, since
             it may be anybody's.
+        name: name of the model in its card (README.md), say that of its repository; None: that of the folder.
 
     Raises:
         UserError: the checkpoint does not exist or is of something else, or the output folder is not empty.
@@ -119,10 +139,11 @@ def export(
     weights = {k.removeprefix(PREFIX): v for k, v in content["state_dict"].items() if k.startswith(PREFIX)}
     if not weights:
         raise UserError(f"the checkpoint {path} holds no policy weights ({PREFIX}*)", where="--checkpoint")
+    card = make_card(name or target.name, content, policy, _run_folder(path), adapter=adapter)
     if adapter:
         from lit_grpo.commands.exported_adapter import write_adapter
 
-        return write_adapter(weights, policy, _tokenizer(policy, content), dtype, target)
+        return write_adapter(weights, policy, _tokenizer(policy, content), dtype, target, card)
     # Adapters on 4-bit weights cannot be merged from the checkpoint alone, which does not hold the weights under them.
     if policy.quantization is not None:
         weights = _dequantized_weights(policy, content["state_dict"])
@@ -135,7 +156,7 @@ def export(
         policy = replace(policy, lora=None)
     model = _model(policy, weights, dtype, path)
     log.debug("writing %s", target)
-    _write(model, policy, content, target)
+    _write(model, policy, content, target, card)
     count = sum(parameter.numel() for parameter in model.parameters())
     return Exported(target, type(model).__name__, count, str(model.dtype).removeprefix("torch."))
 
@@ -302,7 +323,7 @@ def _generation(policy: PolicyConfig, content: dict[str, Any], tokenizer: Any) -
     return found
 
 
-def _write(model: PreTrainedModel, policy: PolicyConfig, content: dict[str, Any], target: Path) -> None:
+def _write(model: PreTrainedModel, policy: PolicyConfig, content: dict[str, Any], target: Path, card: str) -> None:
     from lit_grpo.policy.model.load import generation_file
 
     tokenizer = _tokenizer(policy, content)
@@ -316,6 +337,7 @@ def _write(model: PreTrainedModel, policy: PolicyConfig, content: dict[str, Any]
             # Copied as a file: transformers refuses to write some of the configurations that it reads.
             shutil.copy(base, written)
         _update(written, _generation(policy, content, tokenizer))
+        (temporary / CARD_FILE).write_text(card, encoding="utf-8")
         move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

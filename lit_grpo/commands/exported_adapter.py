@@ -21,9 +21,9 @@ _NAME = re.compile(r"(.+)\.lora_(A|B)\.default\.weight")
 
 
 def write_adapter(
-    weights: dict[str, Tensor], policy: PolicyConfig, tokenizer: Any, dtype: str | None, target: Path
+    weights: dict[str, Tensor], policy: PolicyConfig, tokenizer: Any, dtype: str | None, target: Path, card: str
 ) -> Exported:
-    """Write the adapters among a policy's weights, with the tokenizer, whole or not at all.
+    """Write the adapters among a policy's weights, with the tokenizer and the model card, whole or not at all.
 
     Raises:
         UserError: the run trained no adapters, or there is no one model below them.
@@ -32,6 +32,7 @@ def write_adapter(
     from safetensors.torch import save_file
 
     from lit_grpo.commands.export import Exported
+    from lit_grpo.commands.model_card import CARD_FILE
     from lit_grpo.policy.model.adapter_folder import is_adapter
 
     if policy.lora is None:
@@ -68,6 +69,7 @@ def write_adapter(
         settings.save_pretrained(str(temporary))
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(temporary)
+        (temporary / CARD_FILE).write_text(card, encoding="utf-8")
         move_into_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from lit_grpo.data.alphabet import check_alphabet
 from lit_grpo.data.chat_template import PLAIN_FRAME, ChatFrame, frame_of, variables_of
 from lit_grpo.data.sources.base import Row
 from lit_grpo.data.sources.messages import system_of, with_question
@@ -349,6 +350,8 @@ class PromptFormat:
             return list(encoded["input_ids"])
         except Exception as error:
             # Tokenizers raise plain Exception, templates whatever Jinja raises.
+            if not chat:
+                check_alphabet(tokenizer, f"{system or ''}{question}", f"the question of row {row.id!r}", row.where)
             raise UserError(
                 f"the {'chat template' if chat else 'tokenizer'} cannot take row {row.id!r}: "
                 f"{type(error).__name__}: {error}",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
 from lit_grpo.errors import EngineError as EngineError
-from lit_grpo.types import Completion, Request, Sampling
+from lit_grpo.types import Completion, Request, Sampling, WeightForm
 
 NamedWeights = Iterable[tuple[str, Tensor]]
 """(transformers parameter name, full tensor), one at a time so that a sharded policy is gathered layer by layer."""
@@ -58,6 +58,31 @@ class SleepingEngine(RolloutEngine, Protocol):
         ...
 
 
+@runtime_checkable
+class AdapterEngine(RolloutEngine, Protocol):
+    """An engine that can be given adapters by themselves; an optional capability."""
+
+    @property
+    def wanted_weights(self) -> WeightForm:
+        """What the next sync must bring. The same on every rank, since all of them gather it."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Gives a policy's weights; one with adapters also takes the form that they are to have."""
+
+    # Without the argument of EnginePolicy's: a learner of another project that has no adapters need not know of it.
+    def named_weights(self) -> NamedWeights:
+        """Yield the weights under their transformers names, adapters merged in."""
+        ...
+
+
+def weights_for(engine: RolloutEngine, source: WeightSource) -> NamedWeights:
+    """Return the weights of ``source`` in the form that the engine wants in its next sync."""
+    form = engine.wanted_weights if isinstance(engine, AdapterEngine) else "merged"
+    return source.named_weights() if form == "merged" else cast(EnginePolicy, source).named_weights(form)
+
+
 class RouterRecorder(Protocol):
     """Records which experts each token goes through in the model that it was made for."""
 
@@ -89,8 +114,12 @@ class EnginePolicy(Protocol):
         """Record the routers of ``model``, which may be a copy of the policy's."""
         ...
 
-    def named_weights(self) -> NamedWeights:
-        """Yield the weights under their transformers names, adapters merged in."""
+    def named_weights(self, form: WeightForm = "merged") -> NamedWeights:
+        """Yield the weights under their transformers names, adapters as ``form`` says.
+
+        An adapter is ``<layer>.lora_A.weight`` [rank, in] and ``<layer>.lora_B.weight`` [out, rank], B multiplied by
+        alpha / rank.
+        """
         ...
 
 

@@ -66,6 +66,8 @@ class VLLMEngineConfig:
         gpu_memory_utilization: share of the card's memory for weights and key-value cache.
         sleep: what happens on GPUs to the engine's memory while the learner trains, see :class:`EngineConfig`.
         processes: engines that share the card, see :class:`EngineConfig`.
+        adapters: how adapters (LoRA) come to the engine, see :class:`EngineConfig`.
+        progress_seconds: longest silence of a busy process, see :class:`EngineConfig`.
         args: further arguments of ``vllm.EngineArgs``, passed on as they are.
     """
 
@@ -75,6 +77,8 @@ class VLLMEngineConfig:
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
     processes: Annotated[int | Literal["auto"], Bound(least=1, most=64)] = 1
+    adapters: Literal["merged", "hot"] = "merged"
+    progress_seconds: Annotated[float, Bound(above=0)] = 300.0
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,6 +131,10 @@ class EngineConfig:
             2 on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
             takes what ``lit-grpo check`` has measured on this card, or else chooses by the size of the model, and says
             so.
+        adapters: vllm only, with ``policy.lora``: every sync sends all weights with the adapters ``merged`` into them,
+            or, ``hot``, the adapters alone, which vLLM then computes beside weights that it was given once.
+        progress_seconds: vllm with ``processes`` only: a process that has something to do and neither takes a step nor
+            answers for so long hangs; it is killed and started again, and what it had not finished is asked again.
         args: vllm engines only: further engine arguments, passed on as they are.
         server: vllm_server only: which server, and what happens when it fails.
     """
@@ -141,5 +149,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
     processes: Annotated[int | Literal["auto"], Bound(least=1, most=64)] = 1
+    adapters: Literal["merged", "hot"] = "merged"
+    progress_seconds: Annotated[float, Bound(above=0)] = 300.0
     args: dict[str, Any] = field(default_factory=dict)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -29,13 +29,15 @@ class EngineEntry:
     """Import path of the engine, an :class:`lit_grpo.engines.base.EngineClass`."""
     gives_experts: bool = False
     """Whether its completions can say which experts their tokens went through."""
-    check: Callable[[Any], None] | None = None
-    """Checks the settings before a model is loaded; imports nothing heavy."""
+    check: Callable[[Any, Any], None] | None = None
+    """Checks its settings, beside those of the policy's adapters, before a model is loaded; imports nothing heavy."""
 
 
-def _check_vllm(config: VLLMEngineConfig) -> None:
+def _check_vllm(config: VLLMEngineConfig, lora: Any) -> None:
+    from lit_grpo.engines.vllm.adapters import adapter_rank
     from lit_grpo.engines.vllm.start import check_in_process
 
+    adapter_rank(lora, config)
     check_in_process()
     if config.processes != 1:
         from lit_grpo.engines.vllm_processes.settings import check_arguments
@@ -43,7 +45,7 @@ def _check_vllm(config: VLLMEngineConfig) -> None:
         check_arguments(config.args)
 
 
-def _check_server(config: VLLMServerEngineConfig) -> None:
+def _check_server(config: VLLMServerEngineConfig, lora: Any) -> None:
     from lit_grpo.engines.vllm_server.process import check_server_config
 
     check_server_config(config)
@@ -62,12 +64,13 @@ _CHOICE = ("name", "custom_engine", "init_args")
 """Keys that choose the engine; all others are settings."""
 
 
-def check_engine(config: EngineConfig, wants_experts: bool = False) -> None:
+def check_engine(config: EngineConfig, wants_experts: bool = False, lora: Any = None) -> None:
     """Check what can be known before a model is loaded.
 
     Args:
         config: which engine, and its settings.
         wants_experts: completions are to say which experts their tokens went through.
+        lora: settings of the policy's adapters; None: it trains all weights.
 
     Raises:
         UserError: a setting contradicts another, the engine's class is not found, or it needs vLLM, which is not
@@ -86,7 +89,7 @@ def check_engine(config: EngineConfig, wants_experts: bool = False) -> None:
             remedy=f"set model.routing_replay: old, or {KEY}.name: transformers",
         )
     if entry.check is not None:
-        entry.check(entry.config(**settings))
+        entry.check(entry.config(**settings), lora)
 
 
 def make_engine(config: EngineConfig, context: EngineContext) -> RolloutEngine:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +40,18 @@ def remedies(device: torch.device | str, *, activations: bool = True) -> tuple[s
     return (*(FEWER_ACTIVATIONS if activations else ()), *card, *FEWER_WEIGHTS)
 
 
+RAISE_AFTER = 20
+"""Rollouts in which memory sufficed after which a bound that had become smaller is doubled again."""
+
+
 @dataclass
 class MicroBatchBudget:
-    """Bounds on what goes through a model at once. The gradient does not depend on them, memory does."""
+    """Bounds on what goes through a model at once. The gradient does not depend on them, memory does.
+
+    A bound that became smaller is doubled again after :data:`RAISE_AFTER` rollouts in which memory sufficed, up to what
+    it was: memory may have run out because of one unusual rollout, or of another program on the card. Where it runs out
+    at the larger bound once more, the smaller one stays, so that a run which simply needs it pays for one attempt.
+    """
 
     tokens: int | None = None
     """Most tokens; None: no bound yet. A completion that is longer is a micro-batch by itself."""
@@ -50,17 +59,48 @@ class MicroBatchBudget:
     """Most completions; None: no bound."""
     halvings: int = 0
     """How often memory ran out, so that the bound on tokens became smaller."""
+    highest: int | None = None
+    """Bound that may be returned to; None: the present one stays, or never became smaller."""
+    sufficed: int = 0
+    """Rollouts in which memory sufficed, since the bound last changed; -1 in a rollout in which it became smaller."""
+    raised: bool = False
+    """Whether the bound has been doubled again."""
 
     def halve(self, tokens: int) -> None:
         """Allow half of ``tokens``, which were too many, or of the present bound where that is less."""
         bound = tokens if self.tokens is None else min(tokens, self.tokens)
-        self.tokens = max(1, bound // 2)
+        self._lower(max(1, bound // 2), bound if self.tokens is None else self.tokens)
         self.halvings += 1
 
     def lower_to(self, tokens: int | None) -> None:
-        """Allow no more than ``tokens``, which another rank or an earlier part of the run came to; None: no bound."""
-        if tokens is not None:
-            self.tokens = tokens if self.tokens is None else min(tokens, self.tokens)
+        """Allow no more than ``tokens``, which another rank came to; None: no bound."""
+        if tokens is not None and (self.tokens is None or tokens < self.tokens):
+            self._lower(tokens, 2 * tokens if self.tokens is None else self.tokens)
+
+    def _lower(self, tokens: int, before: int) -> None:
+        first = self.highest is None and not self.raised
+        self.highest = None if self.raised else before if first else self.highest
+        self.tokens, self.sufficed = tokens, -1
+
+    def end_rollout(self) -> bool:
+        """Take note that a rollout has been learned from, and tell whether the bound has been doubled for the next.
+
+        Every rank calls it, once all have the same bound, so that it changes on all of them at once.
+        """
+        self.sufficed += 1
+        if self.tokens is None or self.highest is None or self.sufficed < RAISE_AFTER or self.tokens >= self.highest:
+            return False
+        self.tokens, self.sufficed, self.raised = min(2 * self.tokens, self.highest), 0, True
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs in order to cut its steps as this one would have."""
+        return {"tokens": self.tokens, "highest": self.highest, "sufficed": self.sufficed, "raised": self.raised}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state` returned."""
+        self.tokens, self.highest = state["tokens"], state["highest"]
+        self.sufficed, self.raised = state["sufficed"], state["raised"]
 
 
 class MemoryRanOut(Exception):  # noqa: N818 - the step is repeated
@@ -130,7 +170,7 @@ class GivesWay:
         self.say(
             f"Memory ran out while {doing}, on a micro-batch of {count} completions with {tokens:,} tokens. Nothing is "
             f"lost: it is done again with at most {self.budget.tokens:,} tokens at once "
-            f"({'there was no bound' if before is None else f'{before:,} before'}), and so is all that follows. "
+            f"({'there was no bound' if before is None else f'{before:,} before'}), and so is what follows. "
             f"To begin with that: model.micro_batch_tokens: {self.budget.tokens}."
         )
 

@@ -27,8 +27,8 @@ class LearnerState:
     """Reward of each held-out prompt in the best evaluation so far, by set."""
     logged_keys: frozenset[str]
     """Keys that any rollout has logged."""
-    micro_batch_tokens: int | None
-    """Bound on the tokens of a micro-batch that the run had come to; None: there was none."""
+    budget: Mapping[str, Any] | None
+    """Bound on micro-batches that the run had come to, as of ``MicroBatchBudget.state``; None: not known."""
     random: dict[str, Any] | None
     """Random state of this rank. None where the saved run had fewer ranks: the rank keeps what it was seeded with."""
 
@@ -40,7 +40,7 @@ def save_state(
     objective: Any,
     best_held_out: Mapping[str, Mapping[int, float]],
     logged_keys: Iterable[str],
-    micro_batch_tokens: int | None,
+    budget: Mapping[str, Any],
     world_size: int,
     sharded: bool,
 ) -> None:
@@ -52,7 +52,7 @@ def save_state(
         objective: histories of the objective, in plain types.
         best_held_out: reward of each held-out prompt in the best evaluation so far, by set.
         logged_keys: keys that any rollout has logged.
-        micro_batch_tokens: bound on the tokens of a micro-batch that is in force; None: no bound.
+        budget: bound on the tokens of a micro-batch, as of ``MicroBatchBudget.state``.
         world_size: number of ranks.
         sharded: whether optimizer states are written as shards, in a format of their own.
     """
@@ -67,7 +67,7 @@ def save_state(
         "best_held_out": _plain(best_held_out),
         # In order: that of a set changes from process to process.
         "logged_keys": sorted(logged_keys),
-        "micro_batch_tokens": micro_batch_tokens,
+        "budget": dict(budget),
         "rng": random_states,
     }
     if not sharded and "optimizer_states" in checkpoint:
@@ -84,7 +84,7 @@ def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
     if "optimizer_states" in checkpoint and fitting:
         checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]
     state = checkpoint[KEY]
-    others = ("objective", "best_held_out", "logged_keys", "micro_batch_tokens", "rng")
+    others = ("objective", "best_held_out", "logged_keys", "budget", "rng")
     counters = {name: value for name, value in state.items() if name not in others}
     # A checkpoint from before each rank had its own random state holds a single one.
     random_states = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
@@ -93,7 +93,7 @@ def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
     rank = torch.distributed.get_rank() if distributed else 0
     random = random_states[rank] if rank < len(random_states) else None
     best, logged_keys = _plain(state.get("best_held_out", {})), frozenset(state.get("logged_keys", ()))
-    return LearnerState(counters, state["objective"], best, logged_keys, state.get("micro_batch_tokens"), random)
+    return LearnerState(counters, state["objective"], best, logged_keys, state.get("budget"), random)
 
 
 def check_fits(checkpoint: Mapping[str, Any], own: Mapping[str, Any], optimizer: str, *, fitting: bool) -> None:

@@ -454,7 +454,10 @@ def count_non_finite(weights: Sequence[Tensor], reduce: Reduce | None = None) ->
         if weight.numel() and weight.is_floating_point():
             by_device.setdefault(weight.device, []).append(weight)
     for group in by_device.values():
-        # The largest absolute value, which NaN and infinity win, needs no copy of the weights.
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(group, float("inf"))])
-        flags = flags + (~largest.isfinite()).sum().cpu()
+        # NaN and infinity win in every norm, which needs no copy of the weights. That of the largest value takes 18
+        # times as long as the Euclidean one on a CPU (340 and 19 ms for 134M weights).
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(group)])
+        suspects = (~norms.isfinite()).nonzero().flatten().tolist()
+        # Squares of finite weights may overflow.
+        flags = flags + sum(not bool(group[i].isfinite().all()) for i in suspects)
     return int(flags if reduce is None else reduce(flags))

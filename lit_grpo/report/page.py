@@ -77,6 +77,7 @@ def make_report(run: Run, ending: Ending | None = None) -> tuple[list[Picture], 
         ended=ending.text,
         headline=headline(run, ending, watched=_is_watched(run)),
         facts=_facts(run),
+        environment=[(key, value) for key, value in sorted(run.tags.items()) if _is_of_environment(key)],
         main=_shown_diagnosis(main) if main else None,
         over=_when_over(story) if story else "",
         over_step=story.over if story else None,
@@ -204,7 +205,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if run.started:
         facts.append(("started", run.started))
     if policy:
-        facts.append(("policy", str(policy.get("path") or f"tiny {policy.get('tiny')}")))
+        facts.append(("policy", str(policy.get("path") or _tiny(policy.get("tiny")))))
     if name := run.objective.get("name"):
         facts.append(("objective", str(name)))
     if isinstance(model, dict) and isinstance(model.get("optimizer"), dict):
@@ -213,8 +214,22 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         facts.append(("rollout", f"{data.get('prompts_per_rollout')} prompts x {data['group_size']} completions"))
     if run.run_id:
         facts.append(("MLflow run", run.run_id))
-    facts += [(f"tag {key}", value) for key, value in sorted(run.tags.items())]
-    return facts
+    # The diagnosis has a place of its own, the environment stands with the configuration.
+    elsewhere = ("diagnosis", "diagnosis_step")
+    tags = sorted(run.tags.items())
+    return facts + [(f"tag {k}", v) for k, v in tags if k not in elsewhere and not _is_of_environment(k)]
+
+
+def _is_of_environment(tag: str) -> bool:
+    return tag.startswith(("env.", "git.", "lit_grpo."))
+
+
+def _tiny(settings: Any) -> str:
+    """Write the main settings of a model that was made on the spot, as ``tiny: layers 2, width 128``."""
+    if not isinstance(settings, dict):
+        return "tiny"
+    shown = [f"{key} {settings[key]}" for key in ("layers", "width", "heads", "alphabet") if key in settings]
+    return f"tiny: {', '.join(shown)}" if shown else "tiny"
 
 
 def _last_numbers(run: Run) -> list[tuple[str, str, str, str]]:

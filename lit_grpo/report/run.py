@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -33,8 +34,14 @@ class Run(History):
     """Events that ``findings.jsonl`` holds, in the order of its lines."""
     config: str = ""
     """Text of ``config.yaml``; empty if there is none."""
+    parameters: dict[str, str] = field(default_factory=dict)
+    """Parameters of the run by dotted names, as text."""
     objective: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """Data sets and model that the run noted as its inputs."""
+    command: str = ""
+    """What was typed to start the run, the program first; empty if it is not known."""
     started: str = ""
     run_id: str = ""
     status: str = ""
@@ -51,14 +58,39 @@ class Run(History):
     """Sentences about what could not be read."""
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration as plain values; empty if there is none or it cannot be read."""
+        """Return the configuration as plain values; empty if there is none or it cannot be read.
+
+        A run of a program of one's own has no file of it; its settings are told from its parameters.
+        """
         import yaml
 
+        if not self.config:
+            return _nested(self.parameters)
+
         try:
-            value = yaml.safe_load(self.config) if self.config else {}
+            value = yaml.safe_load(self.config)
         except yaml.YAMLError:
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def _nested(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the parameters of module and data module, nested as in a configuration file."""
+    found: dict[str, Any] = {}
+    for name, text in parameters.items():
+        *above, last = name.split(".")
+        if above[:1] not in (["model"], ["data"]):
+            continue
+        place = found
+        for part in above:
+            below = place.setdefault(part, {})
+            # Of a name that has a value and others below it, those below are kept.
+            place[part] = place = below if isinstance(below, dict) else {}
+        try:
+            place.setdefault(last, ast.literal_eval(text))
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            place.setdefault(last, text)
+    return found
 
 
 def fill(run: Run, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -149,10 +181,14 @@ def add_files(run: Run, folder: Path) -> None:
     if unreadable:
         run.notes.append(f"{unreadable} lines of {FINDINGS_FILE} could not be read.")
     run.config = _text(folder / "config.yaml")
+    run.parameters = {str(k): str(v) for k, v in _json(folder / "params.json").items()}
     run.objective = _json(folder / "objective.json")
     note = _json(folder / "run.json")
     own = {str(k): str(v) for k, v in (note.get("tags") or {}).items() if not str(k).startswith("mlflow.")}
     run.tags = {**own, **run.tags}
+    run.command = str((note.get("tags") or {}).get("mlflow.source.name") or "")
+    inputs = note.get("inputs")
+    run.inputs = inputs if isinstance(inputs, dict) else {}
     run.started = run.started or str(note.get("started") or "")
     run.run_id = run.run_id or str(note.get("run_id") or "")
     records = folder / flight.FOLDER

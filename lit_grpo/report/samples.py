@@ -76,7 +76,9 @@ def choose_steps(run: Run, onset: int | None, seen: int | None) -> list[tuple[st
         before = [s for s in steps if s < onset]
         after = [s for s in steps if s >= (seen or onset)] or [s for s in steps if s >= onset]
         chosen |= {before[-1]: "before onset"} if before else {}
-        chosen |= {after[0]: "after onset"} if after else {}
+        # Of a run that began with it, the first record says more about what was first.
+        if after:
+            chosen.setdefault(after[0], "after onset")
     if len(chosen) < 3:
         chosen.setdefault(steps[-1], "last recorded")
     return [(title, step) for step, title in chosen.items()]

@@ -38,6 +38,15 @@ _BATCH = {
 """Values for a function of a whole batch, lists of equal length: the name of each in ``_SINGLE``."""
 
 
+_ELSEWHERE = {
+    "completions": "texts", "prompts": "questions", "completion_ids": "tokens", "solution": "answers",
+    "solutions": "answers", "ground_truth": "answer", "solution_str": "text", "extra_info": "extra",
+    "data_source": "item", "response": "text", "completion": "text", "prompt": "question", "label": "answer",
+    "labels": "answers", "queries": "texts",
+}  # fmt: skip
+"""What parameters of the reward functions of TRL, verl and OpenRLHF are called here."""
+
+
 class FunctionReward(Reward):
     """Reward whose value a function of yours computes, found by import path: ``my_package.rewards.politeness``.
 
@@ -305,10 +314,12 @@ def _parameters(function: Callable[..., Any], path: str, given: Mapping[str, Any
     available = {*_SINGLE, *_BATCH}
     unknown = positional + [p.name for p in wanted if p.name not in available and p.default is p.empty]
     if unknown:
+        known = _ELSEWHERE.get(unknown[0])
         raise UserError(
             f"{path} asks for {unknown[0]!r}, which is nothing a reward gets",
             where=where,
-            remedy=f"one completion: {', '.join(_SINGLE)}; a batch: {', '.join(_BATCH)}; "
+            remedy=(f"call that parameter {known!r}. " if known else "")
+            + f"One completion: {', '.join(_SINGLE)}; a batch: {', '.join(_BATCH)}; "
             "anything else under `arguments`, or with a default",
         )
     unused = next((name for name in given if name not in {p.name for p in parameters}), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from lit_grpo.errors import UserError
@@ -14,8 +15,9 @@ def as_rewards(given: Any, key: str) -> list[Reward]:
     """Return the rewards that a value stands for.
 
     Args:
-        given: a list of rewards and functions, one of these alone, or None. A function is scored by a
-            :class:`lit_grpo.rewards.FunctionReward` of default settings: the names of its parameters say what it gets.
+        given: a list of rewards and functions, one of these alone, or None. A function, or the import path of one, is
+            scored by a :class:`lit_grpo.rewards.FunctionReward` of default settings: the names of its parameters say
+            what it gets.
         key: key of the configuration, for messages.
 
     Raises:
@@ -35,8 +37,21 @@ def _as_reward(given: Any, key: str) -> Reward:
         )
     if callable(given):
         return FunctionReward(given)
-    raise UserError(
-        f"{given!r:.60} is no reward",
-        where=key,
-        remedy="give rewards, as MathReward(), or functions of what they score: def right(text, answer)",
-    )
+    if isinstance(given, str) and "." in given:
+        return FunctionReward(given)
+    raise UserError(f"{given!r:.60} is no reward", where=key, remedy=_instead(given))
+
+
+def _instead(given: Any) -> str:
+    """Say what to give in the place of something that is no reward."""
+    if isinstance(given, Mapping) and "class_path" in given:
+        made = str(given["class_path"]).rpartition(".")[2]
+        arguments = ", ".join(f"{k}={v!r}" for k, v in dict(given.get("init_args") or {}).items())
+        return f"that is the form of YAML; in Python make one: {made}({arguments})"
+    if isinstance(given, Mapping) and given:
+        return "name each: " + ", ".join(f"FunctionReward(function, name={name!r})" for name in given)
+    if isinstance(given, list | tuple) and any(isinstance(one, int | float) for one in given):
+        return "give its weight to the reward: FunctionReward(function, weight=0.5), MathReward(weight=0.5)"
+    if isinstance(given, str):
+        return f"make one, {given}(), or give the import path of a function, 'my_module.my_function'"
+    return "give rewards, as MathReward(), or functions of what they score: def right(text, answer)"

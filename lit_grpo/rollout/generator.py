@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine
+from lit_grpo.engines.base import EngineError, NamedWeights, RolloutEngine, SleepingEngine, weights_for
 from lit_grpo.engines.completion_checks import GUARD, check_completion
 from lit_grpo.rewards.base import Reward, flipped_totals, verdicts, weighted_sums
 from lit_grpo.rewards.combine import OnError, judge_again, score_all
@@ -61,7 +61,10 @@ class PolicySource(Protocol):
     """Number of training steps that the weights have behind them."""
 
     def named_weights(self) -> NamedWeights:
-        """Yield the weights under their transformers names, adapters merged in."""
+        """Yield the weights under their transformers names, adapters merged in.
+
+        Where the engine wants them otherwise a :class:`lit_grpo.types.WeightForm` is given.
+        """
         ...
 
 
@@ -122,6 +125,7 @@ class RolloutGenerator:
             :attr:`lit_grpo.context.LearnerRequirements.check_sync`; None: nothing does.
         sync_prompts: what the engine samples from in that check, a few tokens each.
         longest_completion: most tokens that the engine can add to any prompt.
+        on_phase: is told what begins: ``sync``, ``generate`` or ``rewards``; from the thread in which it does.
     """
 
     def __init__(
@@ -141,7 +145,9 @@ class RolloutGenerator:
         check_sync: SyncCheck | None = None,
         sync_prompts: Sequence[Prompt] = (),
         longest_completion: int = SYNC_TOKENS,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
+        self.on_phase = on_phase
         self._check_sync, self._sync_prompts = check_sync, list(sync_prompts)
         self._sync_tokens = min(SYNC_TOKENS, longest_completion)
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
@@ -207,6 +213,7 @@ class RolloutGenerator:
         if any(missing):
             raise EngineError(f"the engine ended with {sum(missing)} completions missing")
         sampled = time.perf_counter()
+        self.on_phase("rewards")
         results = [future.result() for future in scores if future is not None]
         rewarded = time.perf_counter()
 
@@ -286,6 +293,7 @@ class RolloutGenerator:
     def sync(self) -> float:
         """Bring the engine's weights up to date and return the seconds that it took."""
         started = time.perf_counter()
+        self.on_phase("sync")
         with self._engine_lock:
             if self._check_sync is not None and self._sync_prompts:
                 self._check_sync(self._sync_as_of, self._sample_a_little)
@@ -298,7 +306,7 @@ class RolloutGenerator:
         return time.perf_counter() - started
 
     def _sync_as_of(self, version: int) -> None:
-        self.engine.sync(self.policy.named_weights(), version)
+        self.engine.sync(weights_for(self.engine, self.policy), version)
 
     def _sample_a_little(self) -> Rollout:
         """Have the engine sample the beginnings of a few completions at temperature 1; they have no rewards."""
@@ -320,6 +328,7 @@ class RolloutGenerator:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield every sample once, also where the engine has to be asked again after a failure."""
         missing = {(request.index, sample) for request in requests for sample in range(len(request.seeds))}
+        self.on_phase("generate")
         with self._engine_lock:
             for attempt in range(self.retries + 1):
                 portion = max(1, len(missing) >> attempt)

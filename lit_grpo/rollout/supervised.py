@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_grpo.data.alphabet import check_alphabet
 from lit_grpo.errors import UserError, nearest
 from lit_grpo.rollout.generator import PolicySource
 from lit_grpo.types import Completion, Prompt, Rollout, Sampling
@@ -136,6 +137,7 @@ def encode_demonstrations(
         try:
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raise plain Exception
+            check_alphabet(tokenizer, text, f"the solution of row {prompt.id!r}", where)
             raise UserError(
                 f"the tokenizer cannot take the solution of row {prompt.id!r}: {error}", where=where
             ) from error

@@ -273,6 +273,11 @@ class RunLogger(Logger, RunRecord):
         spool, sender, _ = self._open()
         if not spool.path.exists() or self._last_line:
             return
+        # It trains again, so why it stopped before is not how it ends.
+        tags = self._read_note().get("tags", {})
+        if ended := [name for name in tags if name.startswith("stop.")]:
+            self._note(tags={name: value for name, value in tags.items() if name not in ended})
+            sender.put(lambda target: target.remove_tags(ended))
         earlier = EarlierLines(spool.path, step)
         self._earlier = earlier or None
         sender.wrote(earlier.confirmed)

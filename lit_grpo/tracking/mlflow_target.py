@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,13 @@ PARAM_LENGTH = 250
 """Characters of the longest parameter value that every MLflow server takes."""
 CUT_MARK = " ... (cut; whole in params.json)"
 MAIN_CURVES = {
-    "reward": "1 main/reward",
-    "val/reward": "1 main/reward held out",
-    "completions/length": "1 main/length",
-    "policy/entropy": "1 main/entropy",
+    "reward": "1 main/1 reward",
+    "val/reward": "1 main/2 reward held out",
+    "completions/length": "1 main/3 length",
+    "policy/entropy": "1 main/4 entropy",
 }
-"""Second names of the curves to look at first: MLflow's page sorts groups by name, and what has none comes last."""
+"""Second names of the curves to look at first: MLflow's page sorts groups and charts by name, and has
+what is in no group at its end."""
 IDENTITY_TAG = "lit_grpo.identity"
 """Tag that finds a run whose id was never written down, because the process died just after the run was made."""
 
@@ -276,6 +277,14 @@ class MlflowTarget:
         for key, value in tags.items():
             with _final_errors():
                 self.client.set_tag(self._id, key, value[:5000])
+
+    def remove_tags(self, names: Sequence[str]) -> None:
+        with _final_errors():
+            # One that never arrived cannot be removed.
+            there = self.client.get_run(self._id).data.tags
+            for name in names:
+                if name in there:
+                    self.client.delete_tag(self._id, name)
 
     def artifact(self, path: Path, folder: str | None) -> None:
         if not path.exists():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ class NoStore:
         pass
 
     def tags(self, tags: Mapping[str, str]) -> None:
+        pass
+
+    def remove_tags(self, names: Sequence[str]) -> None:
         pass
 
     def artifact(self, path: Path, folder: str | None) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +43,8 @@ class Target(Protocol):
     def params(self, params: Mapping[str, str]) -> None: ...
 
     def tags(self, tags: Mapping[str, str]) -> None: ...
+
+    def remove_tags(self, names: Sequence[str]) -> None: ...
 
     def artifact(self, path: Path, folder: str | None) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The summary at the end of a run: its folder, its reward, how it ended, and completions of its last rollout."""
+"""What a person reads of a run: at its start what is trained how, at its end how that went and what to do next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,27 @@ from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
 from lit_grpo.run.steps import number_from_one
 from lit_grpo.run.stop import KEYBOARD, stop_reason
+from lit_grpo.terminal.library_output import LOG_FILE
+from lit_grpo.terminal.panels import Fact, SampleRow, show
 from lit_grpo.tracking.charts import OVERVIEW_KEYS, History, draw_overview
-from lit_grpo.utils.text import shorten
 
 log = logging.getLogger(__name__)
 
 CURVES_FILE = "curves.png"
+HELD_OUT_KEY = "val/reward"
+"""Key of the mean reward on the held-out sets."""
 LAST_STEPS = 10
 """Number of rollouts that the final reward is the mean of."""
 
 
-@dataclass(frozen=True)
-class SampleRow:
-    """One completion of the last rollout, as a row of the summary."""
-
-    prompt: str
-    completion: str
-    reward: float
-
-
 class RunSummary(Callback):
-    """Callback that prints the end of a fit: folder, MLflow, curves, checkpoint, three completions, final reward.
+    """Callback that prints the start of a fit and its end.
 
-    The last line of standard output is ``final reward R over the last N steps``, N being 10 or the number of rollouts
-    if there are fewer; ``final loss L in the last step`` where nothing is rewarded. For a run that is stopped or broken
-    off it also says how to continue. On a terminal it is a panel, otherwise plain lines. The curves also go to MLflow.
+    At the start: recipe, model, engine, devices, batch and memory, as far as module and data module tell them by a
+    method ``describe_run()`` that returns text by name. At the end: reward, folder, curves, report, checkpoint, MLflow,
+    what to type next and three completions. On a terminal both are panels, otherwise plain lines. The last line of
+    standard output is ``final reward R over the last N steps``, N being 10 or the number of rollouts if there are
+    fewer; ``final loss L in the last step`` where nothing is rewarded. The curves also go to MLflow.
 
     Works with any module that logs ``reward`` (and ``entropy``, ``length``, ``grad_norm``). Completions are shown if
     the batches are :class:`lit_grpo.types.Rollout` objects.
@@ -54,6 +49,8 @@ class RunSummary(Callback):
         self._metrics: dict[str, list[float]] = {key: [] for key in OVERVIEW_KEYS}
         self._batch: Any = None
         self._folder = Path()
+        self._held_out: dict[int, float] = {}
+        """Mean reward on the held-out sets, by rollout."""
 
     # Recording.
 
@@ -63,6 +60,25 @@ class RunSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         number_from_one(trainer)
+        if trainer.is_global_zero:
+            show(*self._start(trainer, pl_module))
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, list[Fact]]:
+        """Return the title and the facts of the start."""
+        facts: dict[str, str] = {}
+        for part in (pl_module, getattr(trainer, "datamodule", None)):
+            if callable(describe := getattr(part, "describe_run", None)):
+                facts |= describe()
+        facts["devices"] = _devices(trainer)
+        batches = trainer.num_training_batches * max(1, trainer.max_epochs or 1)
+        if not math.isinf(batches):
+            facts["rollouts"] = f"{batches:,}"
+        before = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        nothing_kept = getattr(trainer, "fast_dev_run", False)
+        if not nothing_kept:
+            facts["folder"] = shown(self._folder)
+        name = "fast_dev_run, which keeps nothing" if nothing_kept else f"Run {self._folder.name}"
+        return name + (f" goes on after rollout {before}" if before else ""), list(facts.items())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch = batch
@@ -78,14 +94,24 @@ class RunSummary(Callback):
         for key, values in self._metrics.items():
             values.append(float(logged.get(key, torch.nan)))
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        held_out = float(trainer.callback_metrics.get(HELD_OUT_KEY, torch.nan))
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not math.isnan(held_out):
+            self._held_out[trainer.fit_loop.epoch_loop.total_batch_idx + 1] = held_out
+
     # In the checkpoint, so that a resumed run shows its whole history.
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self._steps), "metrics": {key: list(values) for key, values in self._metrics.items()}}
+        return {
+            "steps": list(self._steps),
+            "metrics": {key: list(values) for key, values in self._metrics.items()},
+            "held_out": dict(self._held_out),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps = list(state_dict["steps"])
         self._metrics = {key: list(state_dict["metrics"][key]) for key in OVERVIEW_KEYS}
+        self._held_out = dict(state_dict.get("held_out", {}))
 
     def final_reward(self) -> tuple[float, int] | None:
         """Return the mean reward of the last rollouts that have one, and their number; None without rewards."""
@@ -160,13 +186,19 @@ class RunSummary(Callback):
         if not trainer.is_global_zero:
             return
         nothing_kept = getattr(trainer, "fast_dev_run", False)
-        facts = [] if nothing_kept else [("folder", shown(self._folder))]
+        facts = self._scores()
+        if not nothing_kept:
+            facts.append(("folder", shown(self._folder)))
         curves = self._draw() if self._steps and not nothing_kept else None
         if curves:
             facts.append(("curves", shown(curves)))
         report = next((c.report_path for c in trainer.callbacks if getattr(c, "report_path", None)), None)  # type: ignore[attr-defined]
         if report is not None:
             facts.append(("report", shown(report)))
+        # Only where the program has one that holds something: what libraries have said is asked for when a run failed.
+        log_file = self._folder / LOG_FILE
+        if how.startswith("failed") and log_file.exists():
+            facts.append(("log", shown(log_file)))
         facts += self._checkpoint_facts(trainer, unfinished)
         logger = run_logger(trainer)
         if logger is not None and logger.started:
@@ -184,6 +216,7 @@ class RunSummary(Callback):
         # What was printed on standard error so far stands above the summary where both streams go to one file.
         sys.stderr.flush()
         name = "fast_dev_run, which keeps nothing," if nothing_kept else f"Run {self._folder.name}"
+        facts += [] if unfinished else self._next_facts(trainer)
         show(f"{name} {how} after {count}", facts, self.samples())
         final = self.final_reward()
         if final is not None:
@@ -201,7 +234,7 @@ class RunSummary(Callback):
         if (path := best or saver.last_path) is not None:
             logger.log_artifact(path.resolve(), "checkpoints")
 
-    def _checkpoint_facts(self, trainer: Trainer, unfinished: bool) -> list[tuple[str, str]]:
+    def _checkpoint_facts(self, trainer: Trainer, unfinished: bool) -> list[Fact]:
         saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
         if saver is None or saver.last_path is None:
             return [("checkpoint", "none")] if saver is not None and unfinished else []
@@ -217,6 +250,34 @@ class RunSummary(Callback):
             facts.append(("go on", shlex.join(command)))
         return facts
 
+    def _scores(self) -> list[Fact]:
+        """Return how good the run was: in training at its end and at its best, and on what is held out."""
+        facts: list[Fact] = []
+        final = self.final_reward()
+        if final is not None:
+            best = max(
+                (r, step) for r, step in zip(self._metrics["reward"], self._steps, strict=True) if not math.isnan(r)
+            )
+            last = f"mean of the last {final[1]}" if final[1] > 1 else "one rollout"
+            facts.append(("reward", f"{final[0]:.3f} ({last}), best {best[0]:.3f} at rollout {best[1]}"))
+        if self._held_out:
+            last_at = max(self._held_out)
+            best_at = max(self._held_out, key=lambda step: self._held_out[step])
+            text = f"{self._held_out[last_at]:.3f} at rollout {last_at}"
+            if best_at != last_at:
+                text += f", best {self._held_out[best_at]:.3f} at rollout {best_at}"
+            facts.append(("held out", text))
+        return facts
+
+    def _next_facts(self, trainer: Trainer) -> list[Fact]:
+        """Return what a person may type next, after a run that has come to its end."""
+        saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, RolloutCheckpoint)), None)
+        if saver is None or saver.last_path is None or "://" in str(saver.last_path):
+            return []
+        path = Path(saver.best_model_path) if saver.best_model_path else saver.last_path
+        command = ["lit-grpo", "export", "--checkpoint", shown(path), "--output", f"models/{self._folder.name}"]
+        return [("next", shlex.join(command))]
+
     def _draw(self) -> Path | None:
         path = self._folder / CURVES_FILE
         try:
@@ -229,6 +290,17 @@ class RunSummary(Callback):
         return path
 
 
+def _devices(trainer: Trainer) -> str:
+    """Name the processes and what they compute on."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    count = "" if trainer.world_size == 1 else f"{trainer.world_size} x "
+    cores = torch.get_num_threads()
+    threads = f", {cores} thread{'s' if cores > 1 else ''}" if device.type == "cpu" else ""
+    spread = "" if trainer.world_size == 1 else f", {type(trainer.strategy).__name__}"
+    return f"{count}{name}{threads}{spread}, precision {trainer.precision}"
+
+
 def _stopped_early(trainer: Trainer) -> str | None:
     """Say which of Lightning's callbacks has ended the run before its time, and why; None if none has."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -236,50 +308,3 @@ def _stopped_early(trainer: Trainer) -> str | None:
         if message and trainer.should_stop:
             return f"stopped early by {type(callback).__name__} ({message.partition(' Signaling')[0].rstrip('.')})"
     return None
-
-
-def show(title: str, facts: list[tuple[str, str]], samples: list[SampleRow]) -> None:
-    """Print to standard output: a panel on a terminal, plain lines otherwise."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        print(f"\n{title}")
-        for name, value in facts:
-            print(f"  {name + ':':<12} {value}")
-        for sample in samples:
-            print(
-                f"  reward {sample.reward:.3g}: {_one_line(sample.prompt, 200)} -> {_one_line(sample.completion, 300)}"
-            )
-        return
-    from rich import box
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in facts:
-        grid.add_row(name, Text(value))
-    renderables: list[Any] = [grid]
-    if samples:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="from the last rollout", title_justify="left")
-        table.add_column("reward", justify="right", no_wrap=True)
-        table.add_column("prompt", overflow="fold", ratio=2)
-        table.add_column("completion", overflow="fold", ratio=3)
-        for sample in samples:
-            table.add_row(
-                f"{sample.reward:.3g}", Text(_one_line(sample.prompt, 200)), Text(_one_line(sample.completion, 300))
-            )
-        renderables.append(table)
-    # No side borders: paths and commands can be copied as they stand.
-    console.print()
-    console.print(Panel(Group(*renderables), title=Text(title, style="bold"), box=box.HORIZONTALS, padding=(1, 0)))
-
-
-def _one_line(text: str, limit: int) -> str:
-    """Return the text with line breaks and control characters visible, cut in the middle if it is long."""
-    flat = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return shorten(flat, limit, " [...] ", keep_end=True) or "(empty)"

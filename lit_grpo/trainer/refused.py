@@ -47,7 +47,7 @@ _PRECISION_REMEDIES = {
     "bf16-true": "model.policy.dtype: bfloat16 holds the weights in bfloat16; trainer.precision: bf16-mixed computes "
     "in bfloat16 and keeps float32 weights",
     "16-mixed": "set trainer.precision: bf16-mixed, which needs no loss scaling",
-    "16-true": "set trainer.precision: bf16-mixed, or model.policy.dtype: float16 for the weights",
+    "16-true": "set trainer.precision: bf16-mixed, or model.policy.dtype: bfloat16 for the weights",
     "64-true": "leave it at 32-true: losses, log-probabilities of whole sequences and statistics are summed in float64",
     "transformer-engine": "set trainer.precision: bf16-mixed; data.engine.args has vLLM's own 8-bit formats",
 }

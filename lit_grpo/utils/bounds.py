@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from lit_grpo.errors import UserError
+from lit_grpo.errors import UserError, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Bound:
 
 
 def check_fields(instance: Any, key: str, *, finite: bool = True) -> None:
-    """Check every field of a dataclass, and of the dataclasses in it, against its type and bound.
+    """Check every field of a dataclass, and of the dataclasses in it, against its type, its choices and its bound.
 
     Args:
         instance: the dataclass.
@@ -65,7 +65,7 @@ def check_fields(instance: Any, key: str, *, finite: bool = True) -> None:
         finite: whether numbers without a bound must be finite.
 
     Raises:
-        UserError: a value is null, no number, not finite or out of its range; names the key.
+        UserError: a value is null, no number, not finite, out of its range or none of its choices; names the key.
     """
     cls: Any = type(instance)
     for name, hint in _hints(cls).items():
@@ -132,8 +132,23 @@ def _check(value: Any, hint: Any, key: str, finite: bool) -> None:
     elif isinstance(value, list | tuple):
         for item, inner in _items_of_list(value, options):
             _check(item, _with_bound(inner, bound), key, finite)
+    if value is not None and (choices := _choices(options)) and value not in choices:
+        near = nearest(str(value), choices)
+        raise UserError(
+            f"{_name(key)} is {value!r:.60}",
+            where=key,
+            remedy=(f"did you mean {near!r}? " if near else "") + f"Choose one of {', '.join(map(str, choices))}",
+        )
     if value is not None and set(options) <= {int, float, bool, types.NoneType} and not isinstance(value, numbers.Real):
         raise UserError(f"{_name(key)} is {value!r}, which is no {_number_word(options)}", where=key)
+
+
+def _choices(options: tuple[Any, ...]) -> list[Any]:
+    """Return the values that a type allows, where it allows nothing but some; empty for any other type."""
+    named = [option for option in options if option is not types.NoneType]
+    if not all(typing.get_origin(option) is typing.Literal for option in named):
+        return []
+    return [value for option in named for value in typing.get_args(option)]
 
 
 def _check_number(value: Any, options: tuple[Any, ...], bound: Bound | None, key: str, finite: bool) -> None:
@@ -148,7 +163,15 @@ def _check_number(value: Any, options: tuple[Any, ...], bound: Bound | None, key
         wanted = "finite" if not math.isfinite(number) and str(bound) == "finite" else str(bound)
         if not math.isfinite(number) and wanted != "finite":
             wanted += " and finite"
+        if words := _words(options):
+            wanted += f", or {' or '.join(words)}"
         raise UserError(f"{_name(key)} is {_shown(value)}, must be {wanted}", where=key, remedy=remedy)
+
+
+def _words(options: tuple[Any, ...]) -> list[str]:
+    """List the words that may stand in the place of a number."""
+    literals = (option for option in options if typing.get_origin(option) is typing.Literal)
+    return [word for literal in literals for word in typing.get_args(literal) if isinstance(word, str)]
 
 
 def _as_float(value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -37,11 +38,13 @@ def from_arguments(cls: type[T], value: Any, key: str) -> T:
     if isinstance(value, cls):
         return value
     names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
+        # A class in the place of one of its objects is a pair of brackets that was forgotten.
+        made = f"make one of it: {cls.__name__}(...)" if isinstance(value, type) and issubclass(value, cls) else None
         raise UserError(
-            f"{key.rpartition('.')[2]} is {value!r:.60}, and no {cls.__name__}",
+            f"{key.rpartition('.')[2]} is {_shown(value)}, and no {cls.__name__}",
             where=key,
-            remedy=f"give {cls.__name__}(...), or a dict of {', '.join(names)}",
+            remedy=made or f"give {cls.__name__}(...), or a dict of {', '.join(names)}",
         )
     if unknown := [str(name) for name in value if name not in names]:
         guess = nearest(unknown[0], names)
@@ -50,21 +53,43 @@ def from_arguments(cls: type[T], value: Any, key: str) -> T:
             where=key,
             remedy=f"did you mean {guess!r}?" if guess else f"it has {', '.join(names)}",
         )
-    return dataclass_from_dict(cls, value)
+    hints = typing.get_type_hints(cls)
+    converted = {str(name): _from_argument(hints[name], item, f"{key}.{name}") for name, item in value.items()}
+    try:
+        return cls(**converted)
+    except TypeError as error:
+        raise UserError(f"{cls.__name__} cannot be made: {error}", where=key) from error
+
+
+def _from_argument(hint: Any, item: Any, key: str) -> Any:
+    wanted = next((one for one in _options(hint) if isinstance(one, type) and is_dataclass(one)), None)
+    if wanted is not None and item is not None:
+        return from_arguments(wanted, item, key)
+    return _convert(hint, item)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
+
+
+def _shown(value: Any) -> str:
+    """Show a value that a person gave: what is short as it is, of anything else its class."""
+    simple = isinstance(value, str | int | float | list | tuple | type(None))
+    return (
+        f"{value!r:.60}"
+        if simple
+        else f"the class {value.__name__}"
+        if isinstance(value, type)
+        else (f"an object of the class {type(value).__name__}")
+    )
 
 
 def _convert(hint: Any, item: Any) -> Any:
     if isinstance(item, dict):
-        options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
-        for option in options:
+        for option in _options(hint):
             if isinstance(option, type) and is_dataclass(option):
                 return dataclass_from_dict(option, item)
     # YAML and JSON have no tuples.
     if isinstance(item, list) and typing.get_origin(hint) is tuple:
         return tuple(item)
     return item
-
-
-def as_dataclass(cls: type, value: Any) -> Any:
-    """Return a dataclass as it is, or rebuild it from the dictionary that a checkpoint holds."""
-    return value if is_dataclass(value) else dataclass_from_dict(cls, value)

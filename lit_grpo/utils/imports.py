@@ -38,6 +38,28 @@ def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_
         ) from error
 
 
+def path_of(value: Any, where: str) -> str:
+    """Return the import path of a function or class, under which a checkpoint and other processes find it again.
+
+    Args:
+        value: function or class.
+        where: key of the configuration, for messages.
+
+    Raises:
+        UserError: it has none: a lambda, or something that was made within a function.
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    found = getattr(sys.modules.get(str(module)), str(name), None)
+    if found is not value:
+        shown = name or f"object of the class {type(value).__name__}"
+        raise UserError(
+            f"{shown} has no import path, by which a checkpoint can say what a run was trained with",
+            where=where,
+            remedy="write it with `def` or `class` at the top level of a module or script, and give it or its path",
+        )
+    return f"{module}.{name}"
+
+
 def import_named_module(
     module_name: str, path: str, where: str | None = None, remedy: str = "as in my_package.my_module.my_name"
 ) -> Any:

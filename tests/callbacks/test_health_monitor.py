@@ -94,6 +94,30 @@ def test_a_milder_finding_does_not_repeat_the_action_of_a_graver_one(tmp_path):
     assert actions == ["adjust", "log"]
 
 
+def test_a_milder_finding_is_told_by_itself_while_what_was_told_holds_on(tmp_path):
+    fit(tmp_path, HealthMonitor([At(truncated=(2, "warning"), slow=(3, "info"), learning_rate=(4, "warning"))]))
+    told = [line for line in read_journal(tmp_path / "findings.jsonl") if line["event"] == "diagnosis"]
+    assert [(line["step"], line["diagnosis"], line["severity"]) for line in told[:2]] == [
+        (2, "truncation", "warning"),
+        (3, "slow_down", "info"),
+    ]
+    assert "truncated" not in told[1]["explanation"]
+    # What is as grave is told together with what holds.
+    assert {finding["kind"] for finding in told[2]["findings"]} == {"truncated", "slow", "learning_rate"}
+    assert len(told) == 3
+
+
+def test_the_tag_of_a_diagnosis_that_is_over_says_so(tmp_path, monkeypatch):
+    tags: list[dict[str, Any]] = []
+    logger = RunLogger(root=str(tmp_path), run_name="r", tracking_uri="none")
+    monkeypatch.setattr(logger, "set_tags", lambda new: tags.append(dict(new)))
+    watcher = HealthMonitor([At(truncated=(2, "warning"), slow=(3, "info"))])
+    fit(tmp_path, watcher, 3 + REARM + 2, logger)
+    of_diagnoses = [(t["diagnosis"], t["diagnosis_step"]) for t in tags if "diagnosis" in t]
+    assert of_diagnoses[0] == ("truncation", 2)
+    assert of_diagnoses[-2:] == [("slow_down", 3 + REARM), ("none", 4 + REARM)]
+
+
 @pytest.mark.slow
 def test_mlflow_gets_tags_status_and_the_journal(tmp_path, mlflow_runs):
     import mlflow

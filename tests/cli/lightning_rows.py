@@ -167,7 +167,7 @@ FLAGS = [
           lambda f: f.module.evaluation is not None, HELD_OUT, val_check_interval=1),
     works("check_val_every_n_epoch: null", "with it `val_check_interval` counts across epochs",
           lambda f: f.module.evaluation is not None, HELD_OUT, val_check_interval=2, check_val_every_n_epoch=None),
-    works("enable_progress_bar: false", "no bar; without a terminal there are lines instead", all_rollouts,
+    works("enable_progress_bar: false", "no progress, neither drawn nor as lines", all_rollouts,
           enable_progress_bar=False),
     works("enable_model_summary: true", "Lightning's summary of the module", lambda f: "Params" in f.out,
           enable_model_summary=True),

@@ -123,6 +123,7 @@ def test_a_run_leaves_everything_behind(place, capsys):
         "curves.png",
         "findings.jsonl",
         "flight",
+        "log.txt",
         "metrics.jsonl",
         "objective.json",
         "params.json",
@@ -163,7 +164,7 @@ def test_a_run_leaves_everything_behind(place, capsys):
 
     # The list of callbacks in the file has not thrown out ours.
     kinds = [type(callback).__name__ for callback in Seen.trainer.callbacks]
-    expected = {"Seen", "RolloutCheckpoint", "ReportWriter", "RunSummary", "SaveRunConfig", "LineProgress"}
+    expected = {"Seen", "RolloutCheckpoint", "ReportWriter", "RunSummary", "SaveRunConfig", "RunProgress"}
     assert expected <= set(kinds)
     assert kinds.count("RolloutCheckpoint") == 1
 

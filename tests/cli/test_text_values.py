@@ -16,6 +16,7 @@ from lit_grpo.cli.config_files import read_layers
 from lit_grpo.cli.errors.class_paths import MODULES
 from lit_grpo.cli.lightning_cli import TrainingCLI
 from lit_grpo.cli.text_values import TextParser, takes_text
+from tests.paths import ROOT
 
 TEXTS = [
     r"####\s*(.+)",
@@ -195,3 +196,12 @@ def test_other_parsers_of_jsonargparse_act_as_before():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--x", type=str | None)
     assert parser.parse_args(["--x", "#7"]).x is None
+
+
+def test_a_class_that_is_typed_by_its_path_alone_can_be_written_down(capsys):
+    from lit_grpo.cli.main import main
+
+    option = ["--data.val_prompts.class_path", "lit_grpo.data.AdditionPrompts"]
+    assert main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), *option, "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["val_prompts"]["class_path"] == "lit_grpo.data.AdditionPrompts"

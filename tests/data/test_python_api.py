@@ -20,6 +20,12 @@ from tests import tiny
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
 
 
+class Sampler:
+    """An engine that is made already."""
+
+    def generate(self) -> None: ...
+
+
 def fit(**changes: Any) -> RolloutDataModule:
     data = tiny.data(rollouts=1, **changes)
     tiny.trainer().fit(tiny.module(), datamodule=data)
@@ -63,9 +69,28 @@ def test_paths_data_sets_and_evaluation_sets_in_a_word(tmp_path: Path) -> None:
         ({"sampling": 3}, "sampling is 3, and no Sampling", "give Sampling(...), or a dict of temperature"),
         ({"format": "chat"}, "format is 'chat', and no PromptFormat", "give PromptFormat(...)"),
         ({"prompts": AdditionPrompts}, "AdditionPrompts is a class", "make one of it: AdditionPrompts(...)"),
-        ({"prompts": ["1+1="]}, "item 0 of the prompts is a str", "{'prompt': ..., 'answer': ...}"),
+        ({"prompts": ["1+1="]}, "a list of texts without answers", "[{'prompt': text} for text in TEXTS]"),
+        ({"prompts": [("1+1=", "2")]}, "the rows are pairs", "for question, answer in ROWS]"),
+        ({"prompts": iter(ROWS)}, "gives its rows once", "prompts=list(...)"),
+        ({"prompts": {"prompt": ["1"], "answer": []}}, "not a list of rows", "columns of one length"),
+        (
+            {"prompts": {"class_path": "lit_grpo.data.AdditionPrompts", "init_args": {"digits": 1}}},
+            "the prompts are a dict",
+            "in Python make one: AdditionPrompts(digits=1)",
+        ),
+        ({"rewards": [{"class_path": "MathReward"}]}, "is no reward", "in Python make one: MathReward()"),
+        ({"rewards": [(len, 0.5)]}, "is no reward", "FunctionReward(function, weight=0.5)"),
+        ({"rewards": {"right": len}}, "is no reward", "FunctionReward(function, name='right')"),
+        ({"val": ROWS}, "val is a list, and sets of questions have names", "val={'mine': QUESTIONS}"),
+        ({"val": "gsm8k"}, "val is a str", "val={'gsm8k': {}}"),
+        ({"sampling": Sampling}, "sampling is the class Sampling", "make one of it: Sampling(...)"),
+        ({"on_reward_error": "ignore"}, "on_reward_error is 'ignore'", "Choose one of raise, zero"),
+        ({"engine": "vlm"}, "there is no engine 'vlm'", "did you mean 'vllm'?"),
+        ({"engine": {"name": "vlm"}}, "name is 'vlm'", "did you mean 'vllm'?"),
+        ({"engine": {"server": {"prot": 1}}}, "ServerConfig has no 'prot'", "did you mean 'port'?"),
+        ({"engine": Sampler()}, "an engine of the class Sampler is made already", "give its class, engine=Sampler"),
         ({"rewards": [ExactMatch]}, "ExactMatch is a class, not a reward", "make one of it: ExactMatch(...)"),
-        ({"rewards": ["MathReward"]}, "'MathReward' is no reward", "give rewards, as MathReward()"),
+        ({"rewards": ["MathReward"]}, "'MathReward' is no reward", "make one, MathReward()"),
         ({"val": {"a": {"sample": 3}}}, "EvaluationSet has no 'sample'", "did you mean 'samples'?"),
     ],
 )
@@ -79,6 +104,46 @@ def test_what_is_none_of_these_is_refused_in_one_sentence(arguments: dict[str, A
 
 def ends_in_answer(text: str, answer: str) -> float:
     return float(text.endswith(answer))
+
+
+class TorchRows:
+    """A data set of torch: rows by number and how many there are."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return ROWS[index]
+
+
+def test_tables_and_columns_are_rows() -> None:
+    pandas = pytest.importorskip("pandas")
+    pyarrow = pytest.importorskip("pyarrow")
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    for given in (pandas.DataFrame(ROWS), pyarrow.Table.from_pylist(ROWS), columns, TorchRows(), Path("a.jsonl")):
+        source = tiny.data(prompts=given).prompts
+        assert source is not None
+        if isinstance(given, Path):
+            assert type(source).__name__ == "FilePrompts"
+            continue
+        assert [(row.question, row.answer) for row in source.rows()] == [(r["prompt"], r["answer"]) for r in ROWS]
+
+
+def test_an_engine_may_be_its_name_or_a_class() -> None:
+    assert tiny.data(engine="transformers").engine_config.name == "transformers"
+    assert tiny.data(engine=Sampler).engine_config.custom_engine == f"{__name__}.Sampler"
+    assert tiny.data(engine={"custom_engine": Sampler}).engine_config.custom_engine == f"{__name__}.Sampler"
+
+
+def test_the_import_path_of_a_function_is_a_reward() -> None:
+    (reward,) = tiny.data(rewards="tests.rewards.user_functions.polite").rewards
+    assert (type(reward), reward.name) == (FunctionReward, "polite")
+
+
+def test_parameters_of_rewards_of_other_libraries_are_named_as_here() -> None:
+    with pytest.raises(UserError, match="asks for 'completions'") as caught:
+        tiny.data(rewards=lambda completions: 1.0)
+    assert "call that parameter 'texts'" in str(caught.value.remedy)
 
 
 def test_functions_are_rewards_and_one_needs_no_list() -> None:

@@ -277,9 +277,10 @@ def test_no_chat_template_where_one_is_needed(plain):
 
 
 def test_text_that_the_tokenizer_or_template_cannot_take(plain):
-    with pytest.raises(UserError, match=r"the tokenizer cannot take row 'set/9'") as caught:
+    with pytest.raises(UserError, match=r"question of row 'set/9' has characters .* no token for: '×'") as caught:
         PromptFormat().encode(Row("set/9", "1 × 1", where="set.jsonl:9"), plain)
     assert caught.value.where == "set.jsonl:9"
+    assert "model.policy.tiny.alphabet" in (caught.value.remedy or "")
     with pytest.raises(UserError, match="the chat template cannot take row"):
         PromptFormat(chat_template="{{ raise_exception('no') }}").encode(ROW, plain)
     with pytest.raises(UserError, match="gives an empty prompt"):

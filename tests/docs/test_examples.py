@@ -79,3 +79,53 @@ def test_each_example_is_a_program_too(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs/examples/own_engine.py"), run_name="__main__")
     assert "nats" in capsys.readouterr().out
+
+
+@pytest.fixture
+def sweep(monkeypatch, tmp_path):
+    pytest.importorskip("optuna", reason="the sweep needs optuna: pip install 'lit-grpo[sweep]' (.ci/run installs it)")
+    return main_of("sweep_optuna", monkeypatch, tmp_path)
+
+
+def test_a_sweep_has_its_trials_below_it_and_one_page(sweep, tmp_path):
+    from mlflow import MlflowClient
+
+    study = sweep(trials=2, rollouts=2)
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("sweep")
+    assert experiment is not None
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"sweep", "trial-0", "trial-1"}
+    parent = runs["sweep"]
+    assert parent.info.status == "FINISHED"
+    assert float(parent.data.params["lr"]) == study.best_params["lr"]
+    assert parent.data.metrics["reward"] == study.best_value
+    for trial in study.trials:
+        child = runs[f"trial-{trial.number}"]
+        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert float(child.data.params["model.optimizer.lr"]) == trial.params["lr"]
+        assert child.data.metrics["reward"] == trial.value
+    page = (tmp_path / "runs" / "sweep" / "report.html").read_text()
+    # The settings in which the trials differ, told from what runs of a program leave.
+    for expected in ("trial-0", "trial-1", "model.optimizer.lr", str(study.trials[0].params["lr"])):
+        assert expected in page
+
+
+def test_a_trial_that_is_given_up_ends_early_and_says_so(sweep, tmp_path, monkeypatch):
+    import optuna
+    from mlflow import MlflowClient
+
+    class Never(optuna.pruners.BasePruner):
+        def prune(self, study, trial):
+            return trial.number == 1 and trial.last_step == 1
+
+    monkeypatch.setattr(optuna.pruners, "MedianPruner", lambda **_: Never())
+    study = sweep(trials=2, rollouts=3)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
+    assert len(study.trials[1].intermediate_values) == 1
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("sweep")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    (cut,) = [run for run in runs if run.info.run_name == "trial-1"]
+    assert (cut.info.status, cut.data.tags["stop.reason"]) == ("KILLED", "Optuna pruned the trial")

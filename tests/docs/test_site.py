@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -10,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.paths import ROOT
+from tests.report.browser import MISSING, browser
 
 KEY = re.compile(r"(?<![\w.])((?:model|data)\.(?!jsonl|md\b)\w+(?:\.\w+)*)")
 FOREIGN = re.compile(r"^\| [^|]* \|", re.MULTILINE)
@@ -21,7 +20,8 @@ FOREIGN = re.compile(r"^\| [^|]* \|", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    for package in ("mkdocs", "latex2mathml"):
+        pytest.importorskip(package, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     # A proxy that nobody listens at: whoever asks for the network fails.
     away = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
@@ -51,19 +51,39 @@ def test_the_reference_shows_what_is_documented(site: Path):
     assert "prompts_per_rollout" in (site / "api/modules/index.html").read_text()
 
 
-@pytest.mark.parametrize("name", ["migrating", "tutorial", "collapse", "embedding"])
-def test_the_keys_that_a_page_names_are_keys(name: str, capsys: pytest.CaptureFixture[str]):
-    from lit_grpo.cli.main import main
+def test_the_formulas_are_typeset(site: Path):
+    page = (site / "objectives/index.html").read_text()
+    assert page.count("<math ") > 60
+    for page_file in site.rglob("index.html"):
+        # Neither dollars around LaTeX nor what would be a script's to typeset.
+        shown = re.sub(r"<math .*?</math>|<(code|pre|script)\b.*?</\1>", "", page_file.read_text(), flags=re.DOTALL)
+        assert "arithmatex" not in shown, page_file
+        assert not re.search(r"\$[^$<]*\\", shown), page_file
 
-    # Lightning's command line leaves the program when it has printed.
-    with contextlib.suppress(SystemExit):
-        main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--print_config"])
-    known = yaml.safe_load(capsys.readouterr().out)
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_browser_shows_the_formulas(site: Path, tmp_path: Path):
+    with browser(tmp_path / "profile") as session:
+        session.open(site / "objectives/index.html")
+        sizes = session.run(
+            "return [...document.querySelectorAll('math')].map(m => m.getBoundingClientRect())"
+            ".map(r => [r.width, r.height])"
+        )
+        assert len(sizes) > 60
+        assert all(width > 3 and height > 5 for width, height in sizes)
+        # A fraction is higher than a letter: it is drawn, and not written in a line.
+        heights = session.run(
+            "return ['mfrac', 'mi'].map(name => document.querySelector('td ' + name).getBoundingClientRect().height)"
+        )
+        assert heights[0] > 1.5 * heights[1]
+
+
+@pytest.mark.parametrize("name", ["migrating", "tutorial", "collapse", "embedding"])
+def test_the_keys_that_a_page_names_are_keys(name: str):
+    from lit_grpo.cli.errors.schema import read_schema
+
+    leaves = read_schema("fit").leaves()
+    known = {".".join(key.split(".")[:n]) for key in leaves for n in range(1, key.count(".") + 2)}
     named = KEY.findall(FOREIGN.sub("|", (ROOT / f"docs/{name}.md").read_text()))
     assert named
-    for key in named:
-        value = known
-        for part in key.split("."):
-            assert isinstance(value, dict), f"{name}: {key}"
-            assert part in value, f"{name}: {key}"
-            value = value[part]
+    assert [key for key in named if key not in known] == []

@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lit_grpo.errors import StopRun, UserError
+from lit_grpo.learner.optimizer_step import count_non_finite
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
 from tests import tiny
@@ -237,3 +238,12 @@ def test_updates_that_do_not_fit_are_refused_before_the_model_is_made(settings, 
     with pytest.raises(UserError, match=message):
         tiny.trainer().fit(module, datamodule=tiny.data())
     assert module.policy is None
+
+
+def test_tensors_with_values_that_are_not_finite_are_counted_and_large_ones_are_not():
+    fine = [torch.ones(3, 4), torch.zeros(0), torch.tensor([1, 2])]
+    assert count_non_finite(fine) == 0
+    # Their squares overflow, and they are finite.
+    assert count_non_finite([*fine, torch.full((4,), 3e38), torch.full((4,), 3e38, dtype=torch.bfloat16)]) == 0
+    bad = [torch.tensor([1.0, value]) for value in (math.inf, -math.inf, math.nan)]
+    assert count_non_finite([*fine, *bad, torch.full((4,), 3e38)]) == 3

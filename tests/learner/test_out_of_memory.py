@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.learner.budget import RAISE_AFTER, MicroBatchBudget
 from lit_grpo.learner.engine_agreement import FirstUpdate
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.optimizer_step import OptimizerStepper
@@ -213,3 +215,106 @@ def test_the_budget_is_halved_once_for_what_was_cut_before(monkeypatch):
     monkeypatch.setattr(OptimizerStepper, "_micro_batch", limited)
     module, _ = fit(batches=[batch], **(WHOLE | {"micro_batch_tokens": 16}))
     assert (module.budget.tokens, module.budget.halvings) == (8, 1) or module.budget.halvings <= 2
+
+
+# -------------------------------------------------------------------------------------------------- up again
+
+
+def short_of_memory(monkeypatch: Any, holds: Callable[[int], int]) -> None:
+    """Let memory run out in every micro-batch with more tokens than ``holds`` says of its number."""
+    original, calls = OptimizerStepper._micro_batch, 0
+
+    def limited(self: Any, batch: Any, step: Any, plan: Any, chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if self.forward.gives_way.tokens_of(batch, chosen) > holds(calls - 1):
+            raise GPU
+        return original(self, batch, step, plan, chosen, *args, **kwargs)
+
+    monkeypatch.setattr(OptimizerStepper, "_micro_batch", limited)
+
+
+class Bounds(pl.Callback):
+    """Keeps the bound that each rollout ended with."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.seen.append(pl_module.step_metrics["memory/micro_batch_tokens"])
+
+
+def test_after_rollouts_in_which_memory_sufficed_the_bound_is_what_it_was(monkeypatch):
+    monkeypatch.setattr("lit_grpo.learner.budget.RAISE_AFTER", 2)
+    settings = WHOLE | {"micro_batch_tokens": 40, "zero_advantage_samples": None}
+    expected = fit(8, **settings)
+    # Another program takes memory for a moment.
+    short_of_memory(monkeypatch, lambda number: 5 if number < 1 else 1000)
+    bounds = Bounds()
+    module, watch = fit(8, callbacks=[bounds], **settings)
+    assert_same((module, watch), expected)
+    assert module.budget.halvings == 1
+    low = bounds.seen[0]
+    assert 10 < low < 20
+    assert bounds.seen == [low] * 3 + [2 * low] * 2 + [40] * 3
+
+
+def test_where_memory_runs_out_again_the_smaller_bound_stays(monkeypatch):
+    monkeypatch.setattr("lit_grpo.learner.budget.RAISE_AFTER", 2)
+    batch = [rollout(lengths=[6] * 8, seed=seed) for seed in range(9)]
+    short_of_memory(monkeypatch, lambda _: 20)
+    bounds = Bounds()
+    module, _ = fit(batches=batch, callbacks=[bounds], **(WHOLE | {"micro_batch_tokens": 40}))
+    low = bounds.seen[0]
+    assert low <= 20
+    # What is logged is the bound that a rollout ended with: in that with a larger one it ran out.
+    assert bounds.seen == [low] * 9
+    assert module.budget.halvings == 2
+    assert module.counters.repeated_steps == 2
+
+
+def test_a_run_that_is_cut_goes_up_again_when_it_would_have(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("lit_grpo.learner.budget.RAISE_AFTER", 3)
+
+    def run(folder: Path, rollouts: int, resume: bool = False) -> Any:
+        module = tiny.module(**(WHOLE | {"micro_batch_tokens": 40}))
+        recorder = tiny.Recorder()
+        saves = RolloutCheckpoint(every_n_rollouts=1, dirpath=str(folder))
+        trainer = tiny.trainer(callbacks=[saves, recorder], enable_checkpointing=True)
+        trainer.fit(module, datamodule=tiny.data(rollouts=rollouts),
+                    ckpt_path=folder / "last.ckpt" if resume else None)  # fmt: skip
+        return module
+
+    def short() -> Any:
+        patched = pytest.MonkeyPatch()
+        Fault(patched, OptimizerStepper, "_micro_batch", GPU, lambda number: number == 0)
+        return patched
+
+    for folder, parts in (("straight", (6,)), ("cut", (3, 6))):
+        for number, part in enumerate(parts):
+            patched = short() if number == 0 else pytest.MonkeyPatch()
+            module = run(tmp_path / folder, part, resume=number > 0)
+            patched.undo()
+        if folder == "straight":
+            straight = module
+    assert module.budget.state() == straight.budget.state()
+    assert module.budget.raised
+    assert torch.equal(tiny.weights(module), tiny.weights(straight))
+
+
+def test_ranks_go_down_and_up_together():
+    """The bound of one that fitted is lowered to that of the other, and both are raised in the same rollout."""
+    failed, fitted = MicroBatchBudget(40), MicroBatchBudget(40)
+    failed.halve(40)
+    seen = []
+    for _ in range(2 * RAISE_AFTER + 2):
+        least = min(failed.tokens, fitted.tokens)  # type: ignore[type-var]
+        for one in (failed, fitted):
+            one.lower_to(least)
+        assert failed.end_rollout() == fitted.end_rollout()
+        seen.append((failed.tokens, fitted.tokens))
+        if len(seen) == RAISE_AFTER + 2:
+            fitted.halve(40)
+    assert seen[RAISE_AFTER - 1 : RAISE_AFTER + 2] == [(20, 20), (40, 40), (40, 40)]
+    assert seen[-1] == (20, 20)
+    assert failed.state() == fitted.state()

@@ -60,3 +60,11 @@ def test_the_reward_is_on_the_first_screen_of_a_run(server, mlflow_runs, tmp_pat
         shown = session.run(text)
         assert "the-run" in shown
         assert shown.index(MAIN_CURVES["reward"].partition("/")[0]) < shown.index("clip")
+        # Reward, held-out reward, length and entropy, in this order, and no other chart before them.
+        titles = [name.partition("/")[2] for name in MAIN_CURVES.values()]
+        assert sorted(titles, key=shown.index) == titles == sorted(titles)
+        tops = session.run(
+            f"return {titles!r}.map(title => [...document.querySelectorAll('*')].filter(e => e.innerText === title)"
+            ".pop().getBoundingClientRect().top)"
+        )
+        assert max(tops) < session.run("return innerHeight"), "without scrolling"

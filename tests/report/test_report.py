@@ -20,6 +20,7 @@ from lit_grpo.report.run import Ending, Headline, Run, headline, how_it_ended, m
 from lit_grpo.report.samples import choose_steps, level, visible
 from lit_grpo.run import flight
 from lit_grpo.tracking import charts
+from lit_grpo.tracking.mlflow_target import MAIN_CURVES
 from tests.report.made_up_run import END, ONSET, SEEN, make_run, write_record
 
 HOSTILE = (
@@ -367,10 +368,26 @@ def test_a_warning_of_the_first_step_does_not_head_a_perfect_run(tmp_path):
     assert not page.of("div", **{"class": "box warning"})
     text = page.text
     assert text.index(HEALTHY) < text.index("Earlier, over at step 25 - ▲ warning: truncation")
+    # What a person came for stands before what is long over.
+    assert text.index("Point at a curve") < text.index("Earlier, over at step 25")
     assert "truncation was seen" in text
-    others = text.partition("Other diagnoses")[2].partition("Curves")[0]
+    others = text.partition("Other diagnoses")[2].partition("Evidence")[0]
     assert "▲ warning: conflict 8 8 over at step 21 conflict was seen" in others
     assert "→ over" in text.partition("In order of time")[2]
+
+
+def test_what_a_run_ran_on_stands_with_its_configuration(tmp_path):
+    folder = run_of(tmp_path)
+    tags = {"env.torch": "2.13.0", "diagnosis": "truncation", "team": "maths"}
+    (folder / "run.json").write_text(json.dumps({"tags": tags}))
+    (folder / "config.yaml").write_text("model: {policy: {tiny: {layers: 2, width: 128, seed: 0}}}")
+    text = page_of(folder).text
+    before, _, after = text.partition("config.yaml")
+    assert "env.torch" in after
+    assert "env.torch" not in before
+    assert "tag team maths" in before
+    assert "tag diagnosis" not in before
+    assert "policy tiny: layers 2, width 128 " in before
 
 
 @pytest.mark.parametrize(
@@ -434,7 +451,7 @@ def test_from_mlflow(tmp_path, monkeypatch, mlflow_runs):
     folder = make_run(tmp_path / "local", findings=True)
     for step, value in enumerate([0.1, 0.2, 0.3], 1):
         client.log_metric(run_id, "reward", value, step=step, timestamp=step + 1)
-    client.log_metric(run_id, "1 main/reward", 0.3, step=3, timestamp=4)  # the second name of a main curve
+    client.log_metric(run_id, MAIN_CURVES["reward"], 0.3, step=3, timestamp=4)  # the second name of a main curve
     client.log_metric(run_id, "reward", 0.25, step=2, timestamp=9)  # trained again after a resume
     for name in ("findings.jsonl", "config.yaml", "objective.json"):
         client.log_artifact(run_id, str(folder / name))

@@ -84,6 +84,26 @@ def test_what_is_left_of_the_last_steps_is_sent_by_a_run_that_has_none_to_make(r
     assert [step for step, _ in stored(root, logger.run_id)[0]] == list(range(5))
 
 
+def test_a_run_that_goes_on_is_no_longer_a_stopped_one(root):
+    logger = log(root, [1, 2])
+    logger.mark_stopped("interrupted by Ctrl-C")
+    logger.set_tags({"stop.callback": "keyboard", "stop.step": 2, "team": "maths"})
+    logger.finalize("success")
+    _, run = stored(root, logger.run_id)
+    assert run.info.status == "KILLED"
+    assert run.data.tags["stop.reason"] == "interrupted by Ctrl-C"
+    # As the processes of two commands are, these are two loggers of one folder.
+    again = log(root, [3], start=3)
+    assert again.run_id == logger.run_id
+    again.finalize("success")
+    _, run = stored(root, again.run_id)
+    assert run.info.status == "FINISHED"
+    assert [name for name in run.data.tags if name.startswith("stop.")] == []
+    tags = json.loads((root / "mine/run.json").read_text())["tags"]
+    assert tags["team"] == "maths"
+    assert [name for name in tags if name.startswith("stop.")] == []
+
+
 def test_a_step_made_again_to_the_same_values_keeps_its_line(root):
     in_a_process_that_dies(log, root, range(8))
     before = lines(root)

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_grpo.errors import StopRun, UserError
 from lit_grpo.tracking import RunLogger, read_metrics
-from lit_grpo.tracking.mlflow_target import MlflowTarget
+from lit_grpo.tracking.mlflow_target import MAIN_CURVES, MlflowTarget
 from tests.tracking.stand_in import StandIn, StandInLoader, make_trainer
 from tests.waiting import PATIENCE, wait_until
 
@@ -112,7 +112,7 @@ def test_a_run_that_is_gone_from_mlflow_becomes_a_new_one(root):
     second.log_metrics({"reward": 0.2}, step=1)
     second.finalize("success")
     assert second.run_id != first.run_id
-    assert stored_run(second)[1].data.metrics == {"reward": 0.2, "1 main/reward": 0.2}
+    assert stored_run(second)[1].data.metrics == {"reward": 0.2, MAIN_CURVES["reward"]: 0.2}
 
 
 def test_what_an_earlier_life_could_not_send_is_sent_after_a_resume(root):
@@ -219,7 +219,7 @@ def test_a_disk_that_is_full_stops_nothing(root, monkeypatch, caplog):
         logger.log_metrics({"reward": step}, step=step)
     logger.finalize("success")
     assert sum("cannot be written" in message for message in caplog.messages) == 1
-    assert stored_run(logger)[1].data.metrics == {"reward": 2.0, "1 main/reward": 2.0}
+    assert stored_run(logger)[1].data.metrics == {"reward": 2.0, MAIN_CURVES["reward"]: 2.0}
 
 
 @pytest.mark.slow

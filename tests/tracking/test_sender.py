@@ -38,6 +38,9 @@ class FakeTarget:
     def tags(self, tags):
         self.other.append(dict(tags))
 
+    def remove_tags(self, names):
+        self.other.append(list(names))
+
     def artifact(self, path, folder):
         self.other.append(path)
 

@@ -103,7 +103,10 @@ def test_nothing_is_said_of_a_run_that_never_began(logger, capsys):
 
     with pytest.raises(RuntimeError):
         fit(logger, 12, Breaks())
-    assert capsys.readouterr().out == ""
+    out = capsys.readouterr().out
+    assert out.startswith("\nRun the-run\n  devices:     CPU")
+    assert " after " not in out
+    assert "reward" not in out
 
 
 def test_a_resumed_run_shows_the_whole_history(tmp_path, capsys):
@@ -115,6 +118,7 @@ def test_a_resumed_run_shows_the_whole_history(tmp_path, capsys):
 
     run(6)
     out = run(8, str(tmp_path / "checkpoints" / "last.ckpt"))
+    assert "goes on after rollout 6" in out
     assert "after 8 rollouts" in out
     assert out.endswith("final reward 0.350 over the last 8 steps\n")
 

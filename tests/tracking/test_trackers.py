@@ -19,6 +19,7 @@ from lit_grpo.tracking import CompletionTable, RunLogger, RunSummary, read_metri
 from lit_grpo.tracking.completions import read_rows
 from lit_grpo.tracking.environment import environment_tags, git_tags
 from lit_grpo.tracking.registry import check_run, register
+from scripts.screenshots import wandb_contents
 from tests.tiny import data, module
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -54,9 +55,9 @@ def test_mlflow_has_the_whole_run(tmp_path, mlflow_runs, monkeypatch):
     assert run.data.params["data.group_size"] == "4"
     assert run.data.params["data.sampling.max_new_tokens"] == "5"
     main = sorted(key for key in run.data.metrics if key.startswith("1 main/"))
-    assert main == ["1 main/entropy", "1 main/length", "1 main/reward", "1 main/reward held out"]
+    assert main == ["1 main/1 reward", "1 main/2 reward held out", "1 main/3 length", "1 main/4 entropy"]
     assert sorted(run.data.metrics)[: len(main)] == main, "they come first"
-    for key in ("reward", "val/reward", "1 main/reward"):
+    for key in ("reward", "val/reward", "1 main/1 reward"):
         assert [point.step for point in client.get_metric_history(run.info.run_id, key)] == [1, 2], key
     assert {"env.torch", "env.host", "mlflow.user", "mlflow.source.name"} <= run.data.tags.keys()
     inputs = {one.dataset.name: one.tags[0].value for one in run.inputs.dataset_inputs}
@@ -115,6 +116,12 @@ def test_wandb_gets_configuration_and_completions(tmp_path, monkeypatch):
     assert logger.experiment.config["model"]["optimizer"]["lr"] == 0.01
     logger.experiment.finish()
     assert len(list(tmp_path.rglob("completions_*.table.json"))) == 2
+    # What its server would show, from the file that would be sent there.
+    contents = wandb_contents(tmp_path)
+    assert contents["rollouts"] == 2
+    assert {"reward", "val/reward", "completions/length", "policy/entropy"} <= set(contents["keys"])
+    assert {"model", "data"} <= set(contents["configuration"])
+    assert contents["tables"] == 2
     assert Path(str(trainer.log_dir)) is not None
     (folder,) = (tmp_path / "runs").iterdir()
     assert (folder / "metrics.jsonl").exists()

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from lit_grpo.datamodule import RolloutDataModule
+from lit_grpo.engines.config import EngineConfig
 from lit_grpo.errors import UserError
+from lit_grpo.learner.engine_agreement import GuardConfig
 from lit_grpo.module import LitGRPO
 from lit_grpo.objectives import registry
 from lit_grpo.policy.config import CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig, TinyModel
@@ -189,3 +191,13 @@ def test_so_does_the_data_module(name, value):
     with pytest.raises(UserError) as caught:
         RolloutDataModule(**{name: value})
     assert caught.value.where == f"data.{name}"
+
+
+def test_words_that_may_stand_in_the_place_of_a_number_are_named():
+    with pytest.raises(UserError, match=r"processes is 0, must be in \[1, 64\], or auto\n"):
+        check_fields(EngineConfig(name="vllm", processes=0), "data.engine")
+    with pytest.raises(UserError, match=r"max_ratio_gap is -1, must be above 0, or auto\n"):
+        check_fields(GuardConfig(max_ratio_gap=-1), "model.guards")
+    # Where no word may stand there, none is named.
+    with pytest.raises(UserError, match=r"batch_size is 0, must be at least 1\n"):
+        check_fields(EngineConfig(batch_size=0), "data.engine")

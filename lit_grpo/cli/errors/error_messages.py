@@ -16,6 +16,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
 from lit_grpo.errors import UserError, nearest
+from lit_grpo.utils.foreign_names import FOREIGN_NAMES
 
 ELSEWHERE = {
     "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
@@ -213,6 +214,8 @@ class Explainer:
         else:
             parts, depth = self._first_unknown(key)
             remedy = self._suggest(parts, depth, "--{}".format, self.own_options if len(parts) == 1 else ())
+        if (meant := FOREIGN_NAMES.get(key.rpartition(".")[2])) is not None:
+            remedy = f"{key.rpartition('.')[2]} is --{meant} here (docs/migrating.md)"
         remedy = ELSEWHERE.get(key.split(".")[0], remedy)
         return UserError(f"there is no option {given}", where="command line", remedy=remedy)
 

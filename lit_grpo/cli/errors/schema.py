@@ -8,11 +8,14 @@ What they do not show is left open, and jsonargparse has the last word on everyt
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import itertools
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 CLASSES = {
     "trainer": ("lightning.pytorch", "Trainer"),
@@ -22,8 +25,15 @@ CLASSES = {
     "completions": ("lit_grpo.tracking.completions", "CompletionTable"),
 }
 """Module and name of the class whose arguments stand below each top-level key."""
-PLAIN_KEYS = ("config", "seed_everything", "monitors")
-"""Top-level keys that hold one value: those that LightningCLI adds, and ours."""
+PLAIN_KEYS = {
+    "config": "YAML file with any of these keys. Given several times, files are put on top of each other, and later "
+    "ones win.",
+    "seed_everything": "Seed of all that is drawn by chance. A run with the same seed and settings repeats itself; "
+    "`true` draws a seed.",
+    "monitors": "Whether a fit without monitors of its own in `trainer.callbacks` gets all of them, which then say "
+    "what goes wrong and stop nothing (a HealthMonitor with `actions: {critical: log}`).",
+}
+"""Description of the top-level keys that hold one value: those that LightningCLI adds, and ours."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,14 @@ class Field:
     optional: OptionalDataclass | None = None
     group: dict[str, Field] = field(default_factory=dict)
     """Fields of a dataclass that is always there, such as ``PolicyConfig``."""
+    doc: str = ""
+    """Description, as the docstring has it."""
+    annotation: ast.expr | None = None
+    """Type, as the source text has it."""
+    default: ast.expr | None = None
+    """Default, as the source text has it; None: there is none."""
+    takes_class: bool = False
+    """Whether a class may stand there, whose arguments only the configuration decides."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +93,71 @@ def read_schema(command: str) -> Schema:
         NotReadableError: the source text does not show them; then only jsonargparse can tell.
     """
     sources = _Sources()
-    fields = {name: Field() for name in PLAIN_KEYS}
+    fields = {name: Field(doc=doc) for name, doc in PLAIN_KEYS.items()}
     for key, (module, name) in CLASSES.items():
-        fields[key] = Field(group=sources.arguments(*sources.find_class(module, name)))
+        where, cls = sources.find_class(module, name)
+        doc = ast.get_docstring(cls) or ast.get_docstring(sources.method(cls, "__init__")) or ""
+        doc = doc.partition("\n\n")[0]
+        fields[key] = Field(group=sources.arguments(where, cls), doc=doc)
     _, trainer = sources.find_class(*CLASSES["trainer"])
     skipped = sources.literal_of(*sources.find_class("lightning.pytorch.cli", "LightningCLI"), "subcommands")
-    for name, _ in sources.signature(trainer, command):
+    docs = descriptions(ast.get_docstring(sources.method(trainer, command)) or "")
+    for name, annotation, default in sources.signature(trainer, command):
         if name not in skipped[command]:
-            fields[name] = Field()
+            fields[name] = Field(doc=docs.get(name, ""), annotation=annotation, default=default)
     return Schema(fields)
+
+
+def subclasses(names: Collection[str]) -> list[str]:
+    """Return the import paths of the classes that packages of lit-grpo export and that derive from one of these."""
+    bases: dict[str, set[str]] = {}
+    home: dict[str, tuple[str, ast.ClassDef]] = {}
+    package = Path(__file__).parents[2]
+    # pathlib does not follow links to folders, such as that to callbacks/.
+    for path in sorted({*package.rglob("*.py"), *(package / "callbacks").rglob("*.py")}):
+        module = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for node in _tree(module):
+            if isinstance(node, ast.ClassDef) and node.bases:
+                bases[node.name] = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                home[node.name] = module, node
+    known, more = set(names), set(names)
+    while more:
+        more = {name for name, of in bases.items() if of & more} - known
+        known |= more
+    paths = [_Sources().shortest_path(*home[name]) for name in known - set(names)]
+    return sorted(path for path in paths if path.count(".") == 2)
+
+
+@cache
+def trainer_defaults() -> dict[str, Any]:
+    """Return the Trainer's defaults that the command line has in the place of Lightning's."""
+    for node in _tree("lit_grpo.cli.lightning_cli"):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRAINER_DEFAULTS" and node.value:
+            found: dict[str, Any] = ast.literal_eval(node.value)
+            return found
+    raise NotReadableError("TRAINER_DEFAULTS")
+
+
+def descriptions(docstring: str) -> dict[str, str]:
+    """Return what a docstring says of each argument or attribute, by name."""
+    found: dict[str, list[str]] = {}
+    name, indent = "", -1
+    for line in docstring.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if re.fullmatch(r"(Args|Attributes):", line):
+            indent = -2
+        elif line.strip() and depth == 0:
+            indent = -1
+        elif indent != -1 and line.strip():
+            # The first entry says how deep entries stand.
+            indent = depth if indent == -2 else indent
+            entry = re.match(r"\s+\*{0,2}(\w+)(?: \([^)]*\))?: ?(.*)", line) if depth == indent else None
+            if entry is not None:
+                name = entry[1]
+                found[name] = [entry[2]]
+            elif name:
+                found[name].append(line.strip())
+    return {name: " ".join(" ".join(lines).split()) for name, lines in found.items()}
 
 
 class _Sources:
@@ -127,28 +201,56 @@ class _Sources:
                 return node
         raise NotReadableError(f"{cls.name}.{name}")
 
-    def signature(self, cls: ast.ClassDef, method: str) -> list[tuple[str, ast.expr | None]]:
-        """List (name, annotation) of a method's arguments; it must take neither *args nor **kwargs."""
+    def signature(self, cls: ast.ClassDef, method: str) -> list[tuple[str, ast.expr | None, ast.expr | None]]:
+        """List (name, annotation, default) of a method's arguments; it must take neither *args nor **kwargs."""
         arguments = self.method(cls, method).args
         if arguments.kwarg is not None or arguments.vararg is not None:
             raise NotReadableError(f"{cls.name}.{method}")
-        positional = [*arguments.posonlyargs, *arguments.args][1:]
-        return [(a.arg, a.annotation) for a in [*positional, *arguments.kwonlyargs]]
+        positional = [*arguments.posonlyargs, *arguments.args]
+        defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+        found = [*zip(positional, defaults, strict=True)][1:]
+        found += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        return [(a.arg, a.annotation, default) for a, default in found]
 
     def arguments(self, module: str, cls: ast.ClassDef) -> dict[str, Field]:
         """Return the fields of a class's constructor by name."""
-        found = self._dataclass_fields(module, cls) if _is_dataclass(cls) else self.signature(cls, "__init__")
-        return {name: self.field(module, annotation) for name, annotation in found}
+        docs = descriptions(ast.get_docstring(cls) or "")
+        if _is_dataclass(cls):
+            found = self._dataclass_fields(module, cls)
+            docs |= _below_fields(cls)
+        else:
+            found = self.signature(cls, "__init__")
+            docs = descriptions(ast.get_docstring(self.method(cls, "__init__")) or "") | docs
+        return {
+            name: replace(
+                self.field(module, annotation),
+                doc=docs.get(name, ""),
+                annotation=annotation,
+                default=self._value(module, default),
+                takes_class=self._takes_class(module, annotation),
+            )
+            for name, annotation, default in found
+        }
 
-    def _dataclass_fields(self, module: str, cls: ast.ClassDef) -> list[tuple[str, ast.expr | None]]:
+    def _dataclass_fields(self, module: str, cls: ast.ClassDef) -> list[tuple[str, ast.expr | None, ast.expr | None]]:
         # Inherited fields would have to be looked for in the bases, in the right order.
         if cls.bases:
             raise NotReadableError(f"{module}.{cls.name} inherits fields")
         return [
-            (node.target.id, node.annotation)
+            (node.target.id, node.annotation, node.value)
             for node in cls.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         ]
+
+    def _value(self, module: str, default: ast.expr | None) -> ast.expr | None:
+        """Return a default, or the value that a name of the module stands for there."""
+        found = self.find(module, default.id) if isinstance(default, ast.Name) else None
+        return found[1].value if found is not None and isinstance(found[1], ast.Assign) else default
+
+    def _takes_class(self, module: str, annotation: ast.expr | None) -> bool:
+        names = [node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)] if annotation else []
+        found = [self.find(module, name) for name in names]
+        return any(one is not None and isinstance(one[1], ast.ClassDef) and not _is_dataclass(one[1]) for one in found)
 
     def field(self, module: str, annotation: ast.expr | None) -> Field:
         """Return the field that an annotation describes."""
@@ -175,11 +277,11 @@ class _Sources:
         except NotReadableError:
             return Field()
         if optional:
-            return Field(optional=OptionalDataclass(self._shortest_path(where, node), inner))
+            return Field(optional=OptionalDataclass(self.shortest_path(where, node), inner))
         return Field(group=inner)
 
-    def _shortest_path(self, module: str, cls: ast.ClassDef) -> str:
-        # As jsonargparse names a class in its messages.
+    def shortest_path(self, module: str, cls: ast.ClassDef) -> str:
+        """Return the shortest import path of a class, as jsonargparse names it in its messages."""
         parts = module.split(".")
         packages = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return next(f"{p}.{cls.name}" for p in packages if (found := self.find(p, cls.name)) and found[1] is cls)
@@ -207,6 +309,17 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _top_level(node.body)
         else:
             yield node
+
+
+def _below_fields(cls: ast.ClassDef) -> dict[str, str]:
+    """Return the docstrings that stand below the fields of a dataclass."""
+    found = {}
+    for node, following in itertools.pairwise(cls.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            text = following.value.value if isinstance(following.value, ast.Constant) else None
+            if isinstance(text, str):
+                found[node.target.id] = " ".join(text.split())
+    return found
 
 
 def _is_dataclass(cls: ast.ClassDef) -> bool:

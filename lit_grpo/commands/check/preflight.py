@@ -13,6 +13,7 @@ from lit_grpo.commands.check import cost, engines, prompts, rollout
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data.doubts import doubts_of
 from lit_grpo.engines import make_engine
+from lit_grpo.engines.base import weights_for
 from lit_grpo.policy.config import PolicyConfig
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
 from lit_grpo.types import Rollout
@@ -126,7 +127,7 @@ class Preflight(Callback):
         result = engines.measure(
             producer.engine,
             lambda processes: make_engine(replace(data.engine_config, processes=processes), context),
-            lambda engine: engine.sync(module.named_weights(), module.policy_version),
+            lambda engine: engine.sync(weights_for(engine, module), module.policy_version),
             asked,
             data.sampling,
         )

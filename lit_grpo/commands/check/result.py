@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,11 +47,12 @@ def percent(share: float) -> str:
 def show(results: Sequence[Result], count: bool = True) -> None:
     """Print the table to standard output, as wide as the terminal, and how many passed."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout)
+    from lit_grpo.terminal.console import make_console
+
+    console = make_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)

@@ -41,7 +41,7 @@ class FilterData(RolloutDataModule):
     rewards_config: Any = None
 
     def setup(self, stage: str) -> None:
-        check_engine(self.engine_config)
+        check_engine(self.engine_config, lora=cast(Any, self.trainer).lightning_module.policy_config.lora)
         primary_reward_of(self.rewards, "data.rewards")
         if self.prompts is None:
             raise UserError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lit_grpo.data.sources.any_file import FilePrompts
@@ -42,8 +42,9 @@ def as_source(given: Any, key: str) -> PromptSource | None:
     """Return the source of prompts that a value stands for.
 
     Args:
-        given: a source; a list of rows, each a mapping or a :class:`Row`; a data set of the package datasets; a table
-            of pandas; the path of a file or folder; or None.
+        given: a source; a list of rows, each a mapping or a :class:`Row`, or a mapping of columns; a data set of the
+            package datasets or of torch, with rows by number; a table of pandas, polars or pyarrow; the path of a file
+            or folder; or None.
         key: key of the configuration, for messages.
 
     Raises:
@@ -51,24 +52,23 @@ def as_source(given: Any, key: str) -> PromptSource | None:
     """
     if given is None or isinstance(given, PromptSource):
         return given
-    if isinstance(given, (str, Path)):
-        files = FilePrompts(str(given))
+    if isinstance(given, str | os.PathLike):
+        files = FilePrompts(os.fspath(given))
         files.key = key
         return files
     if isinstance(given, type):
         raise UserError(f"{given.__name__} is a class", where=key, remedy=f"make one of it: {given.__name__}(...)")
-    # By their methods, so that neither package need be there.
-    if callable(getattr(given, "to_dict", None)) and hasattr(given, "columns"):
-        return InMemoryPrompts(given.to_dict("records"))
     if isinstance(given, Mapping):
-        splits = [str(name) for name, part in given.items() if hasattr(part, "column_names")]
+        return InMemoryPrompts(_rows_of_mapping(given, key))
+    if (rows := _rows_of_table(given)) is not None:
+        return InMemoryPrompts(rows)
+    if isinstance(given, Iterator):
+        # Whether it ends is not known, and a second fit would find it empty.
         raise UserError(
-            f"the prompts are a {type(given).__name__}, not a list of rows",
+            f"the prompts are a {type(given).__name__}, which gives its rows once",
             where=key,
-            remedy=f"give one of its splits, {', '.join(splits)}" if splits else "give a list of such rows",
+            remedy="give a list of them: prompts=list(...)",
         )
-    if hasattr(given, "column_names") and hasattr(given, "__iter__"):
-        return InMemoryPrompts(given)
     if not isinstance(given, (list, tuple)) or not given:
         what = f"an empty {type(given).__name__}" if isinstance(given, (list, tuple)) else f"a {type(given).__name__}"
         raise UserError(
@@ -81,6 +81,18 @@ def as_source(given: Any, key: str) -> PromptSource | None:
         return ReadyRows(given)
     if all(isinstance(row, Mapping) for row in given):
         return InMemoryPrompts(list(given))
+    if isinstance(given[0], list | tuple) and len(given[0]) == 2:
+        raise UserError(
+            "the rows are pairs, and which is the question is not said",
+            where=key,
+            remedy="give mappings: prompts=[{'prompt': question, 'answer': answer} for question, answer in ROWS]",
+        )
+    if isinstance(given[0], str):
+        raise UserError(
+            "the prompts are a list of texts without answers",
+            where=key,
+            remedy="give mappings, prompts=[{'prompt': text} for text in TEXTS], with the 'answer' that a reward needs",
+        )
     odd = next(row for row in given if not isinstance(row, (Mapping, Row)) or type(row) is not type(given[0]))
     # Its ids are of one tokenizer and template, which need not be those of the run.
     remedy = (
@@ -89,3 +101,36 @@ def as_source(given: Any, key: str) -> PromptSource | None:
         else "give every row as a mapping: {'prompt': ..., 'answer': ...}"
     )
     raise UserError(f"item {given.index(odd)} of the prompts is a {type(odd).__name__}", where=key, remedy=remedy)
+
+
+def _rows_of_mapping(given: Mapping[Any, Any], key: str) -> list[dict[str, Any]]:
+    """Return the rows of a mapping of columns; anything else that is a mapping is refused with what to give."""
+    splits = [str(name) for name, part in given.items() if hasattr(part, "column_names")]
+    name = type(given).__name__
+    if splits:
+        remedy = f"give one of its splits, {', '.join(splits)}"
+    elif "class_path" in given:
+        made = str(given["class_path"]).rpartition(".")[2]
+        arguments = ", ".join(f"{k}={v!r}" for k, v in dict(given.get("init_args") or {}).items())
+        remedy = f"that is the form of YAML; in Python make one: {made}({arguments})"
+    else:
+        columns = {str(name): column for name, column in given.items() if isinstance(column, list | tuple)}
+        if columns and len(columns) == len(given) and len({len(column) for column in columns.values()}) == 1:
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        remedy = "give a list of rows, or columns of one length"
+    raise UserError(f"the prompts are a {name}, not a list of rows", where=key, remedy=remedy)
+
+
+def _rows_of_table(given: Any) -> Any:
+    """Return the rows of a table or data set; None if it is neither."""
+    # By their methods, so that none of the packages need be there. pandas, polars, pyarrow in this order.
+    if callable(getattr(given, "to_dict", None)) and hasattr(given, "columns"):
+        return given.to_dicts() if callable(getattr(given, "to_dicts", None)) else given.to_dict("records")
+    if callable(getattr(given, "to_pylist", None)):
+        return given.to_pylist()
+    if hasattr(given, "column_names") and hasattr(given, "__iter__"):
+        return given
+    # A data set of torch; a sequence of Python has more than these two methods.
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, Sequence):
+        return [given[i] for i in range(len(given))]
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -197,6 +198,9 @@ def check_columns(record: Mapping[str, Any], needed: Sequence[str], where: str) 
     for column in needed:
         if value_of(record, column, MISSING) is MISSING:
             guess = nearest(column, record)
+            # "solution" is like "question", too, and no misspelling of it.
+            if guess and SequenceMatcher(None, column, guess).ratio() < 0.75:
+                guess = None
             raise UserError(
                 f"there is no column {column!r}; the columns are {columns_of(record)}",
                 where=where,
@@ -208,7 +212,7 @@ def _remedy(column: str, record: Mapping[str, Any]) -> str:
     """Name the columns that could hold the question where the usual ones are missing."""
     texts = [name for name, value in record.items() if is_chat(value) or isinstance(value, str)]
     if column != _PROMPT or not texts:
-        return "name one of them (question_column, ...)"
+        return f"say which holds the question and which the answer: question_column, answer_column; not {column!r}"
     return f"say which holds the question: question_column: {' or '.join(texts[:6])}"
 
 

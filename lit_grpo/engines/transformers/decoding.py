@@ -77,7 +77,7 @@ def prefill(
         options: dict[str, Any] = {}
     else:
         options = {"position_ids": positions, "attention_mask": seen if padded else None}
-    with eagerly(model):
+    with eagerly(is_compiled(model)):
         out = model(input_ids=ids, use_cache=True, **{_cache_name(model): cache}, **_known(model, options))
     experts: list[Tensor] = []
     if routers is not None:
@@ -101,10 +101,11 @@ class SharedPrompts:
     def __init__(self, model: Any, groups: GroupCache, routers: RouterRecorder | None) -> None:
         self.model, self.groups, self.routers = model, groups, routers
         self.experts: list[Tensor] = []
+        self._compiled = is_compiled(model)
 
     def step(self, ids: Tensor, positions: Tensor) -> Tensor:
         self.groups.make_room()
-        with attention(self.model), eagerly(self.model):
+        with attention(self.model), eagerly(self._compiled):
             out = self.model(
                 input_ids=ids[:, None],
                 position_ids=positions[:, None],
@@ -137,6 +138,7 @@ class Copies:
         self.model, self.cache, self.plain, self.routers = model, cache, plain, routers
         self.mask = None if mask is None else mask[index]
         self.experts: list[Tensor] = []
+        self._compiled = is_compiled(model)
         # reorder_cache and not batch_select_indices: caches of recurrent states and convolutions have it too.
         cache.reorder_cache(index)
 
@@ -147,7 +149,7 @@ class Copies:
                 self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)
             options = {"position_ids": positions[:, None], "attention_mask": self.mask}
         options[_cache_name(self.model)] = self.cache
-        with eagerly(self.model):
+        with eagerly(self._compiled):
             out = self.model(input_ids=ids[:, None], use_cache=True, **_known(self.model, options))
         self.experts = _one_each(self.routers)
         return cast(Tensor, out.logits[:, -1])
@@ -163,6 +165,7 @@ class Recompute:
     def __init__(self, model: Any, rows: Sequence[tuple[int, ...]], routers: RouterRecorder | None) -> None:
         self.model, self.rows, self.routers = model, [list(row) for row in rows], routers
         self.experts: list[Tensor] = []
+        self._compiled = is_compiled(model)
         self._known = [0] * len(self.rows)
         """Tokens of each row whose experts have been handed out."""
 
@@ -173,7 +176,7 @@ class Recompute:
         ids = torch.zeros(len(self.rows), longest, dtype=torch.long)
         for i, row in enumerate(self.rows):
             ids[i, : len(row)] = torch.tensor(row)
-        with eagerly(self.model):
+        with eagerly(self._compiled):
             logits = self.model(input_ids=ids.to(device), use_cache=False).logits
         if self.routers is not None:
             experts = self.routers.recorded().cpu().unflatten(0, ids.shape)
@@ -217,10 +220,15 @@ def _known(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether blocks of a model were compiled for the learner. It walks over all modules: not for every token."""
+    return any(part._compiled_call_impl is not None for part in model.modules())
+
+
+def eagerly(compiled: bool) -> AbstractContextManager[Any]:
     """Run blocks uncompiled that were compiled for the learner."""
     # Decoding has another shape at every step, and another attention: each would be compiled anew. The policy has the
     # same as compiling.eagerly, which engines may not import.
-    if any(part._compiled_call_impl is not None for part in model.modules()):
+    if compiled:
         return torch.compiler.set_stance("force_eager")
     return nullcontext()

@@ -18,6 +18,7 @@ import torch
 from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
+from lit_grpo.engines.vllm.adapters import HotAdapters, engine_arguments
 from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
@@ -34,9 +35,9 @@ from lit_grpo.engines.vllm.start import (
     start,
 )
 from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
-from lit_grpo.engines.vllm.weights import copy_from_twin, reload_weights
+from lit_grpo.engines.vllm.weights import copy_from_twin, own_tensors, reload_weights
 from lit_grpo.errors import UserError
-from lit_grpo.types import Completion, FinishReason, Request, Sampling
+from lit_grpo.types import Completion, FinishReason, Request, Sampling, WeightForm
 
 _open_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
@@ -102,6 +103,9 @@ class VLLMEngine:
             is set.
         policy_model: the transformers model whose weights come by ``sync``, which knows their names on disk. None: they
             come under such names.
+        adapter_rank: rank of adapters that come by themselves, beside weights that came once; None: every sync brings
+            all weights.
+        adapted_layers: transformers names of the layers that then have an adapter.
         engine_args: further arguments of ``vllm.EngineArgs``; they win over the defaults here. With
             ``load_format="dummy"`` no weights are read, and sampling is refused before the first sync.
 
@@ -124,6 +128,8 @@ class VLLMEngine:
         enable_prefix_caching: bool = True,
         policy_tokenizer: Any = None,
         policy_model: Any = None,
+        adapter_rank: int | None = None,
+        adapted_layers: Sequence[str] = (),
         **engine_args: Any,
     ) -> None:
         self._llm: Any = None
@@ -147,6 +153,8 @@ class VLLMEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if adapter_rank is not None:
+            args |= engine_arguments(adapter_rank)
         # One of several processes: vLLM must take this one's device, and not make a process group of its own.
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if tensor_parallel_size > 1 or several:
@@ -160,6 +168,7 @@ class VLLMEngine:
         self._llm.apply_model(changes.adopt)
         _open_engines.add(self)
         self._engine = self._llm.llm_engine
+        self._adapters: HotAdapters | None = None
         config = self._engine.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
         self.vocab_size: int = config.model_config.get_vocab_size()
@@ -176,6 +185,13 @@ class VLLMEngine:
         self._running_samples: dict[str, _RunningSample] = {}
         self._may_hold_prefixes = False
         """Whether anything was sampled since the prefix cache was last emptied."""
+        if adapter_rank is not None:
+            try:
+                self._adapters = HotAdapters(self._llm, adapted_layers)
+            except BaseException:
+                self.close()
+                raise
+            self._unusable = self._unusable or "it has no adapters yet"
 
     @classmethod
     def from_context(cls, context: EngineContext, **settings: Any) -> Self:
@@ -208,10 +224,18 @@ class VLLMEngine:
         return None if found is None else int(found)
 
     @property
-    def loaded_model(self) -> Any:
-        """The model inside vLLM, for whoever passes its tensors on."""
+    def wanted_weights(self) -> WeightForm:
+        """What the next sync must bring, see :class:`lit_grpo.engines.base.AdapterEngine`."""
+        if self._adapters is None:
+            return "merged"
+        return "adapters" if self._adapters.holds_base else "apart"
+
+    def tensors(self) -> NamedWeights:
+        """Yield what :meth:`adopt` takes in another process: the tensors of the model, and the adapters beside it."""
         self._require_open()
-        return self._llm.apply_model(lambda model: model)[0]
+        if self._adapters is not None:
+            return self._adapters.tensors()
+        return own_tensors(self._llm.apply_model(lambda model: model)[0])
 
     # ---------------------------------------------------------------------------------------------- sampling
 
@@ -273,7 +297,8 @@ class VLLMEngine:
                     key = f"{call}-{position}-{sample}"
                     params = _sampling_params(sampling, self.end_token_ids, seed)
                     self._may_hold_prefixes = True
-                    vllm_id = self._engine.add_request(key, prompt, params)
+                    adapter = None if self._adapters is None else self._adapters.request
+                    vllm_id = self._engine.add_request(key, prompt, params, lora_request=adapter)
                     tokens = self._collector.open(vllm_id)
                     self._running_samples[key] = _RunningSample(
                         batch.finished, request, sample, sampling.max_new_tokens, vllm_id, tokens, stops
@@ -373,7 +398,8 @@ class VLLMEngine:
     def sync(self, weights: NamedWeights, version: int) -> None:
         """Load the weights of ``version``; forget cached prefixes.
 
-        Weights may lie on any device and in any float format; they are read one at a time and copied.
+        Weights may lie on any device and in any float format; they are read one at a time and copied. They come in the
+        form that :attr:`wanted_weights` names.
 
         Raises:
             EngineError: samples of an older version are still running, or the weights do not fit the model. After the
@@ -383,7 +409,7 @@ class VLLMEngine:
         self._load(reload_weights, stream, version)
 
     def adopt(self, tensors: NamedWeights, version: int) -> None:
-        """Load the weights of ``version`` from what :func:`own_tensors` gives of an engine of the same model.
+        """Load the weights of ``version`` from what :meth:`tensors` gives of an engine of the same model.
 
         Raises:
             EngineError: as of :meth:`sync`, or the model keeps more than its tensors show.
@@ -403,9 +429,14 @@ class VLLMEngine:
         config = self._engine.vllm_config
         try:
             self._synchronize_device()
-            self._llm.apply_model(lambda model: load(model, config, weights))
+            if self._adapters is not None:
+                self._adapters.load(load, weights, version)
+            else:
+                self._llm.apply_model(lambda model: load(model, config, weights))
             self._synchronize_device()
         except Exception as error:
+            if self._adapters is not None:
+                self._adapters.holds_base = False
             self._unusable = f"the sync of version {version} failed: {error}"
             # Below 0 is none of a run's versions, but one of the check of the first sync.
             weights_named = f"the weights of version {version}" if version >= 0 else "the policy's weights"
@@ -450,6 +481,8 @@ class VLLMEngine:
         self._llm.sleep(level=level)
         self._asleep = {"weights", "kv_cache"}
         if level == 2:
+            if self._adapters is not None:
+                self._adapters.holds_base = False
             self._version, self._unusable = -1, "sleep level 2 dropped the weights"
 
     def wake(self, *parts: str) -> None:

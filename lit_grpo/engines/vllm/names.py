@@ -15,23 +15,37 @@ from torch import Tensor
 
 from lit_grpo.engines.base import NamedWeights
 
+_ADAPTER_PARTS = (".lora_A.weight", ".lora_B.weight")
 BUFFER = "buffer:"
 """Prefix of the names of buffers, which are taken over where vLLM's model has a tensor of that name."""
 
 
+def is_adapter(name: str) -> bool:
+    """Tell whether a tensor of a stream of weights is one of an adapter's two matrices."""
+    return name.endswith(_ADAPTER_PARTS)
+
+
 def as_in_checkpoint(model: Any, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a policy as a checkpoint on disk has them, and then its saved buffers.
+
+    Adapters come as they are; where they come alone, there are no buffers either.
 
     Args:
         model: the policy's transformers model, which says what its names are on disk.
         weights: (transformers parameter name, full tensor), one at a time.
     """
     saved_as = _names_on_disk(model)
+    alone = True
     for name, tensor in weights:
-        if saved_as is None:
+        adapter = is_adapter(name)
+        alone &= adapter
+        # Adapters are named by the layers of the transformers model, on disk too.
+        if saved_as is None or adapter:
             yield name, tensor
         else:
             yield from saved_as(name, tensor)
+    if alone:
+        return
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:

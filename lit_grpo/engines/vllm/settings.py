@@ -10,6 +10,7 @@ import torch
 
 from lit_grpo.engines.base import EngineContext
 from lit_grpo.engines.config import VLLMEngineConfig
+from lit_grpo.engines.vllm.adapters import adapted_layers, adapter_rank
 from lit_grpo.types import Sampling
 
 
@@ -55,7 +56,10 @@ def engine_dtype(dtype: str, learner_dtype: str) -> str:
 
 def engine_options(context: EngineContext, config: VLLMEngineConfig) -> dict[str, Any]:
     """Return the arguments of :class:`lit_grpo.engines.vllm.engine.VLLMEngine` for a run, all plain values."""
+    rank = None if config.adapters == "merged" else adapter_rank(context.policy_config.lora, config)
     return {
+        "adapter_rank": rank,
+        "adapted_layers": () if rank is None else adapted_layers(context),
         "end_token_ids": tuple(context.end_token_ids),
         "dtype": engine_dtype(config.dtype, context.policy_config.dtype),
         "max_model_len": config.max_model_len or context.max_model_len,

@@ -11,6 +11,7 @@ import itertools
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from lit_grpo.engines.vllm_processes.settings import per_process
 from lit_grpo.engines.vllm_processes.shares import Shares
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder
 from lit_grpo.errors import UserError
-from lit_grpo.types import Completion, Request, Sampling
+from lit_grpo.types import Completion, Request, Sampling, WeightForm
 
 
 class VLLMProcesses:
@@ -40,9 +41,9 @@ class VLLMProcesses:
     Weights go from process to process on the card (:mod:`lit_grpo.engines.vllm_processes.blocks`); on CPU through files
     in shared memory. A version counts once all processes have it; until then, and where one failed, nothing is sampled.
 
-    A process that dies is started again with the same weights, and what it had not finished is asked again, with the
-    same seeds: on CPU from the files, on a card from the policy while it stands still (``current_weights``), else from
-    another of the processes. None outlives this process, however that ends.
+    A process that dies or hangs is started again with the same weights, and what it had not finished is asked again,
+    with the same seeds: on CPU from the files, on a card from the policy while it stands still (``current_weights``),
+    else from another of the processes. None outlives this process, however that ends.
 
     Args:
         model_path: folder of a Hugging Face model.
@@ -54,6 +55,8 @@ class VLLMProcesses:
         current_weights: gives the weights of the last sync once more; None: they may have changed since.
         scratch: folder for what is handed over, which is removed with the engine; None: one is made.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        progress_seconds: a process that has something to do and neither takes a step nor answers for so long is killed
+            and started again, as one that has died. No step of vLLM may take as long, the first one included.
         options: the other arguments of ``VLLMEngine``. What is a share of something (memory, ``max_num_seqs``) is that
             of all processes together, and divided among them.
 
@@ -73,6 +76,7 @@ class VLLMProcesses:
         current_weights: Callable[[], NamedWeights] | None = None,
         scratch: Path | None = None,
         weight_files: bool | None = None,
+        progress_seconds: float = 300.0,
         **options: Any,
     ) -> None:
         check_in_process()
@@ -92,6 +96,9 @@ class VLLMProcesses:
             make_scratch_folder(None, 0) if scratch is None else scratch,
             take=self._take,
             lost=self._shares.take_back,
+            busy=lambda i: bool(self._shares.given[i]),
+            progress_seconds=progress_seconds,
+            adapted=options.get("adapter_rank") is not None,
             policy_model=policy_model,
             current_weights=current_weights,
             weight_files=weight_files,
@@ -106,7 +113,8 @@ class VLLMProcesses:
     @classmethod
     def from_context(cls, context: EngineContext, *, processes: int, **settings: Any) -> Self:
         """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`."""
-        options = engine_options(context, VLLMEngineConfig(**settings))
+        config = VLLMEngineConfig(**settings)
+        options = engine_options(context, config)
         policy = context.policy
         # The learner stands still while an engine samples that is not beside it, so its weights are those of the last
         # sync. Gathering shards takes all ranks.
@@ -122,7 +130,10 @@ class VLLMProcesses:
                 processes=processes,
                 policy_tokenizer=context.tokenizer if context.wants_stop_strings else None,
                 policy_model=policy.model,
-                current_weights=policy.named_weights if still else None,
+                current_weights=partial(policy.named_weights, "merged" if options["adapter_rank"] is None else "apart")
+                if still
+                else None,
+                progress_seconds=config.progress_seconds,
                 scratch=scratch,
                 **options,
             )
@@ -139,6 +150,11 @@ class VLLMProcesses:
     def processes(self) -> int:
         """Number of processes."""
         return len(self._group)
+
+    @property
+    def wanted_weights(self) -> WeightForm:
+        """What the next sync must bring, see :class:`lit_grpo.engines.base.AdapterEngine`."""
+        return self._group.wanted_weights
 
     # ---------------------------------------------------------------------------------------------- sampling
 

@@ -13,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights
+from lit_grpo.engines.vllm.adapters import split
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm_processes.blocks import Buffer, packed, settle
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
+from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone, Hung
 from lit_grpo.engines.vllm_processes.settings import environment
 from lit_grpo.engines.vllm_server.weights import write_weights
 from lit_grpo.errors import UserError
+from lit_grpo.types import WeightForm
 
 log = logging.getLogger(__name__)
 
 RESTARTS = 3
 """Deaths of engine processes in one generation or sync after which the run ends."""
 _START_SECONDS = 900.0
+_WAITS = 20
+"""Waits after which a silent process hangs; processes speak as often."""
 
 Message = tuple[Any, ...]
 
@@ -40,6 +45,9 @@ class EngineGroup:
         scratch: folder for what is handed over, which is removed with the group.
         take: is given (process, message) where a message answers nothing.
         lost: is told of each process that has died, before it is started again.
+        busy: tells whether a process has samples to draw, so that it must take steps.
+        progress_seconds: a process that has something to do and is silent for so long hangs.
+        adapted: the weights come in the form that :attr:`wanted_weights` names, and not with adapters merged in.
         policy_model: the transformers model whose weights come, which knows their names on disk; None: they come under
             such names.
         current_weights: gives the weights that were loaded last once more; None: they may have changed since.
@@ -54,18 +62,27 @@ class EngineGroup:
         *,
         take: Callable[[int, Message], None],
         lost: Callable[[int], None],
+        busy: Callable[[int], bool],
+        progress_seconds: float,
+        adapted: bool = False,
         policy_model: Any = None,
         current_weights: Callable[[], NamedWeights] | None = None,
         weight_files: bool | None = None,
     ) -> None:
         self._build, self._scratch, self._take, self._note_lost = build, scratch, take, lost
+        self._busy, self._progress_seconds = busy, progress_seconds
+        self._silent = [0.0] * count
+        """Seconds that a busy process was waited for since something came from it."""
+        self._adapted, self._holds_base = adapted, False
         self._policy_model, self._current_weights = policy_model, current_weights
         on_card = torch.cuda.is_available()
         # Of the thread that builds the engine: others, in which a process may have to be mended, begin with card 0.
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
         self._weight_files = not on_card if weight_files is None else weight_files
         self._log = EngineLog()
-        self._processes = [EngineProcess(environment(count), scratch, self._log) for _ in range(count)]
+        self._processes = [
+            EngineProcess(environment(count), scratch, self._log, progress_seconds) for _ in range(count)
+        ]
         self._holds_weights = [False] * count
         """Which processes run and have the weights that were loaded last."""
         self._deaths = 0
@@ -105,12 +122,24 @@ class EngineGroup:
         self._deaths = 0
 
     def receive(self) -> None:
-        """Wait until something has come from a process, and pass on all that has; or note that one has died."""
+        """Wait until something has come from a process, and pass on all that has; or note that one died or hangs."""
         by_connection: dict[Any, int] = {process.connection: i for i, process in enumerate(self._processes)}
-        for connection in wait(list(by_connection)):
-            i = by_connection[connection]
+        # In short waits, none of which counts for more: this process and theirs may have been stopped together. And a
+        # caller that comes late has not waited.
+        longest, start = self._progress_seconds / _WAITS, time.monotonic()
+        came = {by_connection[connection] for connection in wait(list(by_connection), longest)}
+        waited = min(longest, time.monotonic() - start)
+        for i in range(len(self)):
             with self._counted(i):
-                self._take(i, self._processes[i].receive())
+                if i in came:
+                    message = self._processes[i].receive()
+                    self._silent[i] = 0.0
+                    if message[0] != "step":
+                        self._take(i, message)
+                    continue
+                self._silent[i] = self._silent[i] + waited if self._busy(i) else 0.0
+                if self._silent[i] >= self._progress_seconds:
+                    raise Hung
 
     def close(self) -> None:
         """End the processes, and remove the files. Safe to call twice."""
@@ -129,7 +158,8 @@ class EngineGroup:
         started = time.monotonic()
         for i in which:
             self._processes[i].start()
-            self._processes[i].send(("prepare",))
+            self._processes[i].send(("prepare", self._progress_seconds / _WAITS))
+            self._silent[i] = 0.0
         for i in which:
             self._reply(i, "prepared", seconds=_START_SECONDS)
         waiting = list(which)
@@ -187,18 +217,23 @@ class EngineGroup:
         Raises:
             Gone: the process has ended.
             UserError: it refused.
+            Hung: nothing came for as long as it may be silent, and no ``seconds`` were given.
             EngineError: it failed, or nothing came in time.
         """
         while True:
             try:
-                message = self._processes[i].receive(seconds)
+                message = self._processes[i].receive(self._progress_seconds if seconds is None else seconds)
             except TimeoutError as error:
+                if seconds is None:
+                    raise Hung from error
                 raise EngineError(f"no answer came from a process of vLLM. {self._log.tail()}") from error
             kind, *details = message
             if kind in kinds:
                 return details if len(kinds) == 1 else [kind, *details]
             if kind == "failed":
                 raise details[0]
+            if kind == "step":
+                continue
             # Of a generation that is still open, or was cancelled.
             self._take(i, message)
 
@@ -213,13 +248,38 @@ class EngineGroup:
         """
         self._deaths, self.gave_up = 0, False
         stream = self._named(weights)
+        holds_base, self._holds_base = self._holds_base, False
         if self._weight_files:
-            write_weights(self._weights, stream, None)
-            self._load_files(range(len(self)), version)
+            folders = self._write(stream, holds_base)
+            self._load_files(range(len(self)), version, folders)
         else:
             self._load_blocks(range(len(self)), stream, version)
         self.mend(version)
         self._deaths = 0
+        # As the engines see it: below 0 is no version of a run.
+        self._holds_base = version >= 0
+
+    @property
+    def wanted_weights(self) -> WeightForm:
+        """What the next weights must be, see :class:`lit_grpo.engines.base.AdapterEngine`."""
+        if not self._adapted:
+            return "merged"
+        return "adapters" if self._holds_base else "apart"
+
+    def _write(self, stream: NamedWeights, holds_base: bool) -> list[Path]:
+        """Write weights to their files, and return the folders that processes have to read which have the former."""
+        if not self._adapted:
+            write_weights(self._weights, stream, None)
+            return self._folders
+        adapters: dict[str, Tensor] = {}
+        below = split(stream, adapters)
+        if holds_base:
+            for name, _ in below:
+                raise EngineError(f"{name} came beside the adapters, and is none")
+        else:
+            write_weights(self._weights, below, None)
+        write_weights(self._folders[-1], adapters.items(), None)
+        return self._folders[-1:] if holds_base else self._folders
 
     def _named(self, weights: NamedWeights) -> NamedWeights:
         return weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
@@ -229,9 +289,14 @@ class EngineGroup:
         """Folder of the files of the weights that were loaded last."""
         return self._scratch / "weights"
 
-    def _load_files(self, which: Sequence[int], version: int) -> None:
-        """Have processes that run load the weights from the files."""
-        self._load(which, ("sync", version, str(self._weights)))
+    @property
+    def _folders(self) -> list[Path]:
+        """Folders of all that a process needs which has no weights, in the order in which it reads them."""
+        return [self._weights, self._scratch / "adapters"] if self._adapted else [self._weights]
+
+    def _load_files(self, which: Sequence[int], version: int, folders: Sequence[Path] | None = None) -> None:
+        """Have processes that run load the weights from their files; None: all of them."""
+        self._load(which, ("sync", version, [str(folder) for folder in folders or self._folders]))
 
     def _load(self, which: Sequence[int], message: Message) -> None:
         """Tell processes what lets them end their loading, and note which of them have the weights.
@@ -277,11 +342,11 @@ class EngineGroup:
         """Take note if the process dies inside, and go on behind the block."""
         try:
             yield
-        except Gone:
-            self._lost(i)
+        except Gone as error:
+            self._lost(i, error)
 
-    def _lost(self, i: int) -> None:
-        """Take note that a process has died.
+    def _lost(self, i: int, gone: Gone) -> None:
+        """Take note that a process has died, or hangs, and end it.
 
         Raises:
             EngineError: that has happened too often, or the engine was closed meanwhile.
@@ -289,16 +354,25 @@ class EngineGroup:
         if self.closed:
             raise EngineError("the engine is closed")
         self._deaths += 1
-        self._processes[i].stop()
+        hung = isinstance(gone, Hung)
+        self._processes[i].stop(kill=hung)
         self._holds_weights[i] = False
+        self._silent[i] = 0.0
         self._note_lost(i)
         if self._deaths > RESTARTS:
             self.gave_up = True
             raise EngineError(
-                f"processes of vLLM died {self._deaths} times in one generation or sync, and are not started again. "
+                f"processes of vLLM died or hung {self._deaths} times in one generation or sync, and are not started "
+                f"again. "
                 f"{self._log.tail()}"
             )
-        log.warning("Process %d of vLLM died; it is started again, and what it had not finished is asked again.", i)
+        what = (
+            f"has neither taken a step nor answered for {self._progress_seconds:g} s "
+            "(data.engine.progress_seconds) and was killed"
+            if hung
+            else "died"
+        )
+        log.warning("Process %d of vLLM %s; it is started again, and what it had not finished is asked again.", i, what)
 
     def mend(self, version: int) -> None:
         """Start processes that have died again, with the weights of ``version``, which the others have.
@@ -360,8 +434,8 @@ class EngineGroup:
             if message is not None:
                 self._processes[twin].send(message)
             return self._reply(twin, "buffer", "block", "end")
-        except Gone:
-            self._lost(twin)
+        except Gone as error:
+            self._lost(twin, error)
             raise
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from lit_grpo.engines.vllm_server.supervisor import PASSED
 
 WORKER = "lit_grpo.engines.vllm_processes.worker"
 _STOP_SECONDS = 10.0
+_TIME = struct.Struct("@ll")
+"""The system's ``struct timeval``: seconds and microseconds."""
 _LOG_TAIL_LINES = 15
 
 
@@ -48,6 +51,16 @@ class Gone(Exception):  # noqa: N818 - what happened to the process, and not yet
     """The process has ended, or closed its connection."""
 
 
+class Hung(Gone):
+    """The process is there and does nothing."""
+
+
+def _parts(seconds: float) -> tuple[int, int]:
+    """Return whole seconds and the microseconds beside them; both 0 would stand for no limit."""
+    whole, micro = divmod(max(1, round(seconds * 1e6)), 1_000_000)
+    return whole, micro
+
+
 class EngineProcess:
     """One process that can be started again and again, and the connection to it.
 
@@ -59,14 +72,15 @@ class EngineProcess:
         env: variables added to this process's environment; None leaves one out.
         scratch: folder that is removed when this process ends, however it ends.
         log: takes what the process writes to its standard output and error.
+        patience: seconds after which a message that the process has begun to write or to read has failed.
     """
 
-    def __init__(self, env: Mapping[str, str | None], scratch: Path, log: EngineLog) -> None:
+    def __init__(self, env: Mapping[str, str | None], scratch: Path, log: EngineLog, patience: float = 300.0) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         self._env = {name: value for name, value in {**inherited, **env}.items() if value is not None}
         # On its path, so that it finds lit_grpo in an uninstalled checkout too.
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
-        self._scratch, self._log = scratch, log
+        self._scratch, self._log, self._patience = scratch, log, patience
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -74,6 +88,9 @@ class EngineProcess:
         """Start the process; one that runs is ended first."""
         self.stop()
         ours, theirs = socket.socketpair()
+        # A process that is stopped in the middle of a message, or does not read, would block this one for ever.
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*_parts(self._patience)))
         with theirs, self._log.path.open("ab") as log:
             command = [sys.executable, "-m", WORKER, str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -102,10 +119,12 @@ class EngineProcess:
         """Send a message.
 
         Raises:
-            Gone: the process has ended.
+            Gone: the process has ended, or does not read.
         """
         try:
             self.connection.send(message)
+        except BlockingIOError as error:
+            raise Hung from error
         except OSError as error:
             raise Gone from error
 
@@ -122,19 +141,28 @@ class EngineProcess:
             message: tuple[Any, ...] = self.connection.recv()
         except TimeoutError:
             raise
+        except BlockingIOError as error:
+            raise Hung from error
         # What a process that is killed was just writing is cut anywhere.
         except (OSError, EOFError) as error:
             raise Gone from error
         return message
 
-    def stop(self) -> None:
-        """End the process and everything it started. Safe to call twice."""
+    def stop(self, kill: bool = False) -> None:
+        """End the process and everything it started. Safe to call twice.
+
+        Args:
+            kill: at once, since it would not hear.
+        """
         connection, self._connection = self._connection, None
         process, self._process = self._process, None
         if connection is not None:
             connection.close()
         if process is None:
             return
+        if kill:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         assert process.stdin is not None
         # Any byte asks the supervisor to end the process, which has mostly ended already: its connection was closed.
         with contextlib.suppress(OSError):

@@ -4,11 +4,12 @@
 
 Messages are tuples whose first entry says what they are. In, and what is answered:
 
-    prepare                                prepared
+    prepare seconds                        prepared          longest silence while samples are drawn
     build path options tokenizer           ready {max_model_len, vocab_size, cache_bytes}
-    work [(number, request, sampling)]     done [(number, position, ids, logprobs, reason, version)], step by step
+    work [(number, request, sampling)]     done [(number, position, ids, logprobs, reason, version)], step by step;
+                                           step              where none ended for so long
     cancel [number]
-    sync version folder | None             synced            None: the weights follow as blocks
+    sync version [folder] | None           synced            None: the weights follow as blocks
     buffer handle                                            opens the memory that the blocks lie in
     block entries                          taken             it may be written again
     end | break reason                                       after the last block
@@ -27,11 +28,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
+import math
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -42,7 +46,6 @@ import torch
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.vllm.weights import own_tensors
 from lit_grpo.engines.vllm_processes.blocks import Buffer, opened, packed, settle
 from lit_grpo.errors import UserError
 
@@ -66,6 +69,7 @@ class Worker:
         self._batches: dict[int, Batch] = {}
         self._missing: dict[int, int] = {}
         """Completions of each batch that have not been sent."""
+        self._silence, self._last_sent = math.inf, 0.0
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self) -> None:
@@ -84,6 +88,7 @@ class Worker:
         os._exit(0)
 
     def _send(self, *message: Any) -> None:
+        self._last_sent = time.monotonic()
         try:
             self._connection.send(message)
         except OSError:
@@ -98,7 +103,8 @@ class Worker:
 
     # ---------------------------------------------------------------------------------------------- sampling
 
-    def _do_prepare(self) -> None:
+    def _do_prepare(self, silence: float) -> None:
+        self._silence = silence
         # Most of a start is this import; it is done before anybody's turn to take memory has come. What is wrong with
         # it is said when the engine is built.
         with contextlib.suppress(Exception):
@@ -146,16 +152,19 @@ class Worker:
                 self._missing[number] -= 1
             if not self._missing[number]:
                 del self._batches[number], self._missing[number]
+        # From this loop, and not from a thread, which would go on where the engine hangs.
         if done:
             self._send("done", done)
+        elif time.monotonic() - self._last_sent > self._silence:
+            self._send("step")
 
     # ---------------------------------------------------------------------------------------------- weights
 
-    def _do_sync(self, version: int, folder: str | None) -> None:
-        if folder is not None:
+    def _do_sync(self, version: int, folders: list[str] | None) -> None:
+        if folders is not None:
             from lit_grpo.engines.vllm_server.weights import read_weights
 
-            self._open.sync(read_weights(Path(folder)), version)
+            self._open.sync(itertools.chain.from_iterable(read_weights(Path(folder)) for folder in folders), version)
             self._send("synced")
         else:
             self._load(self._open.sync, version)
@@ -187,7 +196,7 @@ class Worker:
         # Its tensors lie in main memory while it sleeps.
         self._open.wake()
         given: Buffer | None = None
-        for block in packed(own_tensors(self._open.loaded_model), self._device, Path(folder)):
+        for block in packed(self._open.tensors(), self._device, Path(folder)):
             settle(self._device)
             if block.buffer is not given:
                 given = block.buffer

@@ -21,6 +21,7 @@ from lit_grpo.policy.forward.routing import Routers
 from lit_grpo.policy.model import lora
 from lit_grpo.policy.model.compiling import eagerly, is_compiled, mark_varying
 from lit_grpo.policy.model.quantization import keep_base_out_of_checkpoints
+from lit_grpo.types import WeightForm
 from lit_grpo.utils.windows import narrowed
 
 EntropyMode = Literal["none", "detached", "grad"]
@@ -186,12 +187,21 @@ class Policy(nn.Module):
         out = scores.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(index, scores.gather(-1, chosen))
         return out, chosen.new_zeros(*batch.shape, *chosen.shape[1:]).index_put(index, chosen)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) one at a time, without ever holding the whole model.
 
         Sharded weights are gathered block by block, in ``param_dtype``. Adapters come merged into the weights that they
         change, under the names of those, in the precision that they are held in; what is trained stays as it is.
+
+        Args:
+            form: whether adapters come merged, behind the weights below them, or alone: ``<layer>.lora_A.weight``
+                [rank, in] and ``<layer>.lora_B.weight`` [out, rank], B multiplied by alpha / rank.
+
+        Raises:
+            ValueError: adapters are asked for, and there are none.
         """
+        if form != "merged" and not lora.has_adapters(self.model):
+            raise ValueError(f"{type(self.model).__name__} has no adapters")
         if self.sharded and not lora.has_adapters(self.model):
             # Names of this module begin with "model."; a value head is no part of the model.
             split = ((name.partition("."), weight) for name, weight in gathered(self))
@@ -199,7 +209,12 @@ class Policy(nn.Module):
             return
         reshard(self)
         parameters = dict(self.model.named_parameters())
-        yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
+        if form == "merged":
+            yield from lora.merged(parameters, lora.scaling(self.model) if lora.has_adapters(self.model) else 0.0)
+            return
+        if form == "apart":
+            yield from lora.below(parameters)
+        yield from lora.adapters(parameters, lora.scaling(self.model))
 
     def without_adapters(self) -> nn.Module:
         """Return the model that ``named_weights`` fit into: its own, or a copy with its adapters merged in.

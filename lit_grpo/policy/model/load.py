@@ -70,7 +70,7 @@ def check_policy(config: PolicyConfig) -> None:
     check_quantization(config)
     if config.tiny is not None:
         _check_tiny(config.tiny)
-    elif config.path is not None and _is_folder_name(config.path):
+    elif config.path is not None and is_folder_name(config.path):
         folder = Path(config.path).expanduser()
         if is_adapter(folder):
             _check_adapter(config, folder)
@@ -218,7 +218,7 @@ def _check_tiny(tiny: TinyModel) -> None:
         )
 
 
-def _is_folder_name(path: str) -> bool:
+def is_folder_name(path: str) -> bool:
     """Tell whether a path means a folder: it exists, or it is not ``name`` or ``owner/name`` as on the hub."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists() or path.startswith("models/")
 
@@ -248,7 +248,7 @@ def _unreachable_hub(config: PolicyConfig) -> bool:
     if config.path is None:
         return False
     location = _location(config)
-    return not _is_folder_name(location) and _asks_nobody() is not None
+    return not is_folder_name(location) and _asks_nobody() is not None
 
 
 def _in_cache(config: PolicyConfig) -> bool:
@@ -412,7 +412,7 @@ def generation_file(config: PolicyConfig) -> Path | None:
 def _location(config: PolicyConfig) -> str:
     """Return the folder or hub name that configuration and weights are read from: below adapters, their model's."""
     assert config.path is not None
-    if not _is_folder_name(config.path):
+    if not is_folder_name(config.path):
         return config.path
     folder = Path(config.path).expanduser()
     if not is_adapter(folder):

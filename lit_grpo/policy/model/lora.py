@@ -204,6 +204,26 @@ def merged(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str
         yield f"{layer}.{leaf}", tensor
 
 
+def below(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the model below the adapters, one at a time, as :func:`merged` does."""
+    for name, parameter in parameters.items():
+        if ".lora_" not in name:
+            yield name.replace(_BASE, "."), full(parameter)
+
+
+def adapters(parameters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters alone: ``<layer>.lora_A.weight`` [rank, in] and ``<layer>.lora_B.weight`` [out, rank].
+
+    Args:
+        parameters: names and tensors of a model with adapters, as of :func:`merged`.
+        scale: alpha / rank, by which B is multiplied, so that whoever uses it need not know of it.
+    """
+    for name, parameter in parameters.items():
+        if (layer := name.removesuffix(_A)) != name:
+            yield f"{layer}.lora_A.weight", full(parameter)
+            yield f"{layer}.lora_B.weight", full(parameters[layer + _B]) * scale
+
+
 def full(parameter: Tensor) -> Tensor:
     """Return the whole of a parameter that may be sharded or quantized, without gradient."""
     if is_quantized(parameter):

@@ -61,7 +61,13 @@ def make_optimizer(
         with_parameters = [group for group in groups if group["params"]]
         optimizer = optimizer_class(with_parameters, **_arguments(config, optimizer_class))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{config.type} refuses its arguments: {error}", where=f"{where}.args") from error
+        # Muon steps along orthogonal matrices, and a model has norms and biases too.
+        matrices = "2D" in str(error)
+        raise UserError(
+            f"{config.type} refuses its arguments: {error}",
+            where=f"{where}.type" if matrices else f"{where}.args",
+            remedy="choose one that takes vectors too, for example torch.optim.AdamW" if matrices else None,
+        ) from error
     _warn_of_lost_updates(optimizer, config)
     prepare(optimizer, where)
     if config.scheduler is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -85,3 +86,15 @@ def test_the_cause_comes_first_and_its_onset_is_that_of_the_diagnosis():
     assert [f.kind for f in diagnosis.findings] == ["entropy_paid", "repetition"]
     assert diagnosis.remedies == ("mend entropy_paid", "mend repetition")
     assert diagnosis.explanation.startswith("entropy explosion, began at step 7; entropy_paid 1 (bound 0.5)")
+
+
+def test_a_number_of_an_earlier_step_says_so():
+    """Else one that is long over is read as one of now."""
+    early = replace(found("truncated", "warning", step=1, onset=1), evidence=(Evidence("cut", 1, 0.823, 0.3),))
+    late = replace(found("all_wrong", "warning", step=29, onset=20), evidence=(Evidence("wrong", 1, 0.8, 0.5),))
+    diagnosis = merge([early, late])
+    assert diagnosis is not None
+    assert diagnosis.step == 29
+    assert "cut 0.823 (bound 0.3) at step 1" in diagnosis.explanation
+    assert "wrong 0.8 (bound 0.5)" in diagnosis.explanation
+    assert "at step 29" not in diagnosis.explanation

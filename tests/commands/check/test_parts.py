@@ -340,7 +340,10 @@ def test_memory_of_this_machine():
 def test_time():
     metrics = {"time/sync": 0.0, "time/generate": 6.0, "time/reward": 0.001, "time/update": 2.0}
     found = cost.time_result(metrics, 900)
-    assert found.found == "8 s for the first rollout (sampling 75%, training 25%); 900 rollouts take about 2.0 h"
+    assert found.found == (
+        "8 s for the first rollout (sampling 75%, training 25%); 900 like it would take 2.0 h, "
+        "later ones are mostly faster"
+    )
     # Beside training, only what the learner waits counts.
     assert cost.time_result({**metrics, "time/learner_idle": 2.0}, 1).values["seconds"] == 4.0
 

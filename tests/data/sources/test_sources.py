@@ -295,6 +295,14 @@ def test_any_csv_is_read_or_refused(tmp_path, lines):
         assert CsvPrompts(csv_file(tmp_path, b"prompt\n" + b"\n".join(lines))).rows()
 
 
+def test_a_column_of_another_name_is_no_misspelling(write):
+    rows = [{"task": "2*3=", "solution": "6"}]
+    error = refused(JsonlPrompts(write(rows), question_column="question", answer_column="answer"))
+    assert "the columns are 'task', 'solution'" in error.what
+    assert "did you mean" not in (error.remedy or "")
+    assert "question_column" in (error.remedy or "")
+
+
 def test_columns_inside_columns_and_answers_inside_text(write):
     rows = [
         {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "so\n#### 1,234 "}},

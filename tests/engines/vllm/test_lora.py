@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lit_grpo.engines import EngineConfig, EngineContext, make_engine
+from lit_grpo.engines.base import weights_for
 from lit_grpo.policy import LoraConfig, Policy, PolicyConfig, TinyModel
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.types import Request, Sampling
@@ -21,13 +22,14 @@ WRONG = 1.0 if ON_GPU else 0.2
 PROMPTS = [tuple((5 * i + j * j) % 12 for j in range(40 + 5 * i)) for i in range(4)]
 
 
-def test_greedy_and_logprobs_are_the_learners_after_each_sync() -> None:
+@pytest.mark.parametrize("adapters", ["merged", "hot"])
+def test_greedy_and_logprobs_are_the_learners_after_each_sync(adapters: str) -> None:
     pytest.importorskip("peft")
     config = PolicyConfig(tiny=TINY, lora=LoraConfig(rank=4, alpha=16.0))
     policy = Policy(load_model(config))
     policy.model.get_input_embeddings().weight.data.mul_(10)  # far from uniform distributions
     engine: Any = make_engine(
-        EngineConfig(name="vllm", max_num_seqs=32, args={"kv_cache_memory_bytes": 2**26}),
+        EngineConfig(name="vllm", max_num_seqs=32, adapters=adapters, args={"kv_cache_memory_bytes": 2**26}),  # type: ignore[arg-type]
         EngineContext(
             policy=policy,
             policy_config=config,
@@ -40,7 +42,7 @@ def test_greedy_and_logprobs_are_the_learners_after_each_sync() -> None:
     try:
         outputs = []
         for version in range(3):
-            engine.sync(policy.named_weights(), version)
+            engine.sync(weights_for(engine, policy), version)
             asked = [Request(i, prompt, (0,)) for i, prompt in enumerate(PROMPTS)]
             greedy = sampled(engine, asked, Sampling(temperature=0.0, max_new_tokens=12))
             for completion in greedy:

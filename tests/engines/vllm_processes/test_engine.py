@@ -37,6 +37,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=60)
+SILENCE = 10.0
+"""Seconds after which a process that does nothing hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,9 @@ def models() -> list[Any]:
 @pytest.fixture(scope="module")
 def pair_of_processes(tmp_path_factory: Any, models: Any) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("pair")
-    pair = start_engine(folder, models[0], 2, policy_tokenizer=stop_tokenizer(), max_num_seqs=16)
+    pair = start_engine(
+        folder, models[0], 2, policy_tokenizer=stop_tokenizer(), max_num_seqs=16, progress_seconds=SILENCE
+    )
     yield pair
     pair.close()
 
@@ -228,7 +232,7 @@ def test_weights_that_do_not_fit_stop_sampling_until_a_good_sync(
 def test_a_version_counts_in_all_processes_or_in_none(pair: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process takes the new weights, and the other cannot read them."""
     real = pair._group._processes[1].send
-    monkeypatch.setattr(pair._group._processes[1], "send", lambda message: real((*message[:2], "/nowhere")))
+    monkeypatch.setattr(pair._group._processes[1], "send", lambda message: real((*message[:2], ["/nowhere"])))
     with pytest.raises(EngineError, match="no weights in /nowhere"):
         pair.sync(models[1].named_parameters(), 1)
     monkeypatch.undo()
@@ -279,6 +283,32 @@ def test_a_process_that_dies_is_back_with_the_weights_and_nothing_is_lost(pair: 
     assert largest_gap(models[2], asked, found, 1.0) < GAP
 
 
+def test_a_process_that_hangs_is_killed_and_nothing_is_lost(pair: Any, models: Any, caplog: Any) -> None:
+    """It is stopped while it samples, and then while weights come."""
+    asked = requests(24)
+    expected = sampled(pair, asked, SAMPLING)
+    before = pids(pair)
+    found = []
+    began = time.monotonic()
+    for number, completion in enumerate(pair.generate(asked, SAMPLING)):
+        found.append(completion)
+        if number == 5:
+            os.kill(before[1], signal.SIGSTOP)
+    assert time.monotonic() - began > SILENCE
+    assert same(sorted(found, key=lambda c: (c.request, c.sample)), expected)
+    after = pids(pair)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    wait_until(lambda: not Path(f"/proc/{before[1]}").exists(), "the hung process is buried")
+    assert "neither taken a step nor answered for 10 s (data.engine.progress_seconds)" in caplog.text
+    os.kill(after[0], signal.SIGSTOP)
+    pair.sync(models[2].named_parameters(), 4)
+    assert pids(pair)[0] != after[0]
+    found = sampled(pair, asked, SAMPLING)
+    assert {c.policy_version for c in found} == {4}
+    assert largest_gap(models[2], asked, found, 1.0) < GAP
+
+
 def test_one_that_dies_without_files_gets_the_policys_weights(pair: Any, models: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(pair._group, "_weight_files", False)
     monkeypatch.setattr(pair._group, "_current_weights", models[1].named_parameters)
@@ -305,7 +335,7 @@ def test_processes_that_die_again_and_again_end_the_run(pair: Any, models: Any) 
         patch.setattr("lit_grpo.engines.vllm_processes.group.RESTARTS", 0)
         running = pair.generate(requests(4), SAMPLING)
         os.kill(pids(pair)[0], signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"died 1 times(.|\n)*log of the engine processes \(.*\.log\)"):
+        with pytest.raises(EngineError, match=r"died or hung 1 times(.|\n)*log of the engine processes \(.*\.log\)"):
             list(running)
         with pytest.raises(EngineError, match="died again and again"):
             pair.generate(requests(1), SAMPLING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ class StandIn:
     def start(self) -> None:
         self.answers.clear()
 
-    def stop(self) -> None:
+    def stop(self, kill: bool = False) -> None:
         pass
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -51,7 +53,15 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: bool, measure
     monkeypatch.setattr(StandIn, "measures", measures, raising=False)
     (tmp_path / "scratch").mkdir()
     build = ("folder", options, None)
-    group = EngineGroup(3, build, tmp_path / "scratch", take=lambda i, m: None, lost=lambda i: None)
+    group = EngineGroup(
+        3,
+        build,
+        tmp_path / "scratch",
+        take=lambda i, m: None,
+        lost=lambda i: None,
+        busy=lambda i: False,
+        progress_seconds=300.0,
+    )
     group.start()
     group.close()
     assert not (tmp_path / "scratch").exists()
@@ -76,3 +86,84 @@ def test_where_nothing_is_found_each_measures_in_its_turn(tmp_path: Path, monkey
 def test_a_given_size_is_taken_by_all_at_once(tmp_path: Path, monkeypatch: Any, card: bool, size: int) -> None:
     started(tmp_path, monkeypatch, card, None, kv_cache_memory_bytes=size)
     assert StandIn.seen == [("build", size)] * 3 + [("ready",)] * 3
+
+
+# -------------------------------------------------------------------------------------------------- hanging
+
+
+class Talking(StandIn):
+    """A process at the end of a pipe, which is what it is until it is started again."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.connection, self.theirs = Pipe()
+        self.stopped: list[bool] = []
+
+    def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
+        return tuple(self.connection.recv())
+
+    def stop(self, kill: bool = False) -> None:
+        self.stopped.append(kill)
+
+
+def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> tuple[EngineGroup, list[int]]:
+    """Two processes that are busy or not until they are lost, and the list of those that are."""
+    monkeypatch.setattr(module, "EngineProcess", Talking)
+    lost: list[int] = []
+    group = EngineGroup(
+        2,
+        ("folder", {}, None),
+        tmp_path,
+        take=lambda i, m: None,
+        lost=lost.append,
+        busy=lambda i: busy and i not in lost,
+        progress_seconds=1.0,
+    )
+    return group, lost
+
+
+def test_a_process_that_takes_steps_does_not_hang_however_long_nothing_ends(tmp_path: Path, monkeypatch: Any) -> None:
+    group, lost = listening(tmp_path, monkeypatch, True)
+    speaker, over = group._processes[0], threading.Event()
+
+    def speak() -> None:
+        while not over.wait(0.05):
+            speaker.theirs.send(("step",))  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    try:
+        for _ in range(400):
+            group.receive()
+            if lost:
+                break
+        assert lost == [1], "the silent one, although the other one speaks all the time"
+        assert group._processes[1].stopped == [True]  # type: ignore[attr-defined]
+        for _ in range(60):
+            group.receive()
+        assert 0 not in lost
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_process_without_work_may_be_silent(tmp_path: Path, monkeypatch: Any) -> None:
+    group, lost = listening(tmp_path, monkeypatch, False)
+    for _ in range(40):
+        group.receive()
+    assert not lost
+
+
+def test_a_caller_that_comes_late_has_not_waited(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rewards may take longer than a process may be silent."""
+    group, lost = listening(tmp_path, monkeypatch, True)
+    now = [0.0]
+    # An hour passes between two looks, and nothing is waited for.
+    monkeypatch.setattr(module, "wait", lambda connections, seconds: now.__setitem__(0, now[0] + 3600) or [])
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    for _ in range(15):
+        group.receive()
+    assert not lost
+    for _ in range(10):
+        group.receive()
+    assert lost == [0, 1]
