@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import os
 import shutil
@@ -115,8 +116,13 @@ def _train(arm: str, seed: int, rollouts: int | None, folder: Path, models: Path
     arguments += ["--data.rollouts", str(rollouts)] if rollouts is not None else []
     os.chdir(ROOT)
     said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(arguments)
+    level = logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(arguments)
+    finally:
+        logging.disable(level)
     if code not in (0, 3):
         raise RuntimeError(f"lit-grpo fit ended with {code}: {said.getvalue().strip()[-400:]}")
     steps = read_metrics(own)
