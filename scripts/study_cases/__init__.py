@@ -1,0 +1,1 @@
+"""What scripts/study.py runs: claims, exact calculations, runs, verdicts and the page."""

@@ -1,0 +1,106 @@
+"""Numbers that claims are judged by, each of one recorded run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scripts.diagnosis.scoring import reward_fall, smoothed
+
+Run = dict[str, Any]
+"""A record of :func:`scripts.study_cases.runs.run`."""
+Measure = Callable[[Run], float]
+FIRST, LAST = 3, 10
+"""Rollouts that a value at the start and at the end is the mean of."""
+
+
+def known(run: Run, key: str) -> list[float]:
+    """Return the values of a metric, without the rollouts that have none."""
+    return [value for value in run["curves"].get(key, ()) if value is not None]
+
+
+def rewards(run: Run) -> list[float]:
+    """Return the mean reward of everything that was sampled for each rollout."""
+    return known(run, "sampling/reward") or known(run, "reward")
+
+
+def start(key: str) -> Measure:
+    """Mean of the first rollouts."""
+    return lambda run: statistics.fmean(known(run, key)[:FIRST])
+
+
+def end(key: str) -> Measure:
+    """Mean of the last rollouts."""
+    return lambda run: statistics.fmean((rewards(run) if key == "reward" else known(run, key))[-LAST:])
+
+
+def change(key: str) -> Measure:
+    """Value at the end less that at the start."""
+    return lambda run: end(key)(run) - start(key)(run)
+
+
+def average(*keys: str) -> Measure:
+    """Mean absolute value over the whole run, and over the metrics."""
+    return lambda run: statistics.fmean(abs(value) for key in keys for value in known(run, key))
+
+
+def most(key: str, window: int = 5) -> Measure:
+    """Greatest mean of some rollouts in a row."""
+    return lambda run: max(_means(run, key, window))
+
+
+def least(key: str, window: int = 5) -> Measure:
+    """Smallest mean of some rollouts in a row."""
+    return lambda run: min(_means(run, key, window))
+
+
+def _means(run: Run, key: str, window: int) -> list[float]:
+    """Means of ``window`` rollouts in a row, without the first ones, which are of fewer; of all in a shorter run."""
+    values = known(run, key)
+    return smoothed(values, window)[min(window, len(values)) - 1 :]
+
+
+def rise(key: str) -> Measure:
+    """Greatest mean of five rollouts in a row, less the value at the start."""
+    return lambda run: most(key)(run) - start(key)(run)
+
+
+def lost_at(run: Run) -> int | None:
+    """Return the rollout at which a fifth of the best reward (means of ten) was lost; None if it never was."""
+    fall = reward_fall(rewards(run))
+    return None if fall is None else fall.lost
+
+
+def collapse(run: Run) -> float:
+    """Rollout at which a fifth of the best reward was lost; one more than the run has where it never was."""
+    found = lost_at(run)
+    return float(len(rewards(run)) + 1 if found is None else found)
+
+
+def reached(level: float) -> Measure:
+    """Rollout at which the reward, a mean of five, reaches a level; one more than the run has where it never does."""
+
+    def measure(run: Run) -> float:
+        means = smoothed(rewards(run), 5)
+        return float(next((k for k, value in enumerate(means, 1) if k >= 5 and value >= level), len(means) + 1))
+
+    return measure
+
+
+def doubled(*keys: str) -> Measure:
+    """Rollout at which the absolute value (summed over the metrics) is twice its mean over the first five."""
+
+    def measure(run: Run) -> float:
+        columns = [run["curves"].get(key, ()) for key in keys]
+        total = [sum(abs(value) for value in row if value is not None) for row in zip(*columns, strict=True)]
+        usual = statistics.fmean(total[:5])
+        return float(next((k for k, value in enumerate(total, 1) if k > 5 and value > 2 * usual), len(total) + 1))
+
+    return measure
+
+
+def first_alarm(run: Run) -> tuple[int, str] | None:
+    """Return step and name of the first warning or worse of the monitors; None if there was none."""
+    found: Sequence[Any] = run["alarms"]
+    return (int(found[0][0]), str(found[0][1])) if found else None

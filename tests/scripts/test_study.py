@@ -1,0 +1,210 @@
+"""The study of the sources' claims: calculations, configurations, verdicts, and the page that is made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_grpo.cli.training import read_configuration
+from lit_grpo.objectives import Objective
+from scripts import study
+from scripts.study_cases import measures as m
+from scripts.study_cases.claims import CLAIMS, find
+from scripts.study_cases.exact import EXACT, SEEDS, TOY
+from scripts.study_cases.page import MOST_BYTES, RECORDED, collect, judge, page, read, runs_of, write
+from scripts.study_cases.results import NOT_RUN, NOT_SUPPORTED, SUPPORTED, UNTESTED, PartResult, above, below
+from scripts.study_cases.runs import CONFIGS, files_of, settings_of
+from scripts.warm_start_two_form_addition import warm_start
+
+DOCS = study.ROOT / "docs"
+ARMS = sorted({arm for claim in CLAIMS for arm in claim.arms})
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    return read(DOCS / RECORDED)
+
+
+# ------------------------------------------------------------------------------------------------ calculations
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_calculations_come_out_as_recorded(name: str, recorded: dict[str, Any]):
+    found = EXACT[name]()
+    assert [part.says for part in found] == [part["says"] for part in recorded["exact"][name]]
+    assert [part.holds for part in found] == [part["holds"] for part in recorded["exact"][name]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sequence_mean_likelihood_is_the_gradient_of_the_inverse_length(seed: int):
+    """All completions right or wrong: PL descends -E[1/|a|], NL E[1/|a|], and a constant divisor nothing at all."""
+    logits = TOY.logits(seed)
+    share = TOY.logprobs(logits).sum(1).exp()
+    assert float(share.sum().detach()) == pytest.approx(1)
+    (share / TOY.lengths).sum().backward()
+    assert logits.grad is not None
+    assert float((TOY.gradient("pl", logits) + logits.grad).norm()) < 1e-12
+    assert float((TOY.gradient("nl", logits) - logits.grad).norm()) < 1e-12
+    assert float(logits.grad.norm()) > 1e-3
+    for recipe in ("tnpl", "tnnl"):
+        assert float(TOY.gradient(recipe, logits).norm()) < 1e-12
+
+
+def test_every_claim_without_runs_has_a_calculation_or_a_reason():
+    assert {claim.name for claim in CLAIMS if claim.exact} == set(EXACT)
+    assert all(claim.exact or bool(claim.arms) != bool(claim.untestable) for claim in CLAIMS)
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+    assert all(len(claim.seeds) >= 3 for claim in CLAIMS if claim.arms)
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_resolves(arm: str):
+    task, over = files_of(arm)
+    read_configuration("fit", ["--config", str(task), "--config", str(over)])
+    settings = settings_of(arm)
+    objective = dict(settings["model"]["objective"])
+    made = Objective.from_recipe(objective.pop("recipe"), **objective)
+    assert settings["monitors"] is False
+    updates = settings["model"].get("updates_per_rollout", 1)
+    assert updates == (4 if "/off_" in arm or "two_form_off" in arm else 1)
+    if updates > 1:
+        assert (made.ratio == "self") == arm.endswith("_plain")
+
+
+def test_no_configuration_is_without_a_claim():
+    files = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml")}
+    assert files == set(ARMS)
+
+
+# ------------------------------------------------------------------------------------------------ measures
+
+
+def run_of(rewards: Sequence[float], arm: str = "two_form/grpo", seed: int = 0, **curves: Sequence[float]) -> m.Run:
+    columns = {"reward": list(rewards), **{key.replace("__", "/"): list(row) for key, row in curves.items()}}
+    return {"arm": arm, "seed": seed, "curves": columns, "alarms": [], "status": "done", "settings": {}, "seconds": 1.0}
+
+
+def test_a_collapse_is_the_loss_of_a_fifth():
+    assert m.lost_at(run_of([0.8] * 40)) is None
+    assert m.collapse(run_of([0.8] * 40)) == 41
+    fell = m.lost_at(run_of([0.8] * 20 + [0.0] * 20))
+    # After two rollouts at 0, eight of the last ten are at 0.8: four fifths, less by rounding.
+    assert fell == 22
+
+
+def test_measures():
+    run = run_of([0.5] * 20, policy__entropy=[0.2] * 3 + [0.6] * 7 + [0.1] * 10)
+    assert m.change("policy/entropy")(run) == pytest.approx(-0.1)
+    assert m.rise("policy/entropy")(run) == pytest.approx(0.4)
+    assert m.reached(0.5)(run) == 5
+    assert m.reached(0.6)(run) == 21
+    # What dynamic sampling drops counts for the reward.
+    assert m.end("reward")(run_of([0.5] * 20, sampling__reward=[0.9] * 20)) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("values", "holds"),
+    [((1.0, 1.1, 0.9), True), ((1.0, 1.1, -0.1), False), ((0.01, 0.02, 9.0), False), ((1.0,), True)],
+)
+def test_a_part_holds_if_all_seeds_agree_and_the_mean_is_beyond_the_noise(values: tuple[float, ...], holds: bool):
+    assert above("", values).holds is holds
+    assert below("", [-value for value in values]).holds is holds
+
+
+def test_exact_values_need_no_standard_error():
+    assert above("", (0.01, 0.02, 9.0), drawn=False).holds
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+
+
+def records(final: Callable[[str, int], float], arms: Sequence[str]) -> dict[str, Any]:
+    return collect([run_of([final(arm, seed)] * 30, arm, seed) for arm in arms for seed in (0, 1, 2)], {})
+
+
+def test_verdicts():
+    claim = find("gspo_many_updates")
+    better = records(lambda arm, seed: 0.6 + 0.01 * seed + 0.2 * ("gspo" in arm), claim.arms)
+    assert judge(claim, better)[0] == SUPPORTED
+    worse = records(lambda arm, seed: 0.6 + 0.01 * seed - 0.2 * ("gspo" in arm), claim.arms)
+    verdict, parts = judge(claim, worse)
+    assert verdict == NOT_SUPPORTED
+    assert parts[0].values == pytest.approx((-0.2, -0.2, -0.2))
+    assert "**not supported here**" in page(worse)
+    one_missing = {**better, "runs": better["runs"][1:]}
+    assert judge(claim, one_missing) == (NOT_RUN, [])
+    assert judge(find("tis_quantised_sampler"), better) == (UNTESTED, [])
+
+
+def test_a_collapse_is_told_with_the_first_monitor_that_saw_it():
+    run = run_of([0.8] * 20 + [0.0] * 20)
+    run["alarms"] = [[19, "C_NL", "warning"], [30, "C_PL", "critical"]]
+    text = page(collect([run], {}))
+    assert "| two_form/grpo | 0 | 22 | C_NL at 19 | 3 |" in text
+
+
+def test_records_are_written_and_read_to_the_same_bytes(tmp_path: Path):
+    recorded = collect([run_of([0.5] * 3)], {"x": [PartResult("a", (1.0,), "> 0", True)]})
+    write(tmp_path / "a", recorded)
+    write(tmp_path / "b", read(tmp_path / "a"))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_one_claim_is_run_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    warm_start(tmp_path / "models/two_form_addition", steps=2)
+    out = tmp_path / "runs.jsonl"
+    command = ["--claim", "clip_higher_keeps_entropy", "--jobs", "1", "--rollouts", "2"]
+    command += ["--out", str(out), "--models", str(tmp_path / "models")]
+    assert study.main(command) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted((run["arm"], run["seed"]) for run in found) == [
+        (arm, seed) for arm in ("two_form/off_grpo_clip", "two_form/off_grpo_clip_higher") for seed in (0, 1, 2)
+    ]
+    assert all(run["status"] == "done" and len(run["curves"]["policy/entropy"]) == 2 for run in found)
+    assert "clip_higher_keeps_entropy: " in capsys.readouterr().out
+    before = out.read_bytes()
+    assert study.main(command) == 0
+    assert out.read_bytes() == before
+    # Another length is another run.
+    assert study.recorded_runs(out, [("two_form/off_grpo_clip", 0)], None) == {}
+    assert len(study.recorded_runs(out, [("two_form/off_grpo_clip", 0)], 2)) == 1
+
+
+def test_a_run_that_fails_is_told_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "models/two_form_addition").mkdir(parents=True)
+    (tmp_path / "models/two_form_addition/config.json").write_text("{}")
+    command = ["--claim", "critic_below_zero", "--jobs", "1", "--rollouts", "2", "--out", str(tmp_path / "runs.jsonl")]
+    assert study.main([*command, "--models", str(tmp_path / "models")]) == 1
+    said = capsys.readouterr()
+    assert "critic_below_zero: not run yet" in said.out
+    assert "two_form/ppo seed 0: error" in said.err
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_agrees_with_what_is_recorded(recorded: dict[str, Any]):
+    assert (DOCS / "study.md").read_text(encoding="utf-8") == page(recorded)
+
+
+def test_recorded_runs_are_those_of_the_configurations(recorded: dict[str, Any]):
+    for run in recorded["runs"]:
+        assert run["settings"] == settings_of(run["arm"]), f"{run['arm']} has changed since it was recorded"
+        assert run["status"] != "error"
+
+
+def test_every_claim_that_ran_has_a_small_figure(recorded: dict[str, Any]):
+    drawn = {claim.name for claim in CLAIMS if claim.arms and runs_of(claim, recorded) is not None}
+    found = {path.stem: path.stat().st_size for path in (DOCS / "study").glob("*.png")}
+    assert set(found) == drawn
+    assert all(size < MOST_BYTES for size in found.values())
