@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import time
 import weakref
@@ -72,8 +73,6 @@ class FlightRecorder(pl.Callback):
         """Rollouts trained on at the last record."""
         self.seconds = 0.0
         """Time in seconds spent on recording since the process began."""
-        self._stride = 1
-        """Distance of the landmarks, in rollouts."""
         self._kept: list[str] = []
         """Names of the folders that were kept after an alarm, a stop or an exception."""
         self._folder: Path | None = None
@@ -129,10 +128,10 @@ class FlightRecorder(pl.Callback):
             self.dump(trainer, "exception", f"{type(exception).__name__}: {exception}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "stride": self._stride, "kept": list(self._kept)}
+        return {"step": self.step, "kept": list(self._kept)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self._stride, self._kept = state_dict["step"], state_dict["stride"], list(state_dict["kept"])
+        self.step, self._kept = state_dict["step"], list(state_dict["kept"])
 
     # Recording.
 
@@ -229,14 +228,14 @@ class FlightRecorder(pl.Callback):
         """Delete the records that are neither among the newest nor landmarks."""
         assert self._folder is not None
         files = flight.recorded_steps(self._folder)
-        # The distance doubles whenever there are too many: landmarks stay evenly spread, however long the run gets.
-        past = [step for step in files if step <= self.step - self.steps]
-        while len(landmarks := [step for step in past if (step - 1) % self._stride == 0]) > self.landmarks > 0:
-            self._stride *= 2
-        keep = set(landmarks) if self.landmarks else set()
-        for step in past:
-            if step not in keep:
-                files[step].unlink(missing_ok=True)
+        # The distance doubles whenever there are too many: landmarks stay evenly spread, however long the run gets. It
+        # goes by the rollouts that there were, and not by the files: a run that was killed or went back may lack some.
+        past, stride = self.step - self.steps, 1
+        while math.ceil(past / stride) > self.landmarks > 0:
+            stride *= 2
+        for step, file in files.items():
+            if step <= past and ((step - 1) % stride or not self.landmarks):
+                file.unlink(missing_ok=True)
 
     # Dumping.
 

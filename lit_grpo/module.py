@@ -473,9 +473,10 @@ class LitGRPO(pl.LightningModule):
         raise _no_data_module("fit")
 
     def val_dataloader(self) -> Any:
-        # A fit needs no held-out questions.
         if self.trainer.state.fn == "validate":
             raise _no_data_module("validate")
+        # A fit needs no held-out questions, and nobody has to be warned of having none.
+        warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
         return []
 
     def test_dataloader(self) -> Any:

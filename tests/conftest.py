@@ -23,6 +23,11 @@ def messages_reach_the_test() -> None:
         module.rank_zero_only.rank = 0
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).propagate = True
+            logging.getLogger(name).setLevel(logging.INFO)
+    # Alembic, with which MLflow and Optuna make their tables, switches off every logger that it does not know.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] in ("lightning", "lit_grpo") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture(scope="session")

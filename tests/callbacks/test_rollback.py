@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, stop_reason
+from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter
 from lit_grpo.callbacks.diagnosis.actions import read_journal
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import GradientNormMonitor
@@ -218,13 +219,24 @@ def test_plumbing_is_not_mended_by_going_back(tmp_path):
     assert "going back would not mend it" in reason.reason
 
 
+class LosesCheckpoints(pl.Callback):
+    """Forgets what could be gone back to, as where a run goes on without the folder that it began in."""
+
+    def __init__(self, watcher: HealthMonitor) -> None:
+        self.watcher = watcher
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.watcher.ring.saved = []
+
+
 def test_without_a_checkpoint_from_before_it_stops(tmp_path):
     watcher = health(monitors=[Alarm(onset=0)])
-    _, _, trainer = fit(tmp_path, Kick(5, "learning rate"), watcher)
+    _, _, trainer = fit(tmp_path, LosesCheckpoints(watcher), Kick(5, "learning rate"), watcher)
     assert watcher.targets == []
     reason = stop_reason(trainer)
     assert reason is not None
-    assert "no checkpoint from before rollout 0" in reason.reason
+    # A window that reaches back to before the first rollout begins with it.
+    assert "no checkpoint from before rollout 1" in reason.reason
 
 
 def test_back_to_the_very_start(tmp_path):
@@ -263,6 +275,8 @@ def test_the_ring_is_pruned_and_gone_at_the_end(tmp_path):
         seen: ClassVar[list[list[str]]] = []
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            # What is written behind the training may be under way.
+            CheckpointWriter.finish_of(trainer)
             self.seen.append(sorted(p.name for p in (tmp_path / "rollback").iterdir()))
 
     look = Look()

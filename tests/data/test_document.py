@@ -39,7 +39,7 @@ def test_the_yaml_is_accepted(parser, number):
 
 
 def test_the_rows_of_each_layout_are_read_as_it_says(tmp_path):
-    layouts = re.findall(r"^\*\*[\w-]+\*\* \(`(\w+)`\).*?```\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE)
+    layouts = re.findall(r"^\*\*[\w-]+\*\* \(`(\w+)`\).*?```json\n(.*?)```", TEXT, re.DOTALL | re.MULTILINE)
     golds = {"trl": "23453", "verl": "23456", "openrlhf": "23456", "gsm8k": ["1000", *"3456"],
              "open_instruct": "23456", "prime": "23456", "choices": "ABCAB"}  # fmt: skip
     assert [name for name, _ in layouts] == list(golds)

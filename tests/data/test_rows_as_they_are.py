@@ -514,7 +514,7 @@ def test_what_is_no_prompts_is_refused_in_one_sentence() -> None:
         (InMemoryPrompts, "InMemoryPrompts is a class"),
         (datasets.DatasetDict({"train": table}), "the prompts are a DatasetDict"),
         ({"prompt": "q"}, "the prompts are a dict"), ([], "an empty list"), (7, "the prompts are a int"),
-        (["a question"], "item 0 of the prompts is a str"), ([prompt], "item 0 of the prompts is a Prompt"),
+        (["a question"], "the prompts are a list of texts"), ([prompt], "item 0 of the prompts is a Prompt"),
         ([{"prompt": "q"}, prompt], "item 1 of the prompts is a Prompt"), (lambda: ROWS, "the prompts are a function"),
     ):  # fmt: skip
         with pytest.raises(UserError) as caught:

@@ -314,7 +314,7 @@ def test_long_prompts_are_refused_or_dropped_and_counted(plain):
         ({"chat_template": "{system} Q: {question}"}, "system_prompt", "set system_prompt"),
         ({"question_format": "solve it"}, "question_format", "write {question}"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens", None),
-        ({"on_long": "cut"}, "on_long", "error or drop"),
+        ({"on_long": "cut"}, "on_long", "error, drop"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "enable_thinking"),
     ],
 )

@@ -21,6 +21,7 @@ from lit_grpo.tracking.environment import environment_tags, git_tags
 from lit_grpo.tracking.registry import check_run, register
 from scripts.screenshots import wandb_contents
 from tests.tiny import data, module
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -117,8 +118,9 @@ def test_wandb_gets_configuration_and_completions(tmp_path, monkeypatch):
     logger.experiment.finish()
     assert len(list(tmp_path.rglob("completions_*.table.json"))) == 2
     # What its server would show, from the file that would be sent there.
+    # Its process writes that file, and may do so after `finish`.
+    wait_until(lambda: wandb_contents(tmp_path)["rollouts"] == 2, "both rollouts in the file")
     contents = wandb_contents(tmp_path)
-    assert contents["rollouts"] == 2
     assert {"reward", "val/reward", "completions/length", "policy/entropy"} <= set(contents["keys"])
     assert {"model", "data"} <= set(contents["configuration"])
     assert contents["tables"] == 2
