@@ -241,7 +241,8 @@ GOOD = torch.arange(8) < 4
 
 
 def one_token_expected() -> list[PartResult]:
-    ends_positive, ends_negative = [], []
+    ends_positive: list[float] = []
+    ends_negative: list[float] = []
     for seed in SEEDS:
         for recipe, chosen, ends in (("pl", GOOD, ends_positive), ("nl", ~GOOD, ends_negative)):
             logits = ONE.logits(seed)
@@ -396,11 +397,13 @@ def conflicts_by_size() -> list[PartResult]:
 
 
 def conflict_correction() -> list[PartResult]:
-    grpo, corrected, equal = [], [], []
+    grpo: list[float] = []
+    corrected: list[float] = []
+    equal: list[float] = []
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
-        for changes, kept, same in (({}, grpo, False), ({"c": 1}, corrected, False), ({}, equal, True)):
-            kept.append(_pushed_down(generator, corrects=bool(changes), same=same))
+        for kept, corrects, same in ((grpo, False, False), (corrected, True, False), (equal, False, True)):
+            kept.append(_pushed_down(generator, corrects=corrects, same=same))
     return [
         above("share of groups in which GRPO pushes the opening tag down, correct completions being the longer ones",
               grpo, 0.5),

@@ -86,8 +86,8 @@ def test_a_record_holds_what_the_engine_drew_and_the_learner_made_of_it(tmp_path
             ("advantages", advantages),
         ):
             # Completions of a group with equal rewards may have gone through no pass: not a number on both sides.
-            same = {"rtol": 0, "atol": 0, "equal_nan": True, "msg": name}
-            torch.testing.assert_close(torch.as_tensor(record.rows(name)[i]), whole[i, :n].float(), **same)
+            kept, made = torch.as_tensor(record.rows(name)[i]), whole[i, :n].float()
+            torch.testing.assert_close(kept, made, rtol=0, atol=0, equal_nan=True, msg=name)
         assert record.rows("sampler_logprobs")[i].tolist() == pytest.approx(completion.logprobs)
         assert record.rows("mask")[i].all()
     texts = flight.read_token_texts(tmp_path / flight.FOLDER)
