@@ -227,12 +227,3 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def in_words(count: float) -> str:
-    """Return a number of bytes as a person would say it, in powers of ten."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} GB" if count < 1000 else f"{count:,.0f} GB"

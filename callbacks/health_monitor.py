@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_grpo.callbacks.checkpoint_files import expected_bytes, in_words
+from lit_grpo.callbacks.checkpoint_files import expected_bytes
 from lit_grpo.callbacks.diagnosis.actions import Action, Actions, Journal, act, check_actions, chosen
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, merge
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
@@ -27,6 +27,7 @@ from lit_grpo.errors import StopRun, UserError
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import KEYBOARD, stop_reason
 from lit_grpo.utils.dataclasses import from_arguments
+from lit_grpo.utils.text import in_bytes
 
 log = logging.getLogger(__name__)
 
@@ -195,8 +196,8 @@ class HealthMonitor(pl.Callback):
         self.ring.open(trainer)
         if self._can_roll_back:
             each, count = expected_bytes(trainer), self.ring.keep + 1
-            rank_zero_info(f"to roll back to, up to {count} checkpoints of about {in_words(each)} are kept besides: at "
-                           f"most {in_words(count * each)}")  # fmt: skip
+            rank_zero_info(f"to roll back to, up to {count} checkpoints of about {in_bytes(each)} are kept besides: at "
+                           f"most {in_bytes(count * each)}")  # fmt: skip
         # Objectives alone: optimizers and schedules have kept their changed rates in the checkpoint.
         for changes in self._changed:
             # A module may have change_objective; Lightning declares only what every module has.
@@ -253,8 +254,8 @@ class HealthMonitor(pl.Callback):
         new, diagnosis = self.observe(trained_rollouts(trainer), read_metrics(trainer, pl_module))
         if diagnosis is not None and diagnosis.name in self._holding.diagnoses():
             # What was told of a diagnosis that holds on is not told again because something milder has come: that is.
-            milder = [found for found in new if SEVERITIES.index(found.severity) < SEVERITIES.index(diagnosis.severity)]
-            diagnosis = merge(new) if len(milder) == len(new) else diagnosis
+            milder = all(found.severity != diagnosis.severity for found in new)
+            diagnosis = merge(new) if milder else diagnosis
         self._note_what_is_over(trainer, trained_rollouts(trainer))
         if diagnosis is None or self._journal is None:
             return

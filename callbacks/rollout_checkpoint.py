@@ -20,7 +20,6 @@ from lit_grpo.callbacks.checkpoint_files import (
     checkpoint_name,
     expected_bytes,
     free_bytes,
-    in_words,
     on_rank_zero,
     remove_half_written,
     rollout_of,
@@ -35,6 +34,7 @@ from lit_grpo.run.changes import changes_between, check_accepted, flat, keys_in
 from lit_grpo.run.checkpoints import ROLLBACK_FOLDER, check_whole
 from lit_grpo.run.folder import run_folder, shown
 from lit_grpo.utils.files import link_atomically, remove
+from lit_grpo.utils.text import in_bytes
 
 log = logging.getLogger(__name__)
 
@@ -239,14 +239,14 @@ class RolloutCheckpoint(Checkpoint):
             count = self.keep_last + (self.keep_best if validates else 0) + 1
             kept = f"the newest {self.keep_last}"
             kept += f" and the best {self.keep_best} by {self.monitor_key}" if validates else ""
-        most = "" if count is None else f", at most {in_words(count * each)} in {shown(folder)}"
+        most = "" if count is None else f", at most {in_bytes(count * each)} in {shown(folder)}"
         rank_zero_info(
-            f"checkpoints take about {in_words(each)} each; {kept} are kept{most}; {in_words(free)} are free"
+            f"checkpoints take about {in_bytes(each)} each; {kept} are kept{most}; {in_bytes(free)} are free"
         )
         if free < (count or 1) * each:
             rank_zero_warn(
-                f"The disk of {shown(folder)} has {in_words(free)} free, and checkpoints may take "
-                f"{in_words((count or 1) * each)}: saving pauses when it is full. checkpoint.dirpath is the place."
+                f"The disk of {shown(folder)} has {in_bytes(free)} free, and checkpoints may take "
+                f"{in_bytes((count or 1) * each)}: saving pauses when it is full. checkpoint.dirpath is the place."
             )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -373,7 +372,7 @@ class ParseOnlyCLI(TrainingCLI):
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration with every default filled in, as nested dictionaries."""
-        return settings_in(self.config["fit"])
+        return dict(self.config["fit"].as_dict())
 
     def instantiate_classes(self) -> None:
         return
@@ -412,7 +411,7 @@ class BuildOnlyCLI(TrainingCLI):
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         if self._before is not None:
-            self._before(settings_in(self.config["fit"]))
+            self._before(dict(self.config["fit"].as_dict()))
 
     def _run_subcommand(self, subcommand: str) -> None:
         return
@@ -425,19 +424,6 @@ class BuildOnlyCLI(TrainingCLI):
         }  # fmt: skip
         # Not TrainingCLI's, which would add the callbacks that write.
         return LightningCLI._instantiate_trainer(self, config, self._own_callbacks)
-
-
-def settings_in(config: Any) -> dict[str, Any]:
-    """Make nested dictionaries of a parsed configuration."""
-    return {name: _plain(value) for name, value in vars(config).items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Namespace):
-        return settings_in(value)
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
 class _ParserIsBuiltError(Exception):

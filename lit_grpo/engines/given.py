@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lit_grpo.engines.config import EngineConfig
-from lit_grpo.engines.registry import ENGINES
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.imports import path_of
 
@@ -24,8 +23,8 @@ def as_engine_config(given: Any, key: str) -> EngineConfig:
         UserError: it is nothing of these, or an engine that is made already.
     """
     if isinstance(given, str):
-        known = {"name": given} if given in ENGINES else {"custom_engine": _path(given, key)}
-        return from_arguments(EngineConfig, known, key)
+        # A name that there is not is refused as any other choice that is none.
+        return from_arguments(EngineConfig, {"custom_engine" if "." in given else "name": given}, key)
     if isinstance(given, type) and not issubclass(given, EngineConfig):
         return EngineConfig(custom_engine=path_of(given, key))
     if callable(getattr(given, "generate", None)):
@@ -39,18 +38,6 @@ def as_engine_config(given: Any, key: str) -> EngineConfig:
     if isinstance(config.custom_engine, type):
         return replace(config, custom_engine=path_of(config.custom_engine, f"{key}.custom_engine"))
     return config
-
-
-def _path(given: str, key: str) -> str:
-    if "." in given:
-        return given
-    near = nearest(given, ENGINES)
-    raise UserError(
-        f"there is no engine {given!r}",
-        where=f"{key}.name",
-        remedy=(f"did you mean {near!r}? " if near else "")
-        + f"Choose one of {', '.join(ENGINES)}, or give the class of an engine of your own",
-    )
 
 
 def _remedy(cls: type) -> str:

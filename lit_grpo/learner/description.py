@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from lit_grpo.policy.config import OptimizerConfig
+from lit_grpo.utils.text import in_bytes, in_units
 
 _MOMENTS = {"torch.optim.AdamW": 2, "torch.optim.Adam": 2}
 """Number of values that an optimizer keeps of each weight, by its import path; of others it is not known."""
@@ -52,24 +53,3 @@ def memory_in_words(models: Iterable[nn.Module | None], optimizer: OptimizerConf
     if moments is None:
         return f"{in_bytes(weights)} of weights, {in_bytes(trained)} of gradients"
     return f"{in_bytes(weights + trained * (1 + moments))} at least: weights, gradients, Adam's moments"
-
-
-def in_units(number: int) -> str:
-    """Write a number of parameters in thousands, millions or billions.
-
-    >>> in_units(734), in_units(134_515_008), in_units(7_600_000_000)
-    ('734', '134.5 M', '7.6 B')
-    """
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
-def in_bytes(number: int) -> str:
-    """Write a number of bytes in MB or GB.
-
-    >>> in_bytes(6_340_000), in_bytes(2_152_240_128)
-    ('6.34 MB', '2.15 GB')
-    """
-    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"

@@ -9,6 +9,7 @@ from typing import Any
 from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward
 from lit_grpo.rewards.function import FunctionReward
+from lit_grpo.utils.arguments import made_in_python
 
 
 def as_rewards(given: Any, key: str) -> list[Reward]:
@@ -45,9 +46,7 @@ def _as_reward(given: Any, key: str) -> Reward:
 def _instead(given: Any) -> str:
     """Say what to give in the place of something that is no reward."""
     if isinstance(given, Mapping) and "class_path" in given:
-        made = str(given["class_path"]).rpartition(".")[2]
-        arguments = ", ".join(f"{k}={v!r}" for k, v in dict(given.get("init_args") or {}).items())
-        return f"that is the form of YAML; in Python make one: {made}({arguments})"
+        return made_in_python(given)
     if isinstance(given, Mapping) and given:
         return "name each: " + ", ".join(f"FunctionReward(function, name={name!r})" for name in given)
     if isinstance(given, list | tuple) and any(isinstance(one, int | float) for one in given):

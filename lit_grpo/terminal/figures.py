@@ -26,8 +26,8 @@ class Progress:
     """Progress of a run at one moment."""
 
     phase: str = ""
-    """What the run does: ``start``, ``sync``, ``generate``, ``rewards``, ``learn``, ``evaluate``, ``checkpoint``; empty
-    once it has ended."""
+    """What the run does: ``start``, ``sync``, ``generate``, ``rewards``, ``learn``, ``evaluate``, ``checkpoint``, or
+    ``end``, what comes after the last rollout; empty once that is over."""
     seconds: float = 0.0
     """Seconds since the phase began."""
     done: int = 0

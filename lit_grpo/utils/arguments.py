@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -78,3 +78,10 @@ def _dataclasses_in(hint: Any) -> Iterator[Any]:
     else:
         for inner in typing.get_args(hint):
             yield from _dataclasses_in(inner)
+
+
+def made_in_python(given: Mapping[str, Any]) -> str:
+    """Say how to make in Python what a mapping with ``class_path`` and ``init_args`` is in YAML."""
+    made = str(given["class_path"]).rpartition(".")[2]
+    arguments = ", ".join(f"{name}={value!r}" for name, value in dict(given.get("init_args") or {}).items())
+    return f"that is the form of YAML; in Python make one: {made}({arguments})"

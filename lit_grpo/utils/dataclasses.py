@@ -74,14 +74,11 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 def _shown(value: Any) -> str:
     """Show a value that a person gave: what is short as it is, of anything else its class."""
-    simple = isinstance(value, str | int | float | list | tuple | type(None))
-    return (
-        f"{value!r:.60}"
-        if simple
-        else f"the class {value.__name__}"
-        if isinstance(value, type)
-        else (f"an object of the class {type(value).__name__}")
-    )
+    if isinstance(value, str | int | float | list | tuple | type(None)):
+        return f"{value!r:.60}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"an object of the class {type(value).__name__}"
 
 
 def _convert(hint: Any, item: Any) -> Any:

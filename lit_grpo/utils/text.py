@@ -47,3 +47,28 @@ def shorten(text: str, limit: int, mark: str = "...", *, keep_end: bool = False)
     mark = mark.replace("{omitted}", str(len(text) - kept))
     tail = kept // 2 if keep_end else 0
     return text[: kept - tail] + mark + text[len(text) - tail :]
+
+
+def in_bytes(count: float) -> str:
+    """Write a number of bytes as a person would say it, in powers of ten.
+
+    >>> in_bytes(734), in_bytes(6_340_000), in_bytes(2_152_240_128)
+    ('734 B', '6.34 MB', '2.15 GB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} GB" if count < 1000 else f"{count:,.0f} GB"
+
+
+def in_units(number: int) -> str:
+    """Write a number of parameters in thousands, millions or billions.
+
+    >>> in_units(734), in_units(134_515_008), in_units(7_600_000_000)
+    ('734', '134.5 M', '7.6 B')
+    """
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.1f}".removesuffix(".0") + unit
+    return str(number)

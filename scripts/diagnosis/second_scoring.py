@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lit_grpo.callbacks import HealthMonitor
+from lit_grpo.callbacks import Diagnosis, HealthMonitor
 from lit_grpo.callbacks.monitors.facts import facts_of
 from lit_grpo.objectives.objective import Objective
 from scripts.diagnosis.recording import read_trace
@@ -19,6 +19,21 @@ COUNTS = frozenset({"truncation", "no_signal"})
 they are no false alarms, and no detection of anything else."""
 
 
+def said_of(objective: Mapping[str, Any], steps: Sequence[dict[str, float]]) -> list[Diagnosis]:
+    """Show the metrics of a recorded run to all monitors with their defaults, and return what they diagnose.
+
+    Args:
+        objective: the run's objective, as its configuration has it.
+        steps: metrics of each rollout.
+    """
+    settings, monitor = dict(objective), HealthMonitor()
+    facts = facts_of(SimpleNamespace(objective=Objective.from_recipe(settings.pop("recipe"), **settings)))
+    for one in monitor.monitors:
+        one.facts = facts
+    said = [monitor.observe(step, metrics)[1] for step, metrics in enumerate(steps, 1)]
+    return [diagnosis for diagnosis in said if diagnosis is not None]
+
+
 def replay(path: Path) -> dict[str, Any]:
     """Show a recorded run to the monitors, and judge what they say.
 
@@ -27,13 +42,8 @@ def replay(path: Path) -> dict[str, Any]:
         ``sick``, or ``unharmed`` for a sabotage that did no harm in this run, which neither counts.
     """
     trace = read_trace(path)
-    case, monitor = CASES[trace["name"]], HealthMonitor()
-    settings = dict(trace["facts"]["objective"])
-    module = SimpleNamespace(objective=Objective.from_recipe(settings.pop("recipe"), **settings))
-    for one in monitor.monitors:
-        one.facts = facts_of(module)
-    said = [monitor.observe(step, metrics)[1] for step, metrics in enumerate(trace["metrics"], 1)]
-    alarms = [diagnosis.to_dict() for diagnosis in said if diagnosis is not None]
+    case = CASES[trace["name"]]
+    alarms = [diagnosis.to_dict() for diagnosis in said_of(trace["facts"]["objective"], trace["metrics"])]
     alarms = [a for a in alarms if a["severity"] == "critical" or a["diagnosis"] not in COUNTS - case.right]
     found = judge(case, trace["correct"], trace["start"], alarms, twin_of(path, case, trace["seed"]))
     unharmed = not case.healthy and case.onset == "reward" and found["onset"] is None

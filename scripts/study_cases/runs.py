@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from scripts import side_by_side
@@ -148,18 +147,10 @@ def alarms_of(objective: dict[str, Any], steps: list[dict[str, Any]]) -> list[li
         objective: the objective's configuration.
         steps: metrics of each rollout.
     """
-    from lit_grpo.callbacks import HealthMonitor
-    from lit_grpo.callbacks.monitors.facts import facts_of
-    from lit_grpo.objectives.objective import Objective
+    from scripts.diagnosis.second_scoring import said_of
 
-    changes = dict(objective)
-    module = SimpleNamespace(objective=Objective.from_recipe(changes.pop("recipe"), **changes))
-    monitor = HealthMonitor()
-    for one in monitor.monitors:
-        one.facts = facts_of(module)
     plain = [
         {key: float(value) for key, value in step.items() if isinstance(value, int | float) and key != "wall_time"}
         for step in steps
     ]
-    said = [monitor.observe(k, metrics)[1] for k, metrics in enumerate(plain, 1)]
-    return [[d.step, d.name, str(d.severity)] for d in said if d is not None and str(d.severity) != "info"]
+    return [[d.step, d.name, str(d.severity)] for d in said_of(objective, plain) if str(d.severity) != "info"]

@@ -10,7 +10,7 @@ from lit_grpo.utils.text import shorten
 
 def test_the_examples_of_the_docstring_hold():
     assert doctest.testmod(text).failed == 0
-    assert doctest.testmod(text).attempted == 2
+    assert doctest.testmod(text).attempted == 4
 
 
 @pytest.mark.parametrize("keep_end", [False, True])

@@ -25,6 +25,7 @@ from lit_grpo.objectives.objective import Objective
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.utils.dataclasses import dataclass_from_dict
+from lit_grpo.utils.text import in_units
 
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 """The number of parameters in the name of a model: 7B, 1.5B, 135M; not the A3B of those that are active at a time."""
@@ -108,7 +109,7 @@ def _is_here(policy: PolicyConfig) -> bool:
 
 
 def _model(policy: PolicyConfig, size: Size) -> Result:
-    count = "" if size.parameters is None else f"{_short(size.parameters)} parameters, "
+    count = "" if size.parameters is None else f"{in_units(size.parameters)} parameters, "
     values = {"path": policy.path, "parameters": size.parameters}
     if policy.tiny is not None:
         return Result("model", "pass", f"made on the spot: {count}nothing to fetch", values=values)
@@ -336,9 +337,3 @@ def _disk(policy: PolicyConfig, size: Size, config: Mapping[str, Any]) -> Result
     if each * count > free:
         return Result("disk", "warn", found, "checkpoint.dirpath is the place; saving pauses on a full disk", values)
     return Result("disk", "pass", found, values=values)
-
-
-def _short(count: int) -> str:
-    if count >= 10**8:
-        return f"{count / 10**9:.3g} billion"
-    return f"{count / 10**6:.3g} million" if count >= 10**5 else f"{count:,}"

@@ -13,6 +13,7 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.data.sources.memory import InMemoryPrompts
 from lit_grpo.errors import UserError
 from lit_grpo.types import Prompt
+from lit_grpo.utils.arguments import made_in_python
 
 
 class ReadyRows(PromptSource):
@@ -110,9 +111,7 @@ def _rows_of_mapping(given: Mapping[Any, Any], key: str) -> list[dict[str, Any]]
     if splits:
         remedy = f"give one of its splits, {', '.join(splits)}"
     elif "class_path" in given:
-        made = str(given["class_path"]).rpartition(".")[2]
-        arguments = ", ".join(f"{k}={v!r}" for k, v in dict(given.get("init_args") or {}).items())
-        remedy = f"that is the form of YAML; in Python make one: {made}({arguments})"
+        remedy = made_in_python(given)
     else:
         columns = {str(name): column for name, column in given.items() if isinstance(column, list | tuple)}
         if columns and len(columns) == len(given) and len({len(column) for column in columns.values()}) == 1:

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from lit_grpo.engines.base import EngineContext, NamedWeights
 from lit_grpo.engines.config import VLLMEngineConfig
-from lit_grpo.engines.vllm.names import is_adapter
+from lit_grpo.engines.vllm.names import ADAPTER_PARTS, is_adapter
 from lit_grpo.engines.vllm.weights import own_tensors
 from lit_grpo.errors import UserError
 
 KEY = "data.engine.adapters"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for; an adapter of another one takes the next larger."""
-_PARTS = (".lora_A.weight", ".lora_B.weight")
 _NO_PATH = "/given-in-memory"
 """vLLM wants a folder for every adapter. It would read it only if it did not have the adapter."""
 _MERGED = f"{KEY}: merged, which sends the weights with the adapters in them"
@@ -89,7 +88,7 @@ def engine_arguments(rank: int) -> dict[str, Any]:
 def adapted_layers(context: EngineContext) -> tuple[str, ...]:
     """Return the transformers names of the layers of a run's policy that have an adapter; every rank calls it."""
     names = [name for name, _ in context.policy.named_weights("adapters")]
-    return tuple(name.removesuffix(_PARTS[0]) for name in names if name.endswith(_PARTS[0]))
+    return tuple(name.removesuffix(ADAPTER_PARTS[0]) for name in names if name.endswith(ADAPTER_PARTS[0]))
 
 
 class HotAdapters:
@@ -223,7 +222,7 @@ def _put(worker: Any, tensors: Mapping[str, Tensor], number: int) -> None:
     manager.remove_all_adapters()
     if not tensors:
         raise ValueError("no adapters came")
-    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_PARTS[0]))
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(ADAPTER_PARTS[0]))
     adapters = LoRAModel.from_lora_tensors(
         number,
         # vLLM would multiply B in place by any scale but 1, and B may be the learner's own.
@@ -246,7 +245,7 @@ def _put(worker: Any, tensors: Mapping[str, Tensor], number: int) -> None:
 
 
 def _layer(name: str) -> str:
-    return name.removesuffix(_PARTS[0]).removesuffix(_PARTS[1])
+    return name.removesuffix(ADAPTER_PARTS[0]).removesuffix(ADAPTER_PARTS[1])
 
 
 def _renaming(model: Any) -> Any:
@@ -301,4 +300,4 @@ def _without_place(worker: Any, layers: Sequence[str]) -> list[str]:
 
     manager = worker.model_runner.lora_manager._adapter_manager
     places, mapper = _places(manager), _renaming(manager.model)
-    return [layer for layer in layers if parse_fine_tuned_lora_name(layer + _PARTS[0], mapper)[0] not in places]
+    return [layer for layer in layers if parse_fine_tuned_lora_name(layer + ADAPTER_PARTS[0], mapper)[0] not in places]

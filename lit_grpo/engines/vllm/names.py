@@ -15,14 +15,15 @@ from torch import Tensor
 
 from lit_grpo.engines.base import NamedWeights
 
-_ADAPTER_PARTS = (".lora_A.weight", ".lora_B.weight")
+ADAPTER_PARTS = (".lora_A.weight", ".lora_B.weight")
+"""Ends of the names of an adapter's two matrices."""
 BUFFER = "buffer:"
 """Prefix of the names of buffers, which are taken over where vLLM's model has a tensor of that name."""
 
 
 def is_adapter(name: str) -> bool:
     """Tell whether a tensor of a stream of weights is one of an adapter's two matrices."""
-    return name.endswith(_ADAPTER_PARTS)
+    return name.endswith(ADAPTER_PARTS)
 
 
 def as_in_checkpoint(model: Any, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
