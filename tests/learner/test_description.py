@@ -21,9 +21,9 @@ def test_parameters_are_counted():
     model = torch.nn.Linear(100, 30)
     assert parameter_count(model) == "3 k parameters"
     model.bias.requires_grad_(False)
-    assert parameter_count(model) == "3 k parameters, 3.0 k are trained"
+    assert parameter_count(model) == "3 k parameters, 3 k are trained"
     model.packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    assert parameter_count(model) == "quantized, 3.0 k parameters are trained"
+    assert parameter_count(model) == "quantized, 3 k parameters are trained"
 
 
 def test_memory_counts_shared_weights_once_and_only_what_is_known():

@@ -87,6 +87,13 @@ def test_weights_gradients_and_moments_over_the_cards():
     assert "engine_per_card" not in lines(settings(data={"engine": {"name": "vllm_server"}}))["card memory"].values
 
 
+@pytest.mark.parametrize(("path", "card"), [("somebody/Model-0.5B", 24), ("somebody/Model-3B", 80), ("a/b-4B", 96)])
+def test_the_smallest_card_with_room_for_activations_is_named(path: str, card: int):
+    held = lines(settings(PolicyConfig(path=path)))["card memory"].values
+    assert held["card_gb"] == card
+    assert held["per_card"] <= 0.8 * card * 1e9
+
+
 def test_what_else_is_held():
     eight_bits = asdict(OptimizerConfig(type="torchao.optim.AdamW8bit"))
     assert lines(settings(model={"optimizer": eight_bits}))["card memory"].values["policy"] == 7e9 * 10

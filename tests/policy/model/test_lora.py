@@ -54,6 +54,22 @@ def plain_model(weights: Any) -> Any:
     return model
 
 
+def test_adapters_beside_the_weights_below_them_are_the_merged_weights() -> None:
+    policy = trained_adapters()
+    merged, apart = dict(policy.named_weights()), dict(policy.named_weights("apart"))
+    alone = dict(policy.named_weights("adapters"))
+    # Those of a model with adapters everywhere: none is forgotten, and the rest is as it was.
+    assert {name for name in apart if ".lora_" in name} == alone.keys()
+    assert {name for name in apart if ".lora_" not in name} == merged.keys()
+    layers = {name.removesuffix(".lora_A.weight") for name in alone if name.endswith(".lora_A.weight")}
+    assert len(alone) == 2 * len(layers)
+    for name, weight in merged.items():
+        layer = name.removesuffix(".weight")
+        added = alone[f"{layer}.lora_B.weight"] @ alone[f"{layer}.lora_A.weight"] if layer in layers else 0.0
+        torch.testing.assert_close(apart[name] + added, weight, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(apart[name], weight) for name, weight in merged.items())
+
+
 def test_new_adapters_change_nothing_and_draw_no_global_random_numbers() -> None:
     before = torch.get_rng_state()
     policy = Policy(load_model(CONFIG))
