@@ -189,7 +189,9 @@ def _similar_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist either; you are in {Path.cwd()}"
-    near = nearest(path.name, [p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".json")])
+    # By what stands before the ending, in which all of them are alike.
+    files = {p.stem: p.name for p in sorted(folder.iterdir()) if p.suffix in (".yaml", ".yml", ".json")}
+    near = files.get(nearest(path.stem, files) or "")
     return f"did you mean {folder / near}?" if near else f"you are in {Path.cwd()}"
 
 

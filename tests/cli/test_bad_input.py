@@ -179,7 +179,9 @@ ON_THE_COMMAND_LINE = {
     "seed": (["--seed_everything", "-1"], ["no seed", "--seed_everything -1"]),
     "value missing": (["--data.rollouts"], ["data.rollouts: expected one argument"]),
     "word": (["stray"], ["'stray' is not expected here"]),
-    "file": (["--config", "b.yaml"], ["no configuration file b.yaml", "did you mean a.yaml?"]),
+    "file": (["--config", "aa.yaml"], ["no configuration file aa.yaml", "did you mean a.yaml?"]),
+    # All that it has in common with a.yaml is the ending.
+    "another file": (["--config", "none.yaml"], ["no configuration file none.yaml", "you are in "]),
     "checkpoint": (["--ckpt_path", "best"], ["there is no best checkpoint", "--ckpt_path best"]),
     "sharding": (
         ["--trainer.strategy", "fsdp_cpu_offload"],
