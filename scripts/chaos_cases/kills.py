@@ -121,7 +121,7 @@ POINTS: tuple[Point, ...] = (
     ("after:step", 6), ("before:log", 5), ("after:log", 6), ("half:line", 5), ("before:sent", 2), ("after:sent", 2),
     ("before:train_end", 1),
 )  # fmt: skip
-VALIDATION: tuple[Point, ...] = (("before:validate", 3), ("after:validate", 4), ("after:evaluated", 2))
+VALIDATION: tuple[Point, ...] = (("before:validate", 3), ("after:validate", 2), ("after:evaluated", 2))
 ROLLBACK: tuple[Point, ...] = (
     ("after:restore", 1), ("before:restore", 1), ("after:journal", 3), ("before:journal", 3), ("before:ring_remove", 1),
     ("after:ring_remove", 2), *((f"{how}:write", n) for how in ("half", "after") for n in (4, 5, 6, 7, 8)),

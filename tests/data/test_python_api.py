@@ -85,7 +85,7 @@ def test_paths_data_sets_and_evaluation_sets_in_a_word(tmp_path: Path) -> None:
         ({"val": "gsm8k"}, "val is a str", "val={'gsm8k': {}}"),
         ({"sampling": Sampling}, "sampling is the class Sampling", "make one of it: Sampling(...)"),
         ({"on_reward_error": "ignore"}, "on_reward_error is 'ignore'", "Choose one of raise, zero"),
-        ({"engine": "vlm"}, "there is no engine 'vlm'", "did you mean 'vllm'?"),
+        ({"engine": "vlm"}, "name is 'vlm'", "did you mean 'vllm'?"),
         ({"engine": {"name": "vlm"}}, "name is 'vlm'", "did you mean 'vllm'?"),
         ({"engine": {"server": {"prot": 1}}}, "ServerConfig has no 'prot'", "did you mean 'port'?"),
         ({"engine": Sampler()}, "an engine of the class Sampler is made already", "give its class, engine=Sampler"),

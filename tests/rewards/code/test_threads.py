@@ -46,9 +46,11 @@ def f():
             break
     return count
 """
-# Threads that the C library knows nothing of, on one stack: memory does not bound them.
+# Threads that the C library knows nothing of, on one stack: memory does not bound them. Code and stack are kept: a thread
+# that has not run yet when its code is given back ends the process.
 ON_ONE_STACK = """
 import ctypes, mmap
+kept = []
 def f():
     code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     # clone(edi, rsi); in the new thread pause() for ever, in this one return.
@@ -56,6 +58,7 @@ def f():
     start = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p)(
         ctypes.addressof(ctypes.c_char.from_buffer(code)))
     stack, count = ctypes.create_string_buffer(65536), 0
+    kept.extend((code, stack))
     while count < 6000 and start(0x10F00, ctypes.addressof(stack) + 60000) >= 0:
         count += 1
     return count
