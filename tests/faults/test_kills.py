@@ -23,8 +23,8 @@ def test_killed_and_resumed_is_equal_to_unbroken(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * len(names)
     assert {row["variant"] for row in rows} == set(names)
-    # A comparison of runs that were not killed, or that began anew, would show nothing. A fast machine may be done before
-    # a moment on the clock.
+    # A comparison of runs that were not killed, or that began anew, would show nothing. A fast machine may be done
+    # before a moment on the clock.
     injected = [row for row in rows if row["point"][0] != "time"]
     assert len(injected) >= 4
     assert all(row["killed"] == [-9] for row in injected), injected

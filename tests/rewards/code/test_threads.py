@@ -46,8 +46,8 @@ def f():
             break
     return count
 """
-# Threads that the C library knows nothing of, on one stack: memory does not bound them. Code and stack are kept: a thread
-# that has not run yet when its code is given back ends the process.
+# Threads that the C library knows nothing of, on one stack: memory does not bound them. Code and stack are kept: a
+# thread that has not run yet when its code is given back ends the process.
 ON_ONE_STACK = """
 import ctypes, mmap
 kept = []
