@@ -81,8 +81,8 @@ class FlightRecorder(pl.Callback):
         """Rollouts trained on with the batch under way."""
         self._seen: weakref.ref[Any] | None = None
         """The experience that was recorded last; where it is still the newest, the learner has made no other since."""
-        self._journal_offset = 0
-        """Bytes of the journal that were read so far."""
+        self._journal_offset: int | None = 0
+        """Bytes of the journal that were read so far; None until the first batch of a fit."""
         self._written_tokens: set[int] = set()
         """Token ids whose texts are in the record already."""
         self._failed = False
@@ -96,11 +96,14 @@ class FlightRecorder(pl.Callback):
         run = run_folder(trainer)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             self._folder = run / flight.FOLDER
-            findings = run / FINDINGS_FILE
-            self._journal_offset = findings.stat().st_size if findings.exists() else 0
+            self._journal_offset = None
             self._written_tokens = set(flight.read_token_texts(self._folder))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._folder is not None and self._journal_offset is None:
+            # Not before: when training starts, what a killed process wrote after its last checkpoint is cut away.
+            findings = self._folder.parent / FINDINGS_FILE
+            self._journal_offset = findings.stat().st_size if findings.exists() else 0
         # Before anything is recorded: a rollback trains on some steps again, which replaces their records.
         self._dump_if_alarmed(trainer)
         self._batch, self._batch_step = batch, trained_rollouts(trainer)
@@ -294,7 +297,7 @@ class FlightRecorder(pl.Callback):
         """Read (name, explanation, step) of each new diagnosis that is more than ``info``."""
         assert self._folder is not None
         path = self._folder.parent / FINDINGS_FILE
-        if not path.exists() or path.stat().st_size <= self._journal_offset:
+        if self._journal_offset is None or not path.exists() or path.stat().st_size <= self._journal_offset:
             return []
         with path.open("rb") as file:
             file.seek(self._journal_offset)

@@ -151,8 +151,11 @@ def one_case(root: Path, run: Any, variant: str, number: int, point: Point) -> d
     started = time.monotonic()
     row["killed"] = run(case, point, ranks)
     folder = kill_results.run_folder(case)
+    saved = [] if folder is None else sorted((folder / "checkpoints").glob("rollout-*.ckpt"))
     last = None if folder is None else folder / "checkpoints" / "last.ckpt"
-    row["from"] = str(last.readlink()) if last is not None and last.is_symlink() else None
+    # Between a checkpoint's move and its link the newest is what the message of a run without --ckpt_path names.
+    last = last if last is not None and last.is_symlink() else saved[-1] if saved else None
+    row["from"] = None if last is None else last.resolve().name
     # Killed before anything was saved: the run begins again, in the same place.
     again = {} if folder is None else {"run_dir": str(folder)}
     row["resumed"] = run(case, None, ranks, **({"ckpt_path": str(last)} if row["from"] is not None else again))

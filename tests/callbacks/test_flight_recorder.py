@@ -136,6 +136,21 @@ def test_an_alarm_keeps_what_the_ring_would_lose(tmp_path, severity):
     assert steps(tmp_path) == [7, 8]
 
 
+class Cut(pl.Callback):
+    """Takes the journal's lines away when training starts, as is done where a run begins anew in its own folder."""
+
+    def on_train_start(self, trainer, pl_module):
+        (tmp(trainer) / FINDINGS_FILE).write_text("")
+
+
+def test_an_alarm_that_a_killed_process_had_told_already_is_kept_anew(tmp_path):
+    for _ in range(2):
+        (tmp_path / FINDINGS_FILE).write_text("x" * 400 + "\n")
+        recorder = FlightRecorder()
+        run(tmp_path, recorder, Cut(), Catch(3, alarm("critical")), rollouts=4, prompts_per_rollout=1)
+        assert recorder.state_dict()["kept"] == ["C_NL-000003"]
+
+
 def test_a_stop_is_kept(tmp_path):
     stop = Catch(2, lambda trainer: request_stop(trainer, "enough", "Catch"))
     run(tmp_path, FlightRecorder(), stop, rollouts=5)
