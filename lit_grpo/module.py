@@ -72,6 +72,7 @@ from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.given import as_optimizer, as_policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
+from lit_grpo.run.steps import counts_as_evaluation
 from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import refuse_spawning
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult, WeightForm
@@ -847,8 +848,8 @@ class LitGRPO(pl.LightningModule):
         # The numbers are alike on all ranks already, so that their mean over ranks changes none of them.
         self.log_dict(self.evaluation.metrics(), sync_dist=True)
 
-        # Sanity checking looks at a few prompts only, and a test at others.
-        if self._evaluator.stage == "val" and not self.trainer.sanity_checking:
+        # A look at a few prompts before training says nothing of them all, and a test asks others.
+        if self._evaluator.stage == "val" and counts_as_evaluation(self.trainer):
             self._best_held_out = self._evaluator.best
 
     on_test_epoch_end = on_validation_epoch_end
