@@ -60,8 +60,13 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_untrained_policy_is_evaluated_as_step_0_and_changes_nothing(tmp_path: Path, staleness: int) -> None:
     def rows(name: str, steps: int) -> dict[int, dict[str, Any]]:
-        trainer = tiny.trainer(default_root_dir=str(tmp_path / name), callbacks=[EvaluationWriter()],
-                               num_sanity_val_steps=steps, val_check_interval=2, check_val_every_n_epoch=None)  # fmt: skip
+        trainer = tiny.trainer(
+            default_root_dir=str(tmp_path / name),
+            callbacks=[EvaluationWriter()],
+            num_sanity_val_steps=steps,
+            val_check_interval=2,
+            check_val_every_n_epoch=None,
+        )
         torch.manual_seed(0)
         trainer.fit(tiny.module(max_staleness=staleness), datamodule=data(rollouts=2))
         found = {row.pop("step"): row for row in read_metrics(tmp_path / name)}
