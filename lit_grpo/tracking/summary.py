@@ -157,7 +157,12 @@ class RunSummary(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        if trainer.state.fn != "fit" or not batches.processed:
+        if trainer.state.fn != "fit":
+            return
+        if not batches.processed:
+            # Any other exception has a screen of its own.
+            if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
+                print("lit-grpo: interrupted before the first rollout ended; nothing was saved", file=sys.stderr)
             return
         if batches.processed == batches.ready and batches.ready not in self._steps[-1:]:
             # Another callback raised before this one had its turn and before Lightning logged the step, which the

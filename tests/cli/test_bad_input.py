@@ -70,6 +70,18 @@ IN_A_FILE = {
         "model:\n  policy: {tiny: {}}\n  objective:\n    recipe: dappo\n" + DATA,
         ["`model.objective.recipe` cannot be 'dappo'", "a.yaml:4", "did you mean 'dapo'", "dr_grpo"],
     ),
+    "recipe with two letters swapped": (
+        "model:\n  policy: {tiny: {}}\n  objective: {recipe: gpro}\n" + DATA,
+        ["`model.objective.recipe` cannot be 'gpro'", "did you mean 'grpo'? Choose"],
+    ),
+    "two models": (
+        "model:\n  policy: {tiny: {}, path: somewhere}\n" + DATA,
+        ["has both `path`", "a.yaml:2", "--model.policy.tiny null"],
+    ),
+    "logger by its nickname": (
+        "trainer: {logger: tensorboard}\n" + GOOD,
+        ["'tensorboard' is no import path", "a.yaml:1", "for example lightning.pytorch.loggers.TensorBoardLogger"],
+    ),
     "optional choice": (
         "model:\n  policy: {tiny: {}}\n  objective: {advantage: gruop_std}\n" + DATA,
         ["`model.objective.advantage` cannot be 'gruop_std'", "a.yaml:3", "'group_std'"],
@@ -187,6 +199,20 @@ ON_THE_COMMAND_LINE = {
         ["--trainer.strategy", "fsdp_cpu_offload"],
         ["FSDP1", "command line, --trainer.strategy fsdp_cpu_offload", "model.sharding.cpu_offload: true"],
     ),
+    "function in the place of rewards": (
+        ["--data.rewards", "reward.right_sum"],
+        ["`data.rewards` cannot be 'reward.right_sum'", "FunctionReward, init_args: {function: reward.right_sum}}]"],
+    ),
+    "class in the place of rewards": (["--data.rewards", "ExactMatch"], ["remedy: give a list: [ExactMatch]"]),
+    "function among rewards": (
+        ["--data.rewards", "[os.path.join]"],
+        ["'os.path.join' is no Reward", "FunctionReward, init_args: {function: os.path.join}}]"],
+    ),
+    "text in the place of sets": (["--data.val", "rows.jsonl"], ["remedy: give a mapping or null"]),
+    "key of a set that no file has": (
+        ["--data.val.mine.limt", "20"],
+        ["EvaluationSet has no argument `limt`", "--data.val.mine.limt 20", "did you mean `limit`?"],
+    ),
     "store": (["--trainer.logger.tracking_uri", "file:x"], ["plain files", "--trainer.logger.tracking_uri file:x"]),
 }
 
@@ -231,6 +257,14 @@ def test_bad_data_is_found_before_a_model_is_loaded(screen, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     data = DATA.replace("AdditionPrompts}", "JsonlPrompts, init_args: {path: bad.jsonl}}")
     assert "bad.jsonl:2" in screen("fit", "--config", "a.yaml", a=MODEL + data)
+
+
+def test_a_file_of_rows_is_its_own_place(screen, tmp_path):
+    """Its name looks like a key, `rows.jsonl`, which stands in no configuration."""
+    (tmp_path / "rows.jsonl").touch()
+    data = DATA.replace("AdditionPrompts}", "JsonlPrompts, init_args: {path: other.jsonl}}")
+    shown = screen("fit", "--config", "a.yaml", "--data.prompts.path", "rows.jsonl", a=MODEL + data)
+    assert "there are no rows where: rows.jsonl remedy:" in shown
 
 
 def test_debug_shows_the_traceback_too(monkeypatch, tmp_path, capsys):

@@ -205,3 +205,14 @@ def test_a_class_that_is_typed_by_its_path_alone_can_be_written_down(capsys):
     assert main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), *option, "--print_config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["val_prompts"]["class_path"] == "lit_grpo.data.AdditionPrompts"
+
+
+def test_a_held_out_set_can_be_typed_key_by_key(capsys):
+    from lit_grpo.cli.main import main
+
+    options = ["--data.val.mine.path", "rows.jsonl", "--data.val.mine.sampling.temperature=0.5", "--data.val.b.limit=3"]
+    assert main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), *options, "--print_config"]) == 0
+    sets = yaml.safe_load(capsys.readouterr().out)["data"]["val"]
+    assert sorted(sets) == ["b", "mine"]
+    assert (sets["mine"]["path"], sets["mine"]["sampling"]["temperature"]) == ("rows.jsonl", 0.5)
+    assert sets["b"]["limit"] == 3

@@ -84,6 +84,18 @@ def test_a_run_that_was_broken_off_says_how_to_go_on(logger, capsys, error, how)
     assert f"  go on:       {command}" in lines
 
 
+def test_a_run_interrupted_before_its_first_rollout_says_that_nothing_was_saved(logger, capsys):
+    class Interrupts(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(logger, 2, Interrupts())
+    captured = capsys.readouterr()
+    assert "lit-grpo: interrupted before the first rollout ended; nothing was saved" in captured.err
+    assert "interrupted after" not in captured.out
+
+
 def test_a_run_stopped_by_a_monitor_names_it(logger, capsys):
     class Monitor(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -46,11 +46,11 @@ def arguments_of(class_path: str) -> list[str]:
     return names
 
 
-def similar_class(class_path: str) -> str:
-    """Say what to write instead of a class path that leads nowhere."""
+def similar_class(class_path: str, example: str | None = None) -> str:
+    """Say what to write instead of a class path that leads nowhere; ``example`` is a class that may stand there."""
     module_name, _, name = class_path.rpartition(".")
     if not module_name:
-        return _full_path(name)
+        return _full_path(name, example or "lit_grpo.rewards.ExactMatch")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -68,11 +68,11 @@ def _class_names(module: ModuleType) -> list[str]:
     return [name for name in getattr(module, "__all__", dir(module)) if name[:1].isupper()]
 
 
-def _full_path(name: str) -> str:
+def _full_path(name: str, example: str) -> str:
     paths = {n: f"{m}.{n}" for m in MODULES for n in _class_names(importlib.import_module(m))}
     if near := nearest(name, paths):
         return f"did you mean {paths[near]}?"
-    return "give the import path, for example lit_grpo.rewards.ExactMatch"
+    return f"give the import path, for example {example}"
 
 
 def _similar_module(module_name: str, name: str, error: ImportError) -> str:

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
@@ -24,6 +25,13 @@ ELSEWHERE = {
     "class of torch",
 }
 """Options of LightningCLI that lit-grpo has under other names, and where they are."""
+
+EXAMPLES = {
+    "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
+    "trainer.callbacks": "lit_grpo.callbacks.HealthMonitor",
+    "data.prompts": "lit_grpo.data.JsonlPrompts",
+}
+"""A class that may stand at a key, for a word that is no class; a reward anywhere else."""
 
 
 class Explainer:
@@ -146,6 +154,9 @@ class Explainer:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             return error
         first, _, last = key.rpartition(".")
+        # A file in the current folder, such as rows.jsonl, looks like a key, and is its own place.
+        if first and key.split(".")[0] not in self.known and Path(key).exists():
+            return error
         if key.split(".")[0] in self.known or not first:
             place = self.place(key)
         else:
@@ -241,11 +252,17 @@ class Explainer:
     def _bad_value(self, key: str, details: str) -> UserError:
         if key == "config":
             return UserError(details, where="--config")
+        # jsonargparse first tries text as the path of a file with the value. Nobody who sees this meant one.
+        details = re.sub(r"^ *- Expected a path but .* either not accessible or invalid\n", "", details, flags=re.M)
         if found := class_problem(details):
             return self._bad_class(key, *found)
         if below := re.search(r"NestedArg\(key='([^']+)'", details):
             what = f"there is no option --{key}.{below[1]}"
             return UserError(what, where="command line", remedy=f"`{key}` has no keys below it")
+        if re.search(r"Subtypes: \[list\[[\w.]+\.Reward\]", details):
+            given = given_value(details)
+            remedy = f"give a list: {_one_reward(given or '')}"
+            return UserError(_cannot_be(key, given), where=self.place(key), remedy=remedy)
         return self._bad_type(key, details, self.place(key))
 
     def bad_choice(self, name: str, given: str | None, choices: list[str], where: str) -> UserError:
@@ -289,7 +306,7 @@ class Explainer:
         first = next((line.strip() for line in problem.splitlines() if line.strip()), problem)[:200]
         separator = " " if first.startswith("is no ") else ": "
         what = f"`{key}`: {class_path!r}{separator}{first}"
-        return UserError(what, where=where, remedy=_instead(class_path, first))
+        return UserError(what, where=where, remedy=_instead(key, class_path, first))
 
     def _place_of_class(self, key: str, class_path: str, argument: str | None = None) -> str:
         """Say where a class, or one of its arguments, stands below ``key``."""
@@ -327,10 +344,22 @@ def _scalar(node: Node, text: str) -> Node | None:
     return None
 
 
-def _instead(class_path: str, problem: str) -> str:
+def _instead(key: str, class_path: str, problem: str) -> str:
+    if problem == "is no Reward" and not class_path.rpartition(".")[2][:1].isupper():
+        return f"name a class that derives from Reward, or give a function: {_one_reward(class_path)}"
     if problem.startswith("is no ") and problem != "is no import path":
         return f"name a class that derives from {problem.removeprefix('is no ')}"
-    return class_paths.similar_class(class_path)
+    return class_paths.similar_class(class_path, EXAMPLES.get(key))
+
+
+def _one_reward(word: str) -> str:
+    """Write the list of one reward that was probably meant: a class by its bare name, else a function."""
+    if word.rpartition(".")[2][:1].isupper():
+        return f"[{word}]"
+    function = (
+        word if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", word) and not word.endswith(".py") else "my_module.my_function"
+    )
+    return f"[{{class_path: lit_grpo.rewards.FunctionReward, init_args: {{function: {function}}}}}]"
 
 
 # Reading jsonargparse's messages.
@@ -394,7 +423,9 @@ def _in_words(type_name: str) -> str:
 
 def _did_you_mean(word: str, known: list[str]) -> str:
     """Ask ``did you mean 'a' or 'b'? ``; empty if no known word is near."""
-    near = difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    # Two letters that changed places are the likeliest slip, which difflib ranks no higher than a wrong letter.
+    swapped = [name for name in known if sorted(name) == sorted(word)]
+    near = swapped or difflib.get_close_matches(word, known, n=2, cutoff=0.6)
     return f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
 
 

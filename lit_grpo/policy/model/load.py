@@ -42,10 +42,15 @@ def check_policy(config: PolicyConfig) -> None:
             settings contradict each other.
     """
     check_fields(config, KEY)
-    if (config.path is None) == (config.tiny is None):
+    if config.path is not None and config.tiny is not None:
         raise UserError(
-            "the policy needs either `path` (a model folder or hub name) or `tiny` (a random model made on the spot)"
-            + (", not both" if config.path else ""),
+            "the policy has both `path` (a model folder or hub name) and `tiny` (a random model made on the spot)",
+            where=KEY,
+            remedy=f"leave one out; one that a file sets is taken away by --{KEY}.tiny null, or --{KEY}.path null",
+        )
+    if config.path is None and config.tiny is None:
+        raise UserError(
+            "the policy needs either `path` (a model folder or hub name) or `tiny` (a random model made on the spot)",
             where=KEY,
             remedy="for example `policy: {path: models/SmolLM2-135M-Instruct}`",
         )

@@ -31,7 +31,11 @@ _PR_SET_PDEATHSIG = 1
 def main(control_fd: int, parent: int) -> None:
     """Serve the control socket ``control_fd`` until it is closed or the process ``parent`` is gone."""
     with socket.socket(fileno=control_fd) as control, Connection(os.dup(control_fd)) as messages:
-        setup = json.loads(messages.recv_bytes())
+        try:
+            setup = json.loads(messages.recv_bytes())
+        # The program was ended, by Ctrl-C for example, while this process was starting.
+        except (EOFError, ConnectionError):
+            return
         sys.path[:] = setup["path"]
         try:
             function, prepare = _import(setup["module"], setup["function"], setup["preload"])

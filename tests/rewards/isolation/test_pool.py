@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_grpo.rewards.isolation import fork_server
 from lit_grpo.rewards.isolation.pool import Outcome, PoolError, WorkerPool
 from tests.rewards.isolation import pool_functions as work
 from tests.rewards.isolation import slow_import as slow
@@ -180,6 +182,18 @@ def test_the_helper_process_may_be_killed_too(pool):
     os.kill(pool._fork_server.pid, signal.SIGKILL)
     wait_until(lambda: pool._fork_server.poll() is not None, "the helper ends")
     assert pool.map(["good"] * 3)[-1].status == "ok"
+
+
+def test_the_helper_process_is_silent_where_the_program_ended_while_it_started():
+    """Ctrl-C at the start of a run: a traceback of it would be the last thing on the screen."""
+    ours, its = socket.socketpair()
+    with ours, its:
+        command = [sys.executable, "-P", fork_server.__file__, str(its.fileno()), str(os.getpid())]
+        helper = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE, text=True)
+        its.close()
+        ours.close()
+        _, complaint = helper.communicate(timeout=PATIENCE)
+    assert (helper.returncode, complaint) == (0, "")
 
 
 def test_close_ends_open_items_and_a_later_item_starts_anew(pool):
