@@ -235,7 +235,7 @@ def _adapt(value: Any, hint: Any, *args: Any, **kwargs: Any) -> Any:
     if hint is types.NoneType and isinstance(value, str) and _source.get() != "foreign" and not _is_null(value):
         raise ValueError(f"Expected a {hint}. Got value: {value}")
     nested = _source.get() != "foreign" and isinstance(value, _typehints.NestedArg) and "." in value.key
-    # `--data.val.mine.path` is the path of `mine` also where no file has set `data.val`: without a mapping to put it in,
+    # `--data.val.mine.path` is the path of `mine` also where no file has set `data.val`: without a mapping there,
     # jsonargparse takes `mine.path` for the key.
     if nested and kwargs.get("prev_val") is None and dataclasses.is_dataclass(_value_type_of_mapping(hint)):
         kwargs["prev_val"] = {}
