@@ -19,13 +19,15 @@ from lit_grpo.data import BENCHMARKS, CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.data.sources.given import as_source
-from lit_grpo.engines import EngineContext, check_engine, make_engine
+from lit_grpo.engines import EngineContext, EngineStart, begin_engine, begins_early, check_engine, make_engine
+from lit_grpo.engines.base import EnginePolicy
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.engines.given import as_engine_config
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
+from lit_grpo.policy.outline import PolicyOutline
 from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import judges_of, primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
@@ -150,6 +152,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self._encoded_for: dict[str, Any] = {}
         """Template and vocabulary that the prompts under each key were encoded with."""
         self._producer: RolloutGenerator | None = None
+        self._begun: EngineStart | None = None
+        """The engine that is being started while the model is made."""
         self.other_prompts = False
         """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
@@ -212,6 +216,8 @@ class RolloutDataModule(pl.LightningDataModule):
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
                 reward.start()
+        self._give_up_start()
+        outline = self._begin_engine(stage)
         if stage == "fit":
             self._check_rewards_fit_the_objective()
             if self._num_prefetch and self.engine_config.sleep:
@@ -261,6 +267,8 @@ class RolloutDataModule(pl.LightningDataModule):
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
+        if self._begun is not None and outline is not None:
+            self._begun.build(self._engine_context(outline))
         self.log_prompt_report()
 
     @property
@@ -461,6 +469,28 @@ class RolloutDataModule(pl.LightningDataModule):
                 ),
             )
 
+    def _begin_engine(self, stage: str) -> EnginePolicy | None:
+        """Begin to start the engine where that can go on beside the learner's own start.
+
+        Returns:
+            The outline of the policy that it was begun with; None: nothing was begun.
+        """
+        # Supervised fine-tuning may never need its engine.
+        if not begins_early(self.engine_config) or (stage == "fit" and self._supervised) or self._producer is not None:
+            return None
+        outline = PolicyOutline(self.learner.policy_config)
+        self._begun = begin_engine(self.engine_config, self._engine_context(outline))
+        return outline
+
+    def _give_up_start(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        # An engine that is not ready yet is nobody's; one that is may still be in use by a thread.
+        self._give_up_start()
+
     @property
     def producer(self) -> RolloutGenerator:
         """The generator of rollouts from engine and rewards, made when the first rollout is asked for."""
@@ -470,7 +500,9 @@ class RolloutDataModule(pl.LightningDataModule):
             with screen_if_out_of_memory(
                 "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
             ):
-                engine = make_engine(self.engine_config, context)
+                # Taken over: from here on a start that fails has closed itself.
+                begun, self._begun = self._begun, None
+                engine = make_engine(self.engine_config, context, begun)
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -511,10 +543,14 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def engine_context(self) -> EngineContext:
         """What an engine is built from in this stage."""
+        return self._engine_context(self.learner.policy)
+
+    def _engine_context(self, policy: EnginePolicy) -> EngineContext:
         learner = self.learner
-        longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
+        # Of no prompts yet where the engine is begun before they are read; it learns the longest when it is built.
+        longest = max((len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts), default=0)
         return EngineContext(
-            policy=learner.policy,
+            policy=policy,
             policy_config=learner.policy_config,
             tokenizer=learner.tokenizer,
             end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
@@ -543,6 +579,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
 
     def teardown(self, stage: str) -> None:
+        self._give_up_start()
         if self._producer is not None:
             self._producer.close()
             self._producer = None

@@ -146,6 +146,31 @@ class EngineContext:
     """True where a sampling of the run ends completions by their text (``sampling.stop``)."""
 
 
+class EngineStart(Protocol):
+    """An engine of a run that is being started while the learner is made."""
+
+    def build(self, context: EngineContext) -> None:
+        """Go on as far as the learner is not disturbed, now that it is known what will be asked; returns at once.
+
+        Args:
+            context: of the run. Its policy may still be one without weights.
+        """
+        ...
+
+    def finish(self, context: EngineContext) -> RolloutEngine:
+        """Return the engine when it is ready, for the policy that is trained.
+
+        Raises:
+            UserError: what the engine refuses.
+            EngineError: it does not start.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the start up, and leave nothing of it behind. Safe to call twice."""
+        ...
+
+
 class EngineClass(Protocol):
     """A class whose instances are engines, as the registry calls it."""
 

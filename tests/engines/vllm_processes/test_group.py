@@ -29,6 +29,9 @@ class StandIn:
     def stop(self, kill: bool = False) -> None:
         pass
 
+    def close(self) -> None:
+        self.stop()
+
     def send(self, message: tuple[Any, ...]) -> None:
         if message[0] == "prepare":
             self.answers.append(("prepared",))
@@ -57,9 +60,6 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: bool, measure
         3,
         build,
         tmp_path / "scratch",
-        take=lambda i, m: None,
-        lost=lambda i: None,
-        busy=lambda i: False,
         progress_seconds=300.0,
     )
     group.start()
@@ -114,11 +114,9 @@ def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> tu
         2,
         ("folder", {}, None),
         tmp_path,
-        take=lambda i, m: None,
-        lost=lost.append,
-        busy=lambda i: busy and i not in lost,
         progress_seconds=1.0,
     )
+    group.connect(take=lambda i, m: None, lost=lost.append, busy=lambda i: busy and i not in lost)
     return group, lost
 
 
