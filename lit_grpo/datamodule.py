@@ -152,8 +152,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self._encoded_for: dict[str, Any] = {}
         """Template and vocabulary that the prompts under each key were encoded with."""
         self._producer: RolloutGenerator | None = None
-        self._begun: EngineStart | None = None
-        """The engine that is being started while the model is made."""
+        self._begun: tuple[EngineStart, PolicyOutline] | None = None
+        """The engine that is being started while the model is made, and what it knows of the policy."""
         self.other_prompts = False
         """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
@@ -217,7 +217,6 @@ class RolloutDataModule(pl.LightningDataModule):
             for reward in self.rewards:
                 reward.start()
         self._give_up_start()
-        outline = self._begin_engine(stage)
         if stage == "fit":
             self._check_rewards_fit_the_objective()
             if self._num_prefetch and self.engine_config.sleep:
@@ -255,6 +254,9 @@ class RolloutDataModule(pl.LightningDataModule):
                     where="data.prompts",
                     remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
                 )
+            # Supervised fine-tuning may never need its engine.
+            if not self._supervised:
+                self._begin_engine()
             self.prepare_train_prompts(self.prompts)
         elif stage == "validate":
             self._need(self._resolve("val", self.val, self.val_prompts), "val", stage)
@@ -264,11 +266,14 @@ class RolloutDataModule(pl.LightningDataModule):
             # Without any test set predict answers the questions of data.prompts.
             single = self.test_prompts if self.test or self.test_prompts else self.prompts
             self._need(self._resolve("test", self.test, single), "test", stage)
+        if stage != "fit":
+            self._begin_engine()
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
-        if self._begun is not None and outline is not None:
-            self._begun.build(self._engine_context(outline))
+        if self._begun is not None:
+            start, outline = self._begun
+            start.build(self._engine_context(outline))
         self.log_prompt_report()
 
     @property
@@ -469,23 +474,18 @@ class RolloutDataModule(pl.LightningDataModule):
                 ),
             )
 
-    def _begin_engine(self, stage: str) -> EnginePolicy | None:
-        """Begin to start the engine where that can go on beside the learner's own start.
-
-        Returns:
-            The outline of the policy that it was begun with; None: nothing was begun.
-        """
-        # Supervised fine-tuning may never need its engine.
-        if not begins_early(self.engine_config) or (stage == "fit" and self._supervised) or self._producer is not None:
-            return None
+    def _begin_engine(self) -> None:
+        """Begin to start the engine where that can go on beside the learner's own start."""
+        if not begins_early(self.engine_config) or self._producer is not None:
+            return
         outline = PolicyOutline(self.learner.policy_config)
-        self._begun = begin_engine(self.engine_config, self._engine_context(outline))
-        return outline
+        start = begin_engine(self.engine_config, self._engine_context(outline))
+        self._begun = None if start is None else (start, outline)
 
     def _give_up_start(self) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
-            begun.close()
+            begun[0].close()
 
     def on_exception(self, exception: BaseException) -> None:
         # An engine that is not ready yet is nobody's; one that is may still be in use by a thread.
@@ -502,7 +502,7 @@ class RolloutDataModule(pl.LightningDataModule):
             ):
                 # Taken over: from here on a start that fails has closed itself.
                 begun, self._begun = self._begun, None
-                engine = make_engine(self.engine_config, context, begun)
+                engine = make_engine(self.engine_config, context, None if begun is None else begun[0])
             self._producer = RolloutGenerator(
                 engine,
                 learner,
