@@ -26,10 +26,10 @@ from lit_grpo.engines.base import EngineContext
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of
 from lit_grpo.engines.vllm.start import check_in_process
-from lit_grpo.engines.vllm_processes import measured
+from lit_grpo.engines.vllm_processes import measured, reserve
 from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
-from lit_grpo.engines.vllm_processes.settings import per_process
+from lit_grpo.engines.vllm_processes.settings import environment, per_process
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,9 @@ class EarlyProcesses:
         """What the engines are built of; None: they are not yet."""
         self._began = time.monotonic()
         # On a card no weights go through files, and the policy need not even be outlined before processes are started.
-        self._scratch = make_scratch_folder(None, 0 if torch.cuda.is_available() else _weight_bytes(context))
+        weight_bytes = 0 if torch.cuda.is_available() else _weight_bytes(context)
+        ready = reserve.take(processes, environment(processes), weight_bytes)
+        self._scratch = make_scratch_folder(None, weight_bytes) if ready is None else ready.scratch
         try:
             self._group = EngineGroup(
                 processes,
@@ -64,6 +66,7 @@ class EarlyProcesses:
                 self._scratch,
                 progress_seconds=config.progress_seconds,
                 adapted=config.adapters == "hot",
+                reserve=ready,
             )
             self._group.prepare_ahead()
         except BaseException:

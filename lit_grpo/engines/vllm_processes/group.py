@@ -20,7 +20,8 @@ from lit_grpo.engines.base import EngineError, NamedWeights
 from lit_grpo.engines.vllm.adapters import split
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm_processes.blocks import Buffer, packed, settle
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone, Hung
+from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone, Hung
+from lit_grpo.engines.vllm_processes.reserve import Reserve
 from lit_grpo.engines.vllm_processes.settings import environment
 from lit_grpo.engines.vllm_server.weights import write_weights
 from lit_grpo.errors import UserError
@@ -50,6 +51,7 @@ class EngineGroup:
         progress_seconds: a process that has something to do and is silent for so long hangs.
         adapted: the weights come in the form that :attr:`wanted_weights` names, and not with adapters merged in.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        reserve: processes that run already, ``count`` of them with this ``scratch``; None: they are started here.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class EngineGroup:
         progress_seconds: float,
         adapted: bool = False,
         weight_files: bool | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         self._build, self._scratch, self._progress_seconds = build, scratch, progress_seconds
         # Nothing is sampled, and nothing lost, before `connect`.
@@ -76,10 +79,9 @@ class EngineGroup:
         # Of the thread that builds the engine: others, in which a process may have to be mended, begin with card 0.
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
         self._weight_files = not on_card if weight_files is None else weight_files
-        self._log = EngineLog()
-        self._processes = [
-            EngineProcess(environment(count), scratch, self._log, progress_seconds) for _ in range(count)
-        ]
+        if reserve is None:
+            reserve = Reserve(count, environment(count), scratch, progress_seconds)
+        self._log, self._processes = reserve.hand_over()
         self._ahead = DaemonThreads(1, "engine_start")
         """Starts processes beside the caller, one thing after the other."""
         self._begun: list[Future[None]] = []
@@ -160,6 +162,8 @@ class EngineGroup:
                     raise
                 log.warning("vLLM did not start with the cache of an earlier run, and measures anew: %r.", error)
                 self.facts, self._assumed, self._unbuilt = {}, False, []
+                for process in self._processes:
+                    process.stop()
                 self._start(range(len(self)))
         except (Gone, EngineError) as error:
             what = "a process of vLLM ended before it was ready" if isinstance(error, Gone) else str(error)
@@ -228,7 +232,9 @@ class EngineGroup:
             EngineError: one does not answer.
         """
         for i in which:
-            self._processes[i].start()
+            if not self._processes[i].running:
+                self._processes[i].start()
+            self._processes[i].patience = self._progress_seconds
             self._processes[i].send(("prepare", self._progress_seconds / _WAITS))
             self._silent[i] = 0.0
         for i in which:

@@ -64,6 +64,12 @@ def _hang_up(connection: Connection) -> None:
     connection.close()
 
 
+def _limit(line: socket.socket, seconds: float) -> None:
+    # A process that is stopped in the middle of a message, or does not read, would block this one for ever.
+    for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        line.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*_parts(seconds)))
+
+
 def _parts(seconds: float) -> tuple[int, int]:
     """Return whole seconds and the microseconds beside them; both 0 would stand for no limit."""
     whole, micro = divmod(max(1, round(seconds * 1e6)), 1_000_000)
@@ -110,9 +116,7 @@ class EngineProcess:
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
-        # A process that is stopped in the middle of a message, or does not read, would block this one for ever.
-        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*_parts(self._patience)))
+        _limit(ours, self._patience)
         with theirs, self._log.path.open("ab") as log:
             command = [sys.executable, "-m", WORKER, str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -125,6 +129,28 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
+
+    @property
+    def running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All variables that the process has, or will have."""
+        return dict(self._env)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a message that the process has begun to write or to read has failed."""
+        return self._patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._patience = seconds
+        if self._connection is not None:
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
+                _limit(line, seconds)
 
     @property
     def connection(self) -> Connection:

@@ -52,10 +52,15 @@ def per_process(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
     return part
 
 
-def environment(processes: int) -> dict[str, str | None]:
-    """Return what the processes' environment has besides this one's; None: what it has not."""
+def environment(processes: int, number: int | None = None) -> dict[str, str | None]:
+    """Return what the processes' environment has besides this one's; None: what it has not.
+
+    Args:
+        processes: number of processes.
+        number: of the card, as this process counts them; None: its present one.
+    """
     if torch.cuda.is_available():
-        number = torch.cuda.current_device()
+        number = torch.cuda.current_device() if number is None else number
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         card = visible[number].strip() if visible else str(number)
         # What these processes do on a CPU is Python; threads of torch would only wait for each other.

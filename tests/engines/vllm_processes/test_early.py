@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import torch
 from lit_grpo import datamodule as datamodule_file
 from lit_grpo.engines import EngineConfig
 from lit_grpo.engines.base import EngineError
-from lit_grpo.engines.vllm_processes import early, measured
-from lit_grpo.engines.vllm_processes import group as module
+from lit_grpo.engines.vllm_processes import early, measured, reserve
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
@@ -71,7 +71,7 @@ def make_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(card: bool) -> EngineGroup:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(module, "EngineProcess", Gated)
+        monkeypatch.setattr(reserve, "EngineProcess", Gated)
         for name, value in {"seen": [], "closed": [], "measures": SIZE if card else None, "fits": lambda size: True,
                             "may_import": threading.Event(), "may_build": threading.Event()}.items():  # fmt: skip
             monkeypatch.setattr(Gated, name, staticmethod(value) if name == "fits" else value, raising=False)
@@ -453,7 +453,10 @@ def test_a_run_that_is_ended_while_its_processes_start_leaves_none(tmp_path: Pat
         started = below(run.pid)
         engines = [pid for pid in started if b"vllm_processes.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(engines) >= 2, "they start while the model is made"
-        os.killpg(run.pid, way)
+        # The first Ctrl-C lets what is under way come to its end, which this model never does.
+        for _ in range(2 if way is signal.SIGINT else 1):
+            os.killpg(run.pid, way)
+            time.sleep(1)
         run.wait(timeout=120)
     finally:
         run.kill()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lit_grpo.engines.vllm_processes import group as module
+from lit_grpo.engines.vllm_processes import reserve
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 
 
@@ -19,6 +20,8 @@ class StandIn:
 
     seen: list[tuple[Any, ...]]
     measures: int | None
+    patience: float
+    running = False
 
     def __init__(self, *args: Any) -> None:
         self.answers: list[tuple[Any, ...]] = []
@@ -51,7 +54,7 @@ class StandIn:
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: bool, measures: int | None, **options: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "EngineProcess", StandIn)
+    monkeypatch.setattr(reserve, "EngineProcess", StandIn)
     monkeypatch.setattr(StandIn, "seen", [], raising=False)
     monkeypatch.setattr(StandIn, "measures", measures, raising=False)
     (tmp_path / "scratch").mkdir()
@@ -108,7 +111,7 @@ class Talking(StandIn):
 
 def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> tuple[EngineGroup, list[int]]:
     """Two processes that are busy or not until they are lost, and the list of those that are."""
-    monkeypatch.setattr(module, "EngineProcess", Talking)
+    monkeypatch.setattr(reserve, "EngineProcess", Talking)
     lost: list[int] = []
     group = EngineGroup(
         2,
