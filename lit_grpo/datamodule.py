@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.data.sources.given import as_source
 from lit_grpo.engines import EngineContext, EngineStart, begin_engine, begins_early, check_engine, make_engine
-from lit_grpo.engines.base import EnginePolicy
+from lit_grpo.engines.base import EnginePolicy, StartSeconds
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.engines.given import as_engine_config
 from lit_grpo.errors import UserError
@@ -154,6 +155,9 @@ class RolloutDataModule(pl.LightningDataModule):
         self._producer: RolloutGenerator | None = None
         self._begun: tuple[EngineStart, PolicyOutline] | None = None
         """The engine that is being started while the model is made, and what it knows of the policy."""
+        self._engine_began = 0.0
+        self.engine_start: StartSeconds | None = None
+        """How long the engine took to be ready; None: there is none yet."""
         self.other_prompts = False
         """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
@@ -478,7 +482,7 @@ class RolloutDataModule(pl.LightningDataModule):
         """Begin to start the engine where that can go on beside the learner's own start."""
         if not begins_early(self.engine_config) or self._producer is not None:
             return
-        outline = PolicyOutline(self.learner.policy_config)
+        outline, self._engine_began = PolicyOutline(self.learner.policy_config), time.monotonic()
         start = begin_engine(self.engine_config, self._engine_context(outline))
         self._begun = None if start is None else (start, outline)
 
@@ -497,12 +501,16 @@ class RolloutDataModule(pl.LightningDataModule):
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
+            came = time.monotonic()
             with screen_if_out_of_memory(
                 "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
             ):
                 # Taken over: from here on a start that fails has closed itself.
                 begun, self._begun = self._begun, None
                 engine = make_engine(self.engine_config, context, None if begun is None else begun[0])
+            ready = time.monotonic()
+            self.engine_start = StartSeconds(ready - (came if begun is None else self._engine_began), ready - came)
+            rank_zero_info(f"{self.engine_start}.")
             self._producer = RolloutGenerator(
                 engine,
                 learner,

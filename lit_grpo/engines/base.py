@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -144,6 +144,20 @@ class EngineContext:
     """True where completions must say which experts their tokens went through (``routing_replay: sampler``)."""
     wants_stop_strings: bool = False
     """True where a sampling of the run ends completions by their text (``sampling.stop``)."""
+
+
+class StartSeconds(NamedTuple):
+    """How long an engine took to be ready."""
+
+    taken: float
+    """Seconds from its begin, which may have gone on beside the learner's start."""
+    waited: float
+    """Seconds of these in which nothing but the engine was waited for."""
+
+    def __str__(self) -> str:
+        beside = self.taken - self.waited
+        waited = f"the learner waited for {self.waited:.1f} s of them" if beside >= 0.05 else "the learner waited"
+        return f"the engine was ready after {self.taken:.1f} s; {waited}"
 
 
 class EngineStart(Protocol):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,6 @@ class EarlyProcesses:
         self._config, self._processes = config, processes
         self._inputs: dict[str, Any] | None = None
         """What the engines are built of; None: they are not yet."""
-        self._began = time.monotonic()
         # On a card no weights go through files, and the policy need not even be outlined before processes are started.
         weight_bytes = 0 if torch.cuda.is_available() else _weight_bytes(context)
         ready = reserve.take(processes, environment(processes), weight_bytes)
@@ -100,7 +98,6 @@ class EarlyProcesses:
             log.info("The policy is not the one that the engine processes were begun for: they are started again.")
             self.close()
             return EarlyProcesses(context, self._config, self._processes).finish(context)
-        came = time.monotonic()
         policy, options = context.policy, inputs["options"]
         try:
             if self._inputs is None:
@@ -122,11 +119,6 @@ class EarlyProcesses:
             self.close()
             raise
         measured.write(self._key, engine.cache_bytes)
-        ready = time.monotonic()
-        log.debug(
-            "%d engine processes were ready after %.1f s, of which the learner waited for %.1f s",
-            *(self._processes, ready - self._began, ready - came),
-        )
         return engine
 
     def close(self) -> None:

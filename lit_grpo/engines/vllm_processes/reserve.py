@@ -1,8 +1,8 @@
 """Engine processes that import vLLM while this process still imports what it needs itself.
 
-The text of a configuration says that a run will have engine processes seconds before anything can be built: Lightning and
-transformers are imported first. So ``lit-grpo fit`` starts them as soon as it has read its files, and the engine of the
-run takes them over, if they turn out to be what it would have started itself.
+The text of a configuration says that a run will have engine processes seconds before anything can be built: Lightning
+and transformers are imported first. So ``lit-grpo fit`` starts them as soon as it has read its files, and the engine of
+the run takes them over, if they turn out to be what it would have started itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MATTERS = ("CUDA", "HF_", "LD_", "NCCL_", "OMP_", "PATH", "PYTHON", "TRITON_", 
 
 
 class Reserve:
-    """Processes that belong to nobody yet, with what an :class:`~lit_grpo.engines.vllm_processes.group.EngineGroup` needs.
+    """Processes that belong to nobody yet, with what a group of engine processes needs besides.
 
     Args:
         count: number of processes.
