@@ -2,12 +2,12 @@
 """Where the seconds go between the command and the first rollout: a table of phases, for each engine.
 
     python scripts/benchmark_start.py --config configs/quickstart.yaml
-    python scripts/benchmark_start.py --config my.yaml --engines vllm:2 --cold -- --model.policy.path models/SmolLM2-135M-Instruct
-    python scripts/benchmark_start.py --config my.yaml --engines vllm:2 --beside ../before     # another checkout, in turn
+    python scripts/benchmark_start.py --config my.yaml --engines transformers vllm vllm:2 --cold -- --data.group_size 4
+    python scripts/benchmark_start.py --config my.yaml --engines vllm:2 --beside ../before   # another checkout, in turn
 
-Each start is a process of its own, a run of one rollout; starts of all engines (and of the other checkout) take turns, so
-that a busy machine is busy for all. Seconds are the median of the starts, with the lowest and the highest. With ``--cold``
-the first round finds no compiled code and none that measured the card; later rounds find what it has left.
+Each start is a process of its own, a run of one rollout; starts of all engines (and of the other checkout) take turns,
+so that a busy machine is busy for all. Seconds are the median of the starts, with the lowest and the highest. With
+``--cold`` the first round finds no compiled code and no measurement of the card; later rounds find what it has left.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Contestant(NamedTuple):
 
 
 def contestants(engines: Sequence[str], beside: Path | None) -> list[Contestant]:
-    """Return all kinds of starts: each engine, ``NAME`` or ``NAME:PROCESSES``, of this checkout and of the other one."""
+    """Return all kinds of starts: each engine, ``NAME`` or ``NAME:PROCESSES``, of this checkout and the other one."""
     found = []
     for engine in engines or [""]:
         name, _, processes = engine.partition(":")

@@ -7,9 +7,9 @@ learner reads its data, loads its model and compiles its passes meanwhile. What 
     prompts are read             build    engines are built, if nothing must be measured  beside the learner
     learner is ready             finish   the rest: on a card that was never measured, all of the building
 
-What must not overlap, and why, is said in :meth:`lit_grpo.engines.vllm_processes.group.EngineGroup.build_ahead`. What is
-measured on a card is kept for later runs (:mod:`lit_grpo.engines.vllm_processes.measured`), which then build beside the
-learner too.
+What must not overlap, and why, is said in :meth:`lit_grpo.engines.vllm_processes.group.EngineGroup.build_ahead`. What
+is measured on a card is kept for later runs (:mod:`lit_grpo.engines.vllm_processes.measured`), which then build beside
+the learner too. On the command line processes are spawned even earlier (:mod:`lit_grpo.engines.vllm_processes.reserve`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -161,8 +162,15 @@ trainer: {{accelerator: cpu, logger: {{class_path: lit_grpo.tracking.RunLogger, 
 
 
 def begun_by(pid: int) -> list[int]:
-    workers = [one for one in below(pid) if b"vllm_processes.worker" in Path(f"/proc/{one}/cmdline").read_bytes()]
-    return workers if len(workers) == 4 else []
+    """Two engines and their supervisors, once all four are there."""
+    found = []
+    # Others come and go meanwhile.
+    with contextlib.suppress(OSError):
+        for one in below(pid):
+            if b"vllm_processes.worker" in Path(f"/proc/{one}/cmdline").read_bytes():
+                found.append(one)
+        return found if len(found) == 4 else []
+    return []
 
 
 @pytest.mark.vllm
@@ -198,5 +206,5 @@ def test_a_configuration_that_turns_out_to_be_wrong_leaves_no_process(tmp_path: 
     early = wait_until(lambda: begun_by(run.pid) or run.poll() is not None, "its processes")
     _, shown = run.communicate(timeout=180)
     assert run.returncode == 2
-    assert "data.rollouts" in shown
+    assert "rollouts is -1" in shown
     wait_until(lambda: not any(map(alive, early)), "their end")
