@@ -98,8 +98,11 @@ class RouterRecorder(Protocol):
 class EnginePolicy(Protocol):
     """What an engine in the learner's process needs of the policy; :class:`lit_grpo.policy.Policy` is one."""
 
-    # nn.Module's attributes are typed as tensors or modules, which hides the model's `config`.
-    model: Any
+    # Not as it is: nn.Module's attributes are typed as tensors or modules, which hides the model's `config`.
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+        ...
 
     @property
     def sharded(self) -> bool:

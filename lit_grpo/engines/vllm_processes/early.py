@@ -9,7 +9,8 @@ learner reads its data, loads its model and compiles its passes meanwhile. What 
 
 What must not overlap, and why, is said in :meth:`lit_grpo.engines.vllm_processes.group.EngineGroup.build_ahead`. What
 is measured on a card is kept for later runs (:mod:`lit_grpo.engines.vllm_processes.measured`), which then build beside
-the learner too. On the command line processes are spawned even earlier (:mod:`lit_grpo.engines.vllm_processes.reserve`).
+the learner too. On the command line processes are spawned earlier still
+(:mod:`lit_grpo.engines.vllm_processes.reserve`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.settings import environment, per_process
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder
+from lit_grpo.types import WeightForm
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class EarlyProcesses:
             # The learner stands still while an engine samples that is not beside it, so its weights are those of the
             # last sync. Gathering shards takes all ranks.
             still = not context.beside_learner and not policy.sharded
-            form = "merged" if options["adapter_rank"] is None else "apart"
+            form: WeightForm = "merged" if options["adapter_rank"] is None else "apart"
             engine = VLLMProcesses(
                 self._scratch / "model",
                 processes=self._processes,

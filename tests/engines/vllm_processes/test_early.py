@@ -72,9 +72,11 @@ def make_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(reserve, "EngineProcess", Gated)
-        for name, value in {"seen": [], "closed": [], "measures": SIZE if card else None, "fits": lambda size: True,
-                            "may_import": threading.Event(), "may_build": threading.Event()}.items():  # fmt: skip
-            monkeypatch.setattr(Gated, name, staticmethod(value) if name == "fits" else value, raising=False)
+        values: dict[str, Any] = {"seen": [], "closed": [], "measures": SIZE if card else None,
+                                  "fits": staticmethod(lambda size: True), "may_import": threading.Event(),
+                                  "may_build": threading.Event()}  # fmt: skip
+        for name, value in values.items():
+            monkeypatch.setattr(Gated, name, value, raising=False)
         (tmp_path / "scratch").mkdir()
         return EngineGroup(2, None, tmp_path / "scratch", progress_seconds=300.0)
 
@@ -90,7 +92,7 @@ def let(*events: threading.Event) -> None:
         event.set()
 
 
-BUILD = ("folder", {}, None)
+BUILD: Any = ("folder", {}, None)
 
 
 def test_on_a_cpu_all_of_it_goes_on_beside_the_caller(make_group: Any) -> None:
@@ -134,7 +136,7 @@ def test_what_an_earlier_run_has_measured_is_built_with_at_once(make_group: Any)
 def test_a_size_of_an_earlier_run_that_does_not_fit_is_measured_anew(make_group: Any, caplog: Any) -> None:
     group = make_group(card=True)
     let(Gated.may_import, Gated.may_build)
-    Gated.fits = staticmethod(lambda size: size != OTHER_SIZE)  # type: ignore[assignment]
+    Gated.fits = staticmethod(lambda size: size != OTHER_SIZE)
     group.prepare_ahead()
     group.build_ahead(BUILD, OTHER_SIZE)
     group.start()
@@ -149,7 +151,7 @@ def test_a_size_of_an_earlier_run_that_does_not_fit_is_measured_anew(make_group:
 def test_a_failure_ahead_is_that_of_the_start(make_group: Any) -> None:
     group = make_group(card=False)
     let(Gated.may_import, Gated.may_build)
-    Gated.fits = staticmethod(lambda size: size is None)  # type: ignore[assignment]
+    Gated.fits = staticmethod(lambda size: size is None)
     group.prepare_ahead()
     group.build_ahead(("folder", {"kv_cache_memory_bytes": OTHER_SIZE}, None))
     with pytest.raises(EngineError, match="out of memory"):

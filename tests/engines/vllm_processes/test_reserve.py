@@ -181,7 +181,7 @@ def test_a_run_takes_over_what_was_started_from_its_text(tmp_path: Path) -> None
             [sys.executable, "-m", "lit_grpo.cli.main", "fit", "--config", str(tmp_path / "run.yaml")],
             cwd=ROOT, stdout=shown, stderr=shown, env=os.environ | {"LIT_GRPO_LOG": "debug"},
         )  # fmt: skip
-    early = wait_until(lambda: begun_by(run.pid) or run.poll() is not None, "its processes")
+    early = wait_until(lambda: begun_by(run.pid), "its processes")
     said = (tmp_path / "shown").read_text()
     assert "building trainer" not in said, "they are there before anything is built"
     seen = set(early)
@@ -203,7 +203,7 @@ def test_a_configuration_that_turns_out_to_be_wrong_leaves_no_process(tmp_path: 
         [sys.executable, "-m", "lit_grpo.cli.main", "fit", "--config", str(tmp_path / "run.yaml")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    early = wait_until(lambda: begun_by(run.pid) or run.poll() is not None, "its processes")
+    early = wait_until(lambda: begun_by(run.pid), "its processes")
     _, shown = run.communicate(timeout=180)
     assert run.returncode == 2
     assert "rollouts is -1" in shown
