@@ -158,9 +158,8 @@ class StartSeconds(NamedTuple):
     """Seconds of these in which nothing but the engine was waited for."""
 
     def __str__(self) -> str:
-        beside = self.taken - self.waited
-        waited = f"the learner waited for {self.waited:.1f} s of them" if beside >= 0.05 else "the learner waited"
-        return f"the engine was ready after {self.taken:.1f} s; {waited}"
+        waited = "all of which" if self.taken - self.waited < 0.05 else f"{self.waited:.1f} s of which"
+        return f"the engine was ready after {self.taken:.1f} s, {waited} the learner waited"
 
 
 class EngineStart(Protocol):
