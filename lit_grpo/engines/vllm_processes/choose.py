@@ -47,8 +47,11 @@ class VLLM:
         """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`."""
         from lit_grpo.engines.vllm.engine import VLLMEngine
 
-        begun = cls.begin(context, **settings)
-        return VLLMEngine.from_context(context, **settings) if begun is None else begun.finish(context)
+        if (begun := cls.begin(context, **settings)) is not None:
+            return begun.finish(context)
+        config = VLLMEngineConfig(**settings)
+        _say(config, choose(config, context))
+        return VLLMEngine.from_context(context, **settings)
 
     @classmethod
     def begin(cls, context: EngineContext, **settings: Any) -> EngineStart | None:
@@ -60,11 +63,18 @@ class VLLM:
 
         config = VLLMEngineConfig(**settings)
         choice = choose(config, context)
-        if config.processes == "auto":
-            from lightning.pytorch.utilities.rank_zero import rank_zero_info
+        if not choice.own:
+            return None
+        _say(config, choice)
+        return EarlyProcesses(context, config, choice.processes)
 
-            rank_zero_info(f"data.engine.processes: auto is {choice.processes}: {choice.reason}.")
-        return EarlyProcesses(context, config, choice.processes) if choice.own else None
+
+def _say(config: VLLMEngineConfig, choice: Choice) -> None:
+    """Say what was chosen, where the configuration leaves it open."""
+    if config.processes == "auto":
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+        rank_zero_info(f"data.engine.processes: auto is {choice.processes}: {choice.reason}.")
 
 
 def choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:

@@ -18,7 +18,7 @@ import torch
 from lit_grpo import datamodule as datamodule_file
 from lit_grpo.engines import EngineConfig
 from lit_grpo.engines.base import EngineError
-from lit_grpo.engines.vllm_processes import early, measured, reserve
+from lit_grpo.engines.vllm_processes import choose, early, measured, reserve
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
@@ -392,6 +392,25 @@ def test_a_policy_that_is_another_after_all_gets_processes_of_its_own(monkeypatc
     same.build(context(said))
     same.finish(context(Policy(load_model(PolicyConfig(tiny=tiny.TINY))))).close()
     assert len(begun) == 3
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_auto_chose_is_said_once(monkeypatch: Any, caplog: Any, own: bool) -> None:
+    """Also where the data module has asked before whether there is anything to begin."""
+    made: list[str] = []
+    monkeypatch.setattr(choose, "choose", lambda config, context: choose.Choice(2 if own else 1, own, "of a test"))
+    monkeypatch.setattr(early, "EarlyProcesses", lambda *args: made.append("processes") or "begun")
+    monkeypatch.setattr(
+        "lit_grpo.engines.vllm.engine.VLLMEngine.from_context", lambda *args, **kwargs: made.append("engine") or "made"
+    )
+    context: Any = None
+    with caplog.at_level("INFO"):
+        begun = choose.VLLM.begin(context, processes="auto")
+        assert begun == ("begun" if own else None)
+        if begun is None:
+            assert choose.VLLM.from_context(context, processes="auto") == "made"
+    assert caplog.text.count("auto is") == 1
+    assert made == ["processes" if own else "engine"]
 
 
 # -------------------------------------------------------------------------------------------------- with vLLM
