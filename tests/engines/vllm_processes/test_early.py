@@ -399,10 +399,16 @@ def test_what_auto_chose_is_said_once(monkeypatch: Any, caplog: Any, own: bool) 
     """Also where the data module has asked before whether there is anything to begin."""
     made: list[str] = []
     monkeypatch.setattr(choose, "choose", lambda config, context: choose.Choice(2 if own else 1, own, "of a test"))
-    monkeypatch.setattr(early, "EarlyProcesses", lambda *args: made.append("processes") or "begun")
-    monkeypatch.setattr(
-        "lit_grpo.engines.vllm.engine.VLLMEngine.from_context", lambda *args, **kwargs: made.append("engine") or "made"
-    )
+
+    def makes(what: str, result: str) -> Any:
+        def make(*args: Any, **kwargs: Any) -> str:
+            made.append(what)
+            return result
+
+        return make
+
+    monkeypatch.setattr(early, "EarlyProcesses", makes("processes", "begun"))
+    monkeypatch.setattr("lit_grpo.engines.vllm.engine.VLLMEngine.from_context", makes("engine", "made"))
     context: Any = None
     with caplog.at_level("INFO"):
         begun = choose.VLLM.begin(context, processes="auto")

@@ -161,6 +161,11 @@ trainer: {{accelerator: cpu, logger: {{class_path: lit_grpo.tracking.RunLogger, 
 """
 
 
+def by_itself() -> dict[str, str]:
+    """The environment of a run of one process: an engine that another test has made leaves it one of several."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+
+
 def begun_by(pid: int) -> list[int]:
     """Two engines and their supervisors, once all four are there."""
     found = []
@@ -179,7 +184,7 @@ def test_a_run_takes_over_what_was_started_from_its_text(tmp_path: Path) -> None
     with (tmp_path / "shown").open("w") as shown:
         run = subprocess.Popen(
             [sys.executable, "-m", "lit_grpo.cli.main", "fit", "--config", str(tmp_path / "run.yaml")],
-            cwd=ROOT, stdout=shown, stderr=shown, env=os.environ | {"LIT_GRPO_LOG": "debug"},
+            cwd=ROOT, stdout=shown, stderr=shown, env=by_itself() | {"LIT_GRPO_LOG": "debug"},
         )  # fmt: skip
     early = wait_until(lambda: begun_by(run.pid), "its processes")
     said = (tmp_path / "shown").read_text()
@@ -201,7 +206,7 @@ def test_a_configuration_that_turns_out_to_be_wrong_leaves_no_process(tmp_path: 
     (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path / "run", rollouts=-1))
     run = subprocess.Popen(
         [sys.executable, "-m", "lit_grpo.cli.main", "fit", "--config", str(tmp_path / "run.yaml")],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=by_itself(),
     )  # fmt: skip
     early = wait_until(lambda: begun_by(run.pid), "its processes")
     _, shown = run.communicate(timeout=180)
