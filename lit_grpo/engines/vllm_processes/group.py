@@ -144,6 +144,8 @@ class EngineGroup:
         self._build = build
         if cache_bytes is not None and self._measures:
             self.facts["cache_bytes"], self._assumed = cache_bytes, True
+        # Nor is a learner disturbed that compiles for the first time and times its kernels on the card: the first run
+        # with some settings is one that measures, and later ones find their kernels chosen.
         if not self._must_measure:
             self._begun.append(self._ahead.submit(self._make, self._unbuilt))
 
