@@ -17,17 +17,21 @@ _SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
-    """Check the further arguments of an engine of several processes.
+    """Check the further arguments of an engine that each rank of a run has for itself.
 
     Raises:
         UserError: one spreads an engine over several cards.
     """
+    # In one process vLLM spreads an engine over the ranks that call it alike, and the ranks of a run each have their own
+    # prompts: they would wait for each other for ever.
     for name in _SPREAD:
         if args.get(name) not in (None, 1):
             raise UserError(
-                f"{KEY}.processes puts several engines on one card, and args.{name}: {args[name]} one on several",
+                f"each rank samples its own prompts with an engine on its own card, and args.{name}: {args[name]} "
+                "spreads one engine over several",
                 where=f"{KEY}.args.{name}",
-                remedy=f"leave it out, or set {KEY}.processes: 1",
+                remedy=f"leave it out; a model that fits no single card is sampled by {KEY}.name: vllm_server, which "
+                f"takes args.{name}, with its cards in {KEY}.server.env.CUDA_VISIBLE_DEVICES",
             )
 
 

@@ -76,14 +76,30 @@ def test_processes_see_the_ranks_card_alone(monkeypatch: pytest.MonkeyPatch, vis
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_several_engines_on_a_card_are_not_one_on_several(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_engine_of_a_rank_is_not_spread_over_cards(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Nor over ranks, each of which has its own prompts."""
     monkeypatch.setattr(start, "find_spec", lambda name: object())
-    for processes in (2, "auto"):
+    for processes in (1, 2, "auto"):
         config = EngineConfig(name="vllm", processes=processes, args={name: 2})
-        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*processes: 1"):
+        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*vllm_server") as found:
             check_engine(config)
-    check_engine(EngineConfig(name="vllm", processes=1, args={name: 2}))
-    check_engine(EngineConfig(name="vllm", processes=2, args={name: 1}))
+        assert found.value.where == f"data.engine.args.{name}"
+        check_engine(EngineConfig(name="vllm", processes=processes, args={name: 1}))
+    check_engine(EngineConfig(name="vllm_server", args={name: 2}))
+
+
+def test_a_run_with_tensor_parallelism_in_its_ranks_takes_one_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    engine = ["--data.engine.name", "vllm", "--data.engine.args", '{"tensor_parallel_size": 2}']
+    code = main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--trainer.accelerator", "cpu", *engine])
+    shown = capsys.readouterr().err
+    assert code == 2
+    assert "args.tensor_parallel_size: 2" in shown
+    assert "vllm_server" in shown
+    assert len(shown.splitlines()) < 12
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize("name", ["transformers", "vllm_server"])
