@@ -52,7 +52,15 @@ def test_no_process_that_is_started_takes_itself_for_a_rank(tmp_path: Path, monk
     """The variables are those that torchrun of torch 2.13 sets; the last but one would have it wait for a store."""
     monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
     launcher = [
-        *("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
+        *(
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "NODE_RANK",
+        ),
         *("RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
         "WORLD_SIZE",
     ]
