@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Measure how a whole training step scales over the cards of one host: phases, sync, memory, MFU; a table and a figure.
+r"""Measure how a whole training step scales over the cards of a host: phases, sync, memory, MFU; a table and a figure.
 
     python scripts/scaling_gpu.py --out runs/scaling                    # 1, 2, 4, 8 cards, as far as they are there
     python scripts/scaling_gpu.py --out runs/scaling                    # the same again goes on where the time was over
@@ -7,14 +7,14 @@ r"""Measure how a whole training step scales over the cards of one host: phases,
     python scripts/scaling_gpu.py --list                                # what would be run
     python scripts/scaling_gpu.py --shapes tiny --cards 1 2 --out /tmp/s    # on a CPU: ranks stand for cards
 
-Every point is a run of `lit-grpo fit` under FSDP2 with a model of random weights: 64 prompts x 8 completions of 256 tokens
-a card for the 1.5B shape, 16 x 8 x 256 for that of 7B. It is in OUT/results.json as soon as it was measured, and is not
-run again; a point that may not end within --budget-seconds is left to the next call. OUT/scaling.md and OUT/scaling.png
-are written after every point. Exit code: 0 where all points are done, 3 where some are left for another call.
+Every point is a run of `lit-grpo fit` under FSDP2 with a model of random weights: 64 prompts x 8 completions of 256
+tokens a card for the 1.5B shape, 16 x 8 x 256 for that of 7B. It is in OUT/results.json as soon as it was measured, and
+is not run again; a point that may not end within --budget-seconds is left to the next call. OUT/scaling.md and
+OUT/scaling.png are written after every point. Exit code: 0 where all points are done, 3 where some are left for another call.
 
 The series: `weak` (the same work on every card), `strong` (the work of one card on all), `layouts` (all cards colocated,
 staleness 0 and 1, beside half of them as engines with staleness 1: tokens a second and reward), `processes` (1, 2 and 3
-engine processes a card). What an 1.5B step takes more than a call for is asked for with fewer --steps.
+engine processes a card). A point that does not end within a call is asked for with fewer --steps.
 """
 
 from __future__ import annotations

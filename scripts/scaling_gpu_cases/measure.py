@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,9 +23,9 @@ Record = dict[str, Any]
 def figures(point: Point, rows: Sequence[Mapping[str, Any]], model: Path, peak_tflops: float | None) -> Record:
     """Return the figures of a point: medians over its measured steps.
 
-    A step is the time from one recorded rollout to the next, all that is done between them included. MFU is that of the
-    whole training step: forward, backward, the exchange of gradients, the optimizer and the pass that measures the step;
-    recomputed passes do not count.
+    A step is the time from one recorded rollout to the next, all that is done between them included. MFU is that of
+    the whole training step: forward, backward, the exchange of gradients, the optimizer and the pass that measures the
+    step; recomputed passes do not count.
 
     Args:
         point: what was run.
@@ -35,7 +36,7 @@ def figures(point: Point, rows: Sequence[Mapping[str, Any]], model: Path, peak_t
     shape = SHAPES[point.shape]
     measured = rows[point.warmup :]
     times = [float(row["wall_time"]) for row in rows[point.warmup - 1 :]]
-    steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(times)]
     step, tokens = statistics.median(steps), statistics.median(float(row["completions/tokens"]) for row in measured)
     found: Record = {
         "step": step,

@@ -32,9 +32,9 @@ def page(results: Results, planned: Planned) -> str:
     machine = results.machine
     parts = [
         f"# {machine['cards']} x {machine['card']}",
-        f"{machine['software']}; engine: {machine['engine']}. Seconds are medians of rank 0; tokens/s and step go by the "
-        "clock from one rollout to the next; MFU is that of the whole training step. Efficiency: tokens a second and card "
-        "over those of the fewest cards.",
+        f"{machine['software']}; engine: {machine['engine']}. Seconds are medians of rank 0; tokens/s and step go by "
+        "the clock from one rollout to the next; MFU is that of the whole training step. Efficiency: tokens a second "
+        "and card over those of the fewest cards.",
     ]
     for series in SERIES:
         points = [point for name, point in planned if name == series]

@@ -1,4 +1,4 @@
-"""The scaling of a step over cards: what is planned, calculated, kept for the next call and written; and one run of it."""
+"""The scaling of a step over cards: what is planned, calculated, kept for the next call and written; one run of it."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def check_arguments(args: Mapping[str, Any]) -> None:
     Raises:
         UserError: one spreads an engine over several cards.
     """
-    # In one process vLLM spreads an engine over the ranks that call it alike, and the ranks of a run each have their own
-    # prompts: they would wait for each other for ever.
+    # In one process vLLM spreads an engine over the ranks that call it alike, and the ranks of a run each have their
+    # own prompts: they would wait for each other for ever.
     for name in _SPREAD:
         if args.get(name) not in (None, 1):
             raise UserError(

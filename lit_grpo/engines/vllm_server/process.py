@@ -35,8 +35,9 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # On the server's path, so that its workers find lit_grpo in an uninstalled checkout too.
 ROOT = Path(__file__).parents[3]
 _LOG_TAIL_LINES = 15
-# What torchrun and Lightning's launcher tell a process of its rank. vLLM would take it for its own, and torch, told that
-# an agent of torchrun keeps the store of every group (TORCHELASTIC_USE_AGENT_STORE), would wait for one at any address.
+# What torchrun and Lightning's launcher tell a process of its rank. vLLM would take it for its own, and torch, told
+# that an agent of torchrun keeps the store of every group (TORCHELASTIC_USE_AGENT_STORE), would wait for one at any
+# address.
 _LAUNCHER_VARIABLES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
