@@ -5,16 +5,18 @@ r"""Measure how a whole training step scales over the cards of a host: phases, s
     python scripts/scaling_gpu.py --out runs/scaling                    # the same again goes on where the time was over
     python scripts/scaling_gpu.py --out runs/scaling --table            # runs nothing: the page of what there is
     python scripts/scaling_gpu.py --list                                # what would be run
+    python scripts/scaling_gpu.py --traffic                             # on paper: what several hosts would exchange
     python scripts/scaling_gpu.py --shapes tiny --cards 1 2 --out /tmp/s    # on a CPU: ranks stand for cards
 
 Every point is a run of `lit-grpo fit` under FSDP2 with a model of random weights: 64 prompts x 8 completions of 256
 tokens a card for the 1.5B shape, 16 x 8 x 256 for that of 7B. It is in OUT/results.json as soon as it was measured, and
 is not run again; a point that may not end within --budget-seconds is left to the next call. OUT/scaling.md and
-OUT/scaling.png are written after every point. Exit code: 0 where all points are done, 3 where some are left for another call.
+OUT/scaling.png are written after every point. Exit code: 0 where all points are done, 3 where some are left for
+another call.
 
-The series: `weak` (the same work on every card), `strong` (the work of one card on all), `layouts` (all cards colocated,
-staleness 0 and 1, beside half of them as engines with staleness 1: tokens a second and reward), `processes` (1, 2 and 3
-engine processes a card). A point that does not end within a call is asked for with fewer --steps.
+The series: `weak` (the same work on every card), `strong` (the work of one card on all), `layouts` (all cards
+colocated, staleness 0 and 1, beside half of them as engines with staleness 1: tokens a second and reward), `processes`
+(1, 2 and 3 engine processes a card). A point that does not end within a call is asked for with fewer --steps.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if str(ROOT) not in sys.path:
 
 from lit_grpo.errors import UserError  # noqa: E402
 from scripts.benchmark_step import card_peak  # noqa: E402
-from scripts.scaling_gpu_cases import runs  # noqa: E402
+from scripts.scaling_gpu_cases import runs, traffic  # noqa: E402
 from scripts.scaling_gpu_cases.files import prepare  # noqa: E402
 from scripts.scaling_gpu_cases.measure import figures, recorded  # noqa: E402
 from scripts.scaling_gpu_cases.points import SERIES, SHAPES, Point, plan  # noqa: E402
@@ -50,6 +52,9 @@ _PAGE_SECONDS = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
     started, args = time.monotonic(), parse(argv)
+    if args.traffic:
+        print(traffic.table())
+        return 0
     here = machine(args)
     planned = plan(args.shapes, args.cards, args.series, args.processes, args.steps, here["on_cards"])
     if args.list:
@@ -91,6 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--again", action="store_true", help="run again what has failed")
     add("--table", action="store_true", help="run nothing: write the page of what there is")
     add("--list", action="store_true", help="run nothing: say what would be run")
+    add("--traffic", action="store_true", help="run nothing: compute what hosts exchange in a step")
     args = parser.parse_args(argv)
     there = _cards()
     args.shapes = args.shapes or (["qwen2-1.5b", "qwen2-7b"] if there else ["tiny"])
