@@ -287,8 +287,8 @@ def _memory(
     if str(engine["name"]) == "vllm" and policy.tiny is None and not objective.demonstrations:
         weights = (4.0 if engine.get("dtype") == "float32" else 2.0) * size.parameters
         values["engine_per_card"] = int(weights)
-        # The learner's part stays on the card while vLLM samples, asleep or not.
-        total += weights
+        # The learner's part stays on the card while vLLM samples, asleep or not, unless engines have their own cards.
+        total = max(total, weights) if engine.get("cards") else total + weights
         found += f"; vLLM's weights {gib(int(weights))} a card"
     values["per_card"] = int(total)
     fitting = next((card for card in _CARDS if total <= _ROOM * card * 10**9), None)

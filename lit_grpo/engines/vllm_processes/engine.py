@@ -21,7 +21,7 @@ from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of
 from lit_grpo.engines.vllm.start import check_in_process, checked_path
 from lit_grpo.engines.vllm_processes.group import EngineGroup
-from lit_grpo.engines.vllm_processes.settings import per_process
+from lit_grpo.engines.vllm_processes.settings import card_of_rank, per_process
 from lit_grpo.engines.vllm_processes.shares import Shares
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder
 from lit_grpo.errors import UserError
@@ -55,6 +55,7 @@ class VLLMProcesses:
         current_weights: gives the weights of the last sync once more; None: they may have changed since.
         scratch: folder for what is handed over, which is removed with the engine; None: one is made.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        card: number of the card that the processes run on; None: this process's own.
         progress_seconds: a process that has something to do and neither takes a step nor answers for so long is killed
             and started again, as one that has died. No step of vLLM may take as long, the first one included.
         options: the other arguments of ``VLLMEngine``. What is a share of something (memory, ``max_num_seqs``) is that
@@ -76,6 +77,7 @@ class VLLMProcesses:
         current_weights: Callable[[], NamedWeights] | None = None,
         scratch: Path | None = None,
         weight_files: bool | None = None,
+        card: int | None = None,
         progress_seconds: float = 300.0,
         **options: Any,
     ) -> None:
@@ -102,6 +104,7 @@ class VLLMProcesses:
             policy_model=policy_model,
             current_weights=current_weights,
             weight_files=weight_files,
+            card=card,
         )
         try:
             self._group.start()
@@ -133,6 +136,7 @@ class VLLMProcesses:
                 current_weights=partial(policy.named_weights, "merged" if options["adapter_rank"] is None else "apart")
                 if still
                 else None,
+                card=card_of_rank(config.cards),
                 progress_seconds=config.progress_seconds,
                 scratch=scratch,
                 **options,

@@ -52,6 +52,7 @@ class EngineGroup:
             such names.
         current_weights: gives the weights that were loaded last once more; None: they may have changed since.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        card: number of the card that the processes run on; None: this process's own.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class EngineGroup:
         policy_model: Any = None,
         current_weights: Callable[[], NamedWeights] | None = None,
         weight_files: bool | None = None,
+        card: int | None = None,
     ) -> None:
         self._build, self._scratch, self._take, self._note_lost = build, scratch, take, lost
         self._busy, self._progress_seconds = busy, progress_seconds
@@ -81,7 +83,7 @@ class EngineGroup:
         self._weight_files = not on_card if weight_files is None else weight_files
         self._log = EngineLog()
         self._processes = [
-            EngineProcess(environment(count), scratch, self._log, progress_seconds) for _ in range(count)
+            EngineProcess(environment(count, card), scratch, self._log, progress_seconds) for _ in range(count)
         ]
         self._holds_weights = [False] * count
         """Which processes run and have the weights that were loaded last."""
