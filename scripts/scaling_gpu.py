@@ -16,7 +16,8 @@ another call.
 
 The series: `weak` (the same work on every card), `strong` (the work of one card on all), `layouts` (all cards
 colocated, staleness 0 and 1, beside half of them as engines with staleness 1: tokens a second and reward), `processes`
-(1, 2 and 3 engine processes a card). A point that does not end within a call is asked for with fewer --steps.
+(1, 2 and 3 engine processes a card); the last two of the first shape alone. A point that does not end within a call is
+asked for with fewer --steps.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--budget-seconds", type=float, default=570.0, help="of this call; a call on a lent machine lasts ten minutes")
     add("--peak-tflops", type=float, help="of a card, for the MFU; default: what its maker states")
     add("--models", type=Path, help="folder for models of random weights; default: OUT/models")
+    add("--more", nargs="+", type=Path, default=[], help="configurations laid over all points; take another --out")
     add("--again", action="store_true", help="run again what has failed")
     add("--table", action="store_true", help="run nothing: write the page of what there is")
     add("--list", action="store_true", help="run nothing: say what would be run")
@@ -162,6 +164,7 @@ def measure(
         on_cards=here["on_cards"],
         engine=args.engine,
         launcher=args.launcher,
+        more=[path.absolute() for path in args.more],
     )
     if outcome.failure is not None:
         return recorded(point, failure=outcome.failure, seconds=outcome.seconds, cut=outcome.cut)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import string
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from scripts.scaling_gpu_cases.points import SHAPES, Point, cache_bytes
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = 4096
 """Different prompts, all of a length; a run goes on from the first again after them."""
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -22,7 +25,9 @@ def prepare(shape: str, folder: Path) -> Path:
     place = folder / shape
     if not (place / "ready").is_file():
         place.mkdir(parents=True, exist_ok=True)
-        write_model(shape, place / "model")
+        # In a process of its own: what CUDA gave this one for it would be missing on a card in all that is measured.
+        writer = [sys.executable, "-m", "scripts.scaling_gpu_cases.files", shape, str(place / "model")]
+        subprocess.run(writer, cwd=ROOT, check=True)
         write_tokenizer(SHAPES[shape].vocabulary, place / "model")
         write_prompts(shape, place / "prompts.jsonl")
         (place / "ready").touch()
@@ -153,3 +158,7 @@ def engine_settings(point: Point, *, on_cards: bool, engine: str) -> dict[str, A
     if point.layout == "split":
         settings["cards"] = list(range(point.ranks, point.cards))
     return settings
+
+
+if __name__ == "__main__":
+    write_model(sys.argv[1], Path(sys.argv[2]))

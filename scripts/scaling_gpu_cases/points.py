@@ -120,7 +120,7 @@ def plan(
     """Return (series, point) of all that is to be measured, the most telling first; a point may be in several series.
 
     Args:
-        shapes: names of shapes.
+        shapes: names of shapes; `layouts` and `processes` take the first of them alone.
         cards: numbers of cards.
         series: of :data:`SERIES`.
         processes: engine processes of a rank, where nothing else is asked.
@@ -138,7 +138,7 @@ def plan(
         return Point(shape, count, prompts, **(settings | changes))
 
     for name in (one for one in SERIES if one in series):
-        for shape in shapes:
+        for shape in shapes if name in ("weak", "strong") else shapes[:1]:
             work = SHAPES[shape].prompts
             if name == "weak":
                 found += [(name, point(shape, count, work * count)) for count in order]

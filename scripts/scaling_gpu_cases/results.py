@@ -66,12 +66,12 @@ class Results:
         self.records = {name: record for name, record in self.records.items() if "failure" not in record}
 
     def expected_seconds(self, point: Point) -> float:
-        """Estimate how long a point takes, from those of its shape; more steps take as much longer as they are more."""
+        """Estimate how long a point takes: as the longest of its shape, with as many steps as it has."""
         of_shape = [r for r in self.records.values() if r["shape"] == point.shape and "failure" not in r]
         if not of_shape:
             return _FIRST_SECONDS
         total = point.steps + point.warmup
-        return _SPARE * max(r["seconds"] + max(0, total - r["steps"] - r["warmup"]) * r["step"] for r in of_shape)
+        return _SPARE * max(r["seconds"] + (total - r["steps"] - r["warmup"]) * r["step"] for r in of_shape)
 
     def write(self) -> None:
         """Write the file."""

@@ -11,15 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scripts.scaling_gpu_cases.files import configuration
+from scripts.scaling_gpu_cases.files import ROOT, configuration
 from scripts.scaling_gpu_cases.points import Point
 
-ROOT = Path(__file__).resolve().parents[2]
 Launcher = Literal["lightning", "torchrun"]
 _NO_MEMORY = ("out of memory", "OutOfMemory", "No available memory for the cache blocks")
 _GRACE_SECONDS = 20.0
@@ -45,7 +44,15 @@ class Outcome:
 
 
 def run(
-    point: Point, place: Path, folder: Path, *, seconds: float, on_cards: bool, engine: str, launcher: Launcher
+    point: Point,
+    place: Path,
+    folder: Path,
+    *,
+    seconds: float,
+    on_cards: bool,
+    engine: str,
+    launcher: Launcher,
+    more: Sequence[Path] = (),
 ) -> Outcome:
     """Run a point, for ``seconds`` at most.
 
@@ -57,6 +64,7 @@ def run(
         on_cards: False on a CPU.
         engine: ``vllm`` or ``transformers``.
         launcher: who starts the ranks.
+        more: configurations that are laid over the point's own.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -66,7 +74,7 @@ def run(
     start, log = time.monotonic(), folder / "log.txt"
     with log.open("w", encoding="utf-8") as out, _card_memory(on_cards) as most:
         process = subprocess.Popen(
-            command(point, folder / "config.yaml", launcher),
+            command(point, [folder / "config.yaml", *more], launcher),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -91,11 +99,12 @@ def run(
     return Outcome(rows, time.monotonic() - start, most[0] if most else None, failure, cut)
 
 
-def command(point: Point, config: Path, launcher: Launcher) -> list[str]:
+def command(point: Point, configs: Sequence[Path], launcher: Launcher) -> list[str]:
     """Return the command of a point."""
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={point.ranks}"]
     start = ranks if launcher == "torchrun" and point.ranks > 1 else []
-    return [sys.executable, *start, "-m", "lit_grpo", "fit", "--config", str(config)]
+    chosen = [word for config in configs for word in ("--config", str(config))]
+    return [sys.executable, *start, "-m", "lit_grpo", "fit", *chosen]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
