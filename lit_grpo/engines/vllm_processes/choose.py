@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lit_grpo.engines.base import EngineContext, RolloutEngine
+from lit_grpo.engines.base import EngineContext, EngineStart, RolloutEngine
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.utils.files import write_atomically
 
@@ -46,7 +46,17 @@ class VLLM:
     def from_context(cls, context: EngineContext, **settings: Any) -> RolloutEngine:
         """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`."""
         from lit_grpo.engines.vllm.engine import VLLMEngine
-        from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
+
+        begun = cls.begin(context, **settings)
+        return VLLMEngine.from_context(context, **settings) if begun is None else begun.finish(context)
+
+    @classmethod
+    def begin(cls, context: EngineContext, **settings: Any) -> EngineStart | None:
+        """Begin to start the processes of a run's engine; None: it is in this process, and is built when it is needed.
+
+        Of the policy in ``context`` no more is looked at than its configuration and the sizes of its weights.
+        """
+        from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 
         config = VLLMEngineConfig(**settings)
         choice = choose(config, context)
@@ -54,9 +64,7 @@ class VLLM:
             from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
             rank_zero_info(f"data.engine.processes: auto is {choice.processes}: {choice.reason}.")
-        if not choice.own:
-            return VLLMEngine.from_context(context, **settings)
-        return VLLMProcesses.from_context(context, **settings | {"processes": choice.processes})
+        return EarlyProcesses(context, config, choice.processes) if choice.own else None
 
 
 def choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:

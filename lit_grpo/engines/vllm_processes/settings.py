@@ -110,15 +110,16 @@ def card_of_rank(cards: Sequence[int] | None) -> int | None:
     return cards[here.index(rank)]
 
 
-def environment(processes: int, card: int | None = None) -> dict[str, str | None]:
+def environment(processes: int, number: int | None = None, card: int | None = None) -> dict[str, str | None]:
     """Return what the processes' environment has besides this one's; None: what it has not.
 
     Args:
         processes: number of processes, which share this machine's cores where it has no card.
+        number: of this process's card, as it counts them; None: its present one.
         card: number of the card that they run on; None: this process's own.
     """
     if torch.cuda.is_available():
-        own = _name_of_card(torch.cuda.current_device())
+        own = _name_of_card(torch.cuda.current_device() if number is None else number)
         # An engine runs on the first card that it sees. The learner's is seen for the weights that lie there.
         named = own if card is None else _name_of_card(card)
         seen = named if named == own else f"{named},{own}"

@@ -38,7 +38,7 @@ _LOG_TAIL_LINES = 15
 # What torchrun and Lightning's launcher tell a process of its rank. vLLM would take it for its own, and torch, told
 # that an agent of torchrun keeps the store of every group (TORCHELASTIC_USE_AGENT_STORE), would wait for one at any
 # address.
-_LAUNCHER_VARIABLES = {
+LAUNCHER_VARIABLES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
@@ -50,7 +50,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
 
 

@@ -84,8 +84,8 @@ def test_engines_on_another_card_see_it_first_and_the_learners_too(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert environment(2, 5)["CUDA_VISIBLE_DEVICES"] == seen
-    assert environment(2, 2)["CUDA_VISIBLE_DEVICES"] == seen.split(",")[1], "its own card is seen once"
+    assert environment(2, card=5)["CUDA_VISIBLE_DEVICES"] == seen
+    assert environment(2, card=2)["CUDA_VISIBLE_DEVICES"] == seen.split(",")[1], "its own card is seen once"
 
 
 @pytest.mark.parametrize(("cards", "sleep", "words"), [
