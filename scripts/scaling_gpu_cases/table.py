@@ -30,8 +30,9 @@ Planned = Sequence[tuple[str, Point]]
 def page(results: Results, planned: Planned) -> str:
     """Return all tables, and what is aimed at, in Markdown."""
     machine = results.machine
+    counted = "" if machine["on_cards"] else "ranks on one "
     parts = [
-        f"# {machine['cards']} x {machine['card']}",
+        f"# {machine['cards']} {counted or 'x '}{machine['card']}",
         f"{machine['software']}; engine: {machine['engine']}. Seconds are medians of rank 0; tokens/s and step go by "
         "the clock from one rollout to the next; MFU is that of the whole training step. Efficiency: tokens a second "
         "and card over those of the fewest cards.",
