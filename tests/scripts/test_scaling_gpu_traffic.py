@@ -88,6 +88,9 @@ def test_the_table_of_the_docs_is_the_one_that_is_computed() -> None:
         found = traffic.rate(traffic.learner_bytes(Work("qwen2-1.5b", 64), hosts), traffic.MEASURED_UPDATE)
         assert f"{found:.0f} GB/s" == words
         assert words in text
+    whole = Work("qwen2-1.5b", 64)
+    assert f"{1000 * whole.update_seconds / traffic.collectives(whole):.1f} ms are there for each collective" in text
+    assert f"{2 * whole.of.block_parameters / whole.of.layers / 512 / 1e6:.2f} MB" in text
     one = Work("qwen2-1.5b", 1)
     assert f"{traffic.rate(traffic.learner_bytes(one, 8), one.update_seconds):.0f} GB/s" in text
     nine = traffic.learner_bytes(Work("qwen2-1.5b", 64), 8) / traffic.hybrid_bytes(Work("qwen2-1.5b", 64), 8)
