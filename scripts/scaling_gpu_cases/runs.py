@@ -20,7 +20,8 @@ from scripts.scaling_gpu_cases.files import ROOT, configuration
 from scripts.scaling_gpu_cases.points import Point
 
 Launcher = Literal["lightning", "torchrun"]
-_NO_MEMORY = ("out of memory", "OutOfMemory", "No available memory for the cache blocks")
+# The first is what a run says of itself, the others what libraries say where it could not.
+_NO_MEMORY = ("memory ran out", "out of memory", "OutOfMemory", "No available memory for the cache blocks")
 _GRACE_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 _MEMORY_SECONDS = 1.0
@@ -118,9 +119,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def reason(text: str, code: int) -> str:
     """Say in few words why a run failed, by what it wrote last."""
-    if any(words in text for words in _NO_MEMORY):
-        return "out of memory"
     lines = [line for line in text.splitlines() if line.strip()]
+    for words in _NO_MEMORY:
+        if (found := next((line.strip() for line in lines if words in line), None)) is not None:
+            return f"out of memory: {found:.300}"
     return f"exit code {code}: " + "\n".join(lines[-_LAST_LINES:])
 
 

@@ -280,7 +280,10 @@ def _alive(pid: int) -> bool:
 
 
 def test_why_a_run_failed_is_said_in_few_words(tmp_path: Path, monkeypatch: Any) -> None:
-    assert runs.reason("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n", 1) == "out of memory"
+    told = "x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n"
+    assert runs.reason(told, 1) == "out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried"
+    screen = "  memory ran out while the update of rollout 3 was computed. GPU 0 holds 139 GiB.\n"
+    assert runs.reason(told + screen, 1).startswith("out of memory: memory ran out while the update")
     assert runs.reason("\n".join(map(str, range(100))), 2).splitlines()[-1] == "99"
     assert len(runs.reason("\n".join(map(str, range(100))), 2).splitlines()) < 20
     monkeypatch.setattr(
