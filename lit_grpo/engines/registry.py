@@ -38,13 +38,12 @@ class EngineEntry:
 def _check_vllm(config: VLLMEngineConfig, lora: Any) -> None:
     from lit_grpo.engines.vllm.adapters import adapter_rank
     from lit_grpo.engines.vllm.start import check_in_process
+    from lit_grpo.engines.vllm_processes.settings import check_arguments, check_cards
 
     adapter_rank(lora, config)
     check_in_process()
-    if config.processes != 1:
-        from lit_grpo.engines.vllm_processes.settings import check_arguments
-
-        check_arguments(config.args)
+    check_arguments(config.args)
+    check_cards(config)
 
 
 def _check_server(config: VLLMServerEngineConfig, lora: Any) -> None:

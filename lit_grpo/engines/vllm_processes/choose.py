@@ -79,6 +79,12 @@ def _say(config: VLLMEngineConfig, choice: Choice) -> None:
 
 def choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
     """Return how many processes a run has, and why."""
+    choice = _choose(config, context)
+    # An engine in this process is on its card.
+    return choice if config.cards is None else choice._replace(own=True)
+
+
+def _choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
     if config.processes != "auto":
         return Choice(config.processes, config.processes > 1, "as set")
     model = context.policy.model

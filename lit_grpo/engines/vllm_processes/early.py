@@ -29,7 +29,7 @@ from lit_grpo.engines.vllm.start import check_in_process
 from lit_grpo.engines.vllm_processes import measured, reserve
 from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
-from lit_grpo.engines.vllm_processes.settings import environment, per_process
+from lit_grpo.engines.vllm_processes.settings import card_of_rank, environment, per_process
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder
 from lit_grpo.types import WeightForm
 
@@ -47,7 +47,8 @@ class EarlyProcesses:
         processes: number of processes.
 
     Raises:
-        UserError: vLLM is not installed, or an option cannot be had with several processes.
+        UserError: vLLM is not installed, an option cannot be had with several processes, or there are not as many cards
+            for engines as ranks.
     """
 
     def __init__(self, context: EngineContext, config: VLLMEngineConfig, processes: int) -> None:
@@ -57,7 +58,8 @@ class EarlyProcesses:
         """What the engines are built of; None: they are not yet."""
         # On a card no weights go through files, and the policy need not even be outlined before processes are started.
         weight_bytes = 0 if torch.cuda.is_available() else _weight_bytes(context)
-        ready = reserve.take(processes, environment(processes), weight_bytes)
+        card = card_of_rank(config.cards)
+        ready = reserve.take(processes, environment(processes, card=card), weight_bytes)
         self._scratch = make_scratch_folder(None, weight_bytes) if ready is None else ready.scratch
         try:
             self._group = EngineGroup(
@@ -67,6 +69,7 @@ class EarlyProcesses:
                 progress_seconds=config.progress_seconds,
                 adapted=config.adapters == "hot",
                 reserve=ready,
+                card=card,
             )
             self._group.prepare_ahead()
         except BaseException:

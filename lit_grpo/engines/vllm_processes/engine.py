@@ -51,6 +51,7 @@ class VLLMProcesses:
         current_weights: gives the weights of the last sync once more; None: they may have changed since.
         group: processes that were begun with these options already; None: they are started here.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        card: number of the card that the processes run on which are started here; None: this process's own.
         progress_seconds: a process that has something to do and neither takes a step nor answers for so long is killed
             and started again, as one that has died. No step of vLLM may take as long, the first one included.
         options: the other arguments of ``VLLMEngine``. What is a share of something (memory, ``max_num_seqs``) is that
@@ -72,6 +73,7 @@ class VLLMProcesses:
         current_weights: Callable[[], NamedWeights] | None = None,
         group: EngineGroup | None = None,
         weight_files: bool | None = None,
+        card: int | None = None,
         progress_seconds: float = 300.0,
         **options: Any,
     ) -> None:
@@ -93,6 +95,7 @@ class VLLMProcesses:
             progress_seconds=progress_seconds,
             adapted=options.get("adapter_rank") is not None,
             weight_files=weight_files,
+            card=card,
         )
         self._group.connect(
             take=self._take,

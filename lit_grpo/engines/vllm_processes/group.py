@@ -51,6 +51,7 @@ class EngineGroup:
         progress_seconds: a process that has something to do and is silent for so long hangs.
         adapted: the weights come in the form that :attr:`wanted_weights` names, and not with adapters merged in.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        card: number of the card that the processes run on; None: this process's own.
         reserve: processes that run already, ``count`` of them with this ``scratch``; None: they are started here.
     """
 
@@ -63,6 +64,7 @@ class EngineGroup:
         progress_seconds: float,
         adapted: bool = False,
         weight_files: bool | None = None,
+        card: int | None = None,
         reserve: Reserve | None = None,
     ) -> None:
         self._build, self._scratch, self._progress_seconds = build, scratch, progress_seconds
@@ -80,7 +82,7 @@ class EngineGroup:
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
         self._weight_files = not on_card if weight_files is None else weight_files
         if reserve is None:
-            reserve = Reserve(count, environment(count), scratch, progress_seconds)
+            reserve = Reserve(count, environment(count, card=card), scratch, progress_seconds)
         self._log, self._processes = reserve.hand_over()
         self._ahead = DaemonThreads(1, "engine_start")
         """Starts processes beside the caller, one thing after the other."""

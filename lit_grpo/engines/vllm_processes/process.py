@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.engines.vllm_server.process import LAUNCHER_VARIABLES, ROOT, SUPERVISOR
+from lit_grpo.engines.vllm_server.process import ROOT, SUPERVISOR, without_launcher
 from lit_grpo.engines.vllm_server.supervisor import PASSED
 
 WORKER = "lit_grpo.engines.vllm_processes.worker"
@@ -91,8 +91,8 @@ class EngineProcess:
     """
 
     def __init__(self, env: Mapping[str, str | None], scratch: Path, log: EngineLog, patience: float = 300.0) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        self._env = {name: value for name, value in {**inherited, **env}.items() if value is not None}
+        wanted = {**without_launcher(os.environ), **env}
+        self._env = {name: value for name, value in wanted.items() if value is not None}
         # On its path, so that it finds lit_grpo in an uninstalled checkout too.
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
         self._scratch, self._log, self._patience = scratch, log, patience

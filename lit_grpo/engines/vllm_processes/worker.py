@@ -191,7 +191,8 @@ class Worker:
                 buffer = opened(details[0])
                 continue
             # Copies: vLLM holds on to weights of layers that are not complete, and to those that others are tied to.
-            weights = [(entry.name, entry.of(buffer).clone()) for entry in details[0]]
+            # On the engine's own card, which need not be the one where the buffer lies.
+            weights = [(entry.name, entry.of(buffer).to(self._device, copy=True)) for entry in details[0]]
             settle(self._device)
             self._send("taken")
             while weights:
