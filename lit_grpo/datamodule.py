@@ -48,6 +48,8 @@ from lit_grpo.utils.memory import screen_if_out_of_memory
 
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
+_LONG_START = 2.0
+"""Seconds from which on it is said how long an engine took to be ready."""
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -510,7 +512,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 engine = make_engine(self.engine_config, context, None if begun is None else begun[0])
             ready = time.monotonic()
             self.engine_start = StartSeconds(ready - (came if begun is None else self._engine_began), ready - came)
-            rank_zero_info(f"{self.engine_start}.")
+            if self.engine_start.taken > _LONG_START:
+                rank_zero_info(f"{self.engine_start}.")
             self._producer = RolloutGenerator(
                 engine,
                 learner,
