@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,3 +105,27 @@ def first_alarm(run: Run) -> tuple[int, str] | None:
     """Return step and name of the first warning or worse of the monitors; None if there was none."""
     found: Sequence[Any] = run["alarms"]
     return (int(found[0][0]), str(found[0][1])) if found else None
+
+
+def last(key: str, count: int = 3) -> Measure:
+    """Mean of the last values of a metric that few rollouts have, such as one of evaluations."""
+    return lambda run: statistics.fmean(known(run, key)[-count:])
+
+
+def since_best(key: str, *, ratio: bool = False) -> Measure:
+    """Change of a metric, a mean of five, from the best reward to the collapse; NaN where there is none.
+
+    Args:
+        key: of the metric.
+        ratio: the value at the collapse over that at the best reward, in place of the difference.
+    """
+
+    def measure(run: Run) -> float:
+        lost = lost_at(run)
+        if lost is None:
+            return math.nan
+        reward, values = smoothed(rewards(run)[:lost]), smoothed(known(run, key), 5)
+        then, now = values[max(range(lost), key=reward.__getitem__)], values[lost - 1]
+        return (now / then if then else math.inf) if ratio else now - then
+
+    return measure
