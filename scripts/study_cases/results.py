@@ -36,8 +36,10 @@ class PartResult:
 
     @property
     def error(self) -> float:
-        """Standard error over seeds; NaN for a single value."""
-        return statistics.stdev(self.values) / len(self.values) ** 0.5 if len(self.values) > 1 else math.nan
+        """Standard error over seeds; NaN for a single value, or where one is not finite."""
+        if len(self.values) < 2 or not all(map(math.isfinite, self.values)):
+            return math.nan
+        return statistics.stdev(self.values) / len(self.values) ** 0.5
 
     @property
     def bound(self) -> str:

@@ -164,7 +164,7 @@ LANDSCAPE_CLAIMS = (
         curves=("reward", NORM, DELTA[1]),
         remark=fall_of(
             {"of NL": (BARE_NL,)},
-            "that is within the five rollouts that a doubling is told by, so that an order in time cannot be seen here.",
+            "that is within the five rollouts that a doubling is told by, so an order in time cannot be seen here.",
         ),
     ),
     trained(
