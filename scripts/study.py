@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def jobs_of(claims: Sequence[Claim]) -> list[Job]:
     """List the runs of some claims, each once, all seeds of an arm together."""
-    return list(dict.fromkeys((arm, seed) for claim in claims for arm in claim.arms for seed in claim.seeds))
+    return list(dict.fromkeys((arm, seed) for claim in claims for arm in claim.needed for seed in claim.seeds))
 
 
 def recorded_runs(path: Path, wanted: Sequence[Job], rollouts: int | None) -> dict[Job, dict[str, Any]]:
@@ -119,7 +119,7 @@ def listing(claims: Sequence[Claim], recorded: dict[str, Any]) -> str:
     """
     rows = []
     for claim in claims:
-        runs, minutes = len(claim.arms) * len(claim.seeds), minutes_of(claim, recorded)
+        runs, minutes = len(claim.needed) * len(claim.seeds), minutes_of(claim, recorded)
         needs = (claim.untestable and "cannot be tested here") or (f"{runs} runs" if runs else "calculated")
         takes = "" if not runs else "not recorded" if minutes is None else f"{minutes:.1f} min"
         rows.append(f"{claim.name:<38} {needs:<22} {takes:<13} {claim.source}")

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.diagnosis.scoring import reward_fall, smoothed
+from scripts.diagnosis.scoring import fall_beside, reward_fall, smoothed
 
 Run = dict[str, Any]
 """A record of :func:`scripts.study_cases.runs.run`."""
@@ -68,9 +68,16 @@ def rise(key: str) -> Measure:
 
 
 def lost_at(run: Run) -> int | None:
-    """Return the rollout at which a fifth of the best reward (means of ten) was lost; None if it never was."""
+    """Return the rollout at which a fifth of the best reward (means of ten) was lost; None if it never was.
+
+    Where the questions of a rollout move its reward by more than that, the run has a ``twin``, the rewards of a healthy
+    run on the same questions, and has to be below four fifths of it as well, by two standard errors.
+    """
     fall = reward_fall(rewards(run))
-    return None if fall is None else fall.lost
+    if fall is None or "twin" not in run:
+        return None if fall is None else fall.lost
+    beside = fall_beside(rewards(run), run["twin"])
+    return None if beside is None else max(fall.lost, beside.lost)
 
 
 def collapse(run: Run) -> float:

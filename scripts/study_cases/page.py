@@ -14,7 +14,7 @@ from typing import Any
 from scripts import side_by_side
 from scripts.diagnosis.scoring import smoothed
 from scripts.study_cases import measures as m
-from scripts.study_cases.claims import CLAIMS, Claim
+from scripts.study_cases.claims import CLAIMS, TWINS, Claim
 from scripts.study_cases.results import NOT_RUN, NOT_SUPPORTED, SUPPORTED, UNTESTED, PartResult, seeds_for, verdict_of
 from scripts.study_cases.runs import command_of, files_of
 
@@ -56,7 +56,9 @@ those on methods for many updates at a quarter of it.
 {tasks}
 
 A value is mean ± standard error over seeds (each seed). A collapse is the loss of a fifth of the best reward, means of
-ten rollouts; where a run has none, it counts as one rollout after its end. No monitor takes part in the runs, which
+ten rollouts; where a run has none, it counts as one rollout after its end. On countdown, whose 16 questions a rollout
+move the reward more than that, the run has to be below four fifths of GRPO's at the lower rate as well, on the same
+questions, by two standard errors. No monitor takes part in the runs, which
 would change the collapse; what they say is read from the recorded metrics afterwards.
 
 Not here: Qwen 0.5B on GSM8K, which is in [results.md](results.md).
@@ -84,9 +86,24 @@ def collect(runs: Sequence[m.Run], exact: dict[str, Sequence[PartResult]]) -> di
     return {"exact": {name: [asdict(part) for part in parts] for name, parts in exact.items()}, "runs": kept}
 
 
+def runs_with_twins(recorded: dict[str, Any]) -> dict[tuple[str, int], m.Run]:
+    """Return the recorded runs by arm and seed, each with the rewards of its twin where its task has one.
+
+    A run whose twin is not recorded is left out: its collapse could not be told.
+    """
+    found = {(run["arm"], run["seed"]): run for run in recorded["runs"]}
+    for (arm, seed), run in list(found.items()):
+        twin = TWINS.get(arm.partition("/")[0])
+        if twin is not None and (twin, seed) in found:
+            found[arm, seed] = run | {"twin": m.rewards(found[twin, seed])}
+        elif twin is not None:
+            del found[arm, seed]
+    return found
+
+
 def runs_of(claim: Claim, recorded: dict[str, Any]) -> dict[str, list[m.Run]] | None:
     """Return the runs of a claim by arm, in the order of its seeds; None if one is missing."""
-    found = {(run["arm"], run["seed"]): run for run in recorded["runs"]}
+    found = runs_with_twins(recorded)
     if any((arm, seed) not in found for arm in claim.arms for seed in claim.seeds):
         return None
     return {arm: [found[arm, seed] for seed in claim.seeds] for arm in claim.arms}
@@ -158,9 +175,12 @@ def _tasks() -> list[str]:
 
 
 def minutes_of(claim: Claim, recorded: dict[str, Any]) -> float | None:
-    """Return how long the runs of a claim take one after the other, on one core; None if one is not recorded."""
-    runs = runs_of(claim, recorded) if claim.arms else None
-    return None if runs is None else sum(run["seconds"] for of_arm in runs.values() for run in of_arm) / 60
+    """Return how long all runs of a claim take one after the other, on one core; None if one is not recorded."""
+    seconds = {(run["arm"], run["seed"]): run["seconds"] for run in recorded["runs"]}
+    wanted = [(arm, seed) for arm in claim.needed for seed in claim.seeds]
+    return (
+        None if not wanted or any(job not in seconds for job in wanted) else sum(map(seconds.__getitem__, wanted)) / 60
+    )
 
 
 def _time(recorded: dict[str, Any]) -> str:
@@ -199,7 +219,7 @@ def _section(claim: Claim, verdict: str, parts: Sequence[PartResult], runs: dict
 
 def _collapses(recorded: dict[str, Any]) -> list[str]:
     """Write one line for each run that lost a fifth of its best reward."""
-    fell = [(run, lost) for run in recorded["runs"] if (lost := m.lost_at(run)) is not None]
+    fell = [(run, lost) for run in runs_with_twins(recorded).values() if (lost := m.lost_at(run)) is not None]
     leads = [lost - alarm[0] for run, lost in fell if (alarm := m.first_alarm(run)) and alarm[0] <= lost]
     count = len(recorded["runs"])
     if not fell:

@@ -25,7 +25,18 @@ from scripts import study
 from scripts.study_cases import measures as m
 from scripts.study_cases.claims import CLAIMS, find, remarks
 from scripts.study_cases.exact import EXACT, SEEDS, TOY
-from scripts.study_cases.page import MOST_BYTES, RECORDED, collect, judge, minutes_of, page, read, runs_of, write
+from scripts.study_cases.page import (
+    MOST_BYTES,
+    RECORDED,
+    collect,
+    judge,
+    minutes_of,
+    page,
+    read,
+    runs_of,
+    runs_with_twins,
+    write,
+)
 from scripts.study_cases.quantised import QuantisedEngine, rounded
 from scripts.study_cases.results import NOT_RUN, NOT_SUPPORTED, SUPPORTED, UNTESTED, PartResult, above, below, seeds_for
 from scripts.study_cases.runs import CONFIGS, files_of, settings_of
@@ -108,6 +119,25 @@ def test_a_collapse_is_the_loss_of_a_fifth():
     fell = m.lost_at(run_of([0.8] * 20 + [0.0] * 20))
     # After two rollouts at 0, eight of the last ten are at 0.8: four fifths, less by rounding.
     assert fell == 22
+
+
+def test_where_questions_move_the_reward_a_collapse_is_one_beside_a_healthy_run_too():
+    hard = [0.8] * 20 + [0.3] * 20
+    assert m.lost_at(run_of(hard)) == 24
+    assert m.lost_at(run_of(hard) | {"twin": hard}) is None
+    # A run that only learns more slowly than its twin has lost nothing.
+    assert m.lost_at(run_of([0.4] * 40) | {"twin": [0.8] * 40}) is None
+    assert m.lost_at(run_of([0.8] * 20 + [0.0] * 20) | {"twin": [0.8] * 20 + [0.7] * 20}) is not None
+
+
+def test_runs_of_countdown_have_the_healthy_run_of_their_seed_beside_them():
+    healthy, other = run_of([0.7] * 9, "countdown/grpo", 1), run_of([0.1] * 9, "countdown_fast/nl", 1)
+    elsewhere = run_of([0.1] * 9, "two_form/nl", 1)
+    found = runs_with_twins(collect([healthy, other, elsewhere], {}))
+    assert found["countdown_fast/nl", 1]["twin"] == [0.7] * 9
+    assert "twin" not in found["two_form/nl", 1]
+    assert set(runs_with_twins(collect([other, elsewhere], {}))) == {("two_form/nl", 1)}
+    assert ("countdown/grpo", 0) in study.jobs_of([find("countdown_nl")])
 
 
 def test_measures():

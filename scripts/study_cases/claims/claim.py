@@ -19,6 +19,9 @@ CURVES = ("reward", ENTROPY, LENGTH)
 LANDSCAPE, GTPO = "landscape study", "GTPO (2508.03772)"
 END, LOST = m.end("reward"), m.collapse
 
+TWINS = dict.fromkeys(("countdown", "countdown_fast", "countdown_off"), "countdown/grpo")
+"""Healthy run of each task on which the questions of a rollout move its reward more than a collapse begins with."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -52,6 +55,12 @@ class Claim:
     def exact(self) -> bool:
         """Whether it is calculated and nothing is trained for it."""
         return not self.arms and not self.untestable
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Arms that have to be run: its own, and the healthy runs that theirs are told by."""
+        tasks = (arm.partition("/")[0] for arm in self.arms)
+        return tuple(dict.fromkeys([*self.arms, *(TWINS[task] for task in tasks if task in TWINS)]))
 
 
 @dataclass(frozen=True)
