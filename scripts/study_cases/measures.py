@@ -36,6 +36,11 @@ def end(key: str) -> Measure:
     return lambda run: statistics.fmean((rewards(run) if key == "reward" else known(run, key))[-LAST:])
 
 
+def until(rollout: int, key: str) -> Measure:
+    """Mean of the last rollouts up to one, for runs of different lengths."""
+    return lambda run: statistics.fmean((rewards(run) if key == "reward" else known(run, key))[:rollout][-LAST:])
+
+
 def change(key: str) -> Measure:
     """Value at the end less that at the start."""
     return lambda run: end(key)(run) - start(key)(run)

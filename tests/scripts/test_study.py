@@ -144,6 +144,7 @@ def test_measures():
     run = run_of([0.5] * 20, policy__entropy=[0.2] * 3 + [0.6] * 7 + [0.1] * 10)
     assert m.change("policy/entropy")(run) == pytest.approx(-0.1)
     assert m.rise("policy/entropy")(run) == pytest.approx(0.4)
+    assert m.until(12, "policy/entropy")(run) == pytest.approx((0.2 + 0.6 * 7 + 0.1 * 2) / 10)
     assert m.reached(0.5)(run) == 5
     assert m.reached(0.6)(run) == 21
     evaluated = run_of([0.5] * 5, val__pass=[None, 0.2, None, 0.4, 0.6])  # type: ignore[list-item]

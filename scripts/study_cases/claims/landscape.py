@@ -290,12 +290,15 @@ LANDSCAPE_CLAIMS = (
     trained(
         "noise_25_quarter",
         f"{LANDSCAPE}, Fig. 6 a",
-        "As the second part of noise_25, with a quarter of the rate for each of four updates.",
+        "As the second part of noise_25, with a quarter of the rate for each of four updates, at rollout 60.",
         up(
-            "final reward off-policy with clip, less that on-policy",
+            "reward off-policy with clip, less that on-policy",
             "two_form_quarter/grpo_noise",
-            END,
+            m.until(60, "reward"),
             "two_form/grpo_noise",
+        ),
+        remark=fall_of(
+            {"off-policy": ("two_form_quarter/grpo_noise",), "on-policy (120 rollouts)": ("two_form/grpo_noise",)}
         ),
     ),
     trained(
