@@ -39,7 +39,7 @@ holds it to them.
 - **{supported}**: every inequality of the claim holds for every seed, and the mean over seeds is beyond its bound by
   two standard errors. Calculations have no seeds but policies drawn at random, and hold for each.
 - **{not_supported}**: one does not. With three seeds that is no proof of the contrary, and these models are small: two
-  layers of width 96 that read single characters, warm-started to about half of the answers (countdown: a sixth),
+  layers of width 96 that read single characters, warm-started to about half of the answers (countdown: a fifth),
   16 prompts x 8 completions a rollout. What is said here is said of them.
 - **{untested}**, with the reason; **{not_run}**: there are configurations and a test, but no
   recorded runs.

@@ -11,7 +11,7 @@ FILTERED = "completions/entropy_filtered_frac"
 FAST = "countdown_fast/"
 FULL, NO_FILTER = FAST + "gtpo", FAST + "gtpo_no_filter"
 THRESHOLD_105, THRESHOLD_200 = FAST + "gtpo_threshold_105", FAST + "gtpo_threshold_200"
-ONLY_NEGATIVE = {name: FAST + f"gtpo_negatives_{name.replace('.', '')}" for name in ("0.70", "1.05", "2.00")}
+ONLY_NEGATIVES, ON_SUMS = FAST + "gtpo_negatives", "two_form_fast/gtpo"
 ON_TAGS = ("reward/accuracy", FORMAT, CONFLICTS)
 
 
@@ -79,41 +79,51 @@ GTPO_CLAIMS = (
     trained(
         "gtpo_against_grpo",
         f"{GTPO}, Fig. 2",
-        "GTPO is more stable than GRPO, at the rate at which GRPO loses reward (countdown; sums of two forms).",
-        up("final reward on countdown, less GRPO's", FULL, END, FAST + "grpo"),
-        up("final reward on sums, less GRPO's", "two_form_fast/gtpo", END, "two_form_fast/grpo"),
-        remark=fall_of(
-            {
-                "of GTPO": (FULL, "two_form_fast/gtpo"),
-                "of GRPO": (FAST + "grpo", "two_form_fast/grpo"),
-            },
-        ),
+        "GTPO is more stable than GRPO, at the rate at which GRPO loses reward.",
+        up("final reward, less GRPO's", FULL, END, FAST + "grpo"),
+        remark=fall_of({"of GTPO": (FULL,), "of GRPO": (FAST + "grpo",)}),
+    ),
+    trained(
+        "gtpo_against_grpo_on_sums",
+        f"{GTPO}, Fig. 2",
+        "As gtpo_against_grpo, on sums with a short and a long form.",
+        up("final reward, less GRPO's", ON_SUMS, END, "two_form_fast/grpo"),
+        remark=fall_of({"of GTPO": (ON_SUMS,), "of GRPO": ("two_form_fast/grpo",)}),
     ),
     trained(
         "gtpo_gamma",
         f"{GTPO}, Fig. 4 a",
-        "A gamma of 0.1 ends above smaller ones, and with more entropy than 0.001.",
-        up("final reward with 0.1, less that with 0.01", FULL, END, FAST + "gtpo_gamma_001"),
-        up("final reward with 0.1, less that with 0.001", FULL, END, FAST + "gtpo_gamma_0001"),
-        up("final reward with 0.1, less that with 0.000001", FULL, END, FAST + "gtpo_gamma_0000001"),
-        up("final entropy with 0.1, less that with 0.001", FULL, m.end(ENTROPY), FAST + "gtpo_gamma_0001"),
+        "A gamma of 0.1 ends above one of 0.001, and with more entropy.",
+        up("final reward, less that with 0.001", FULL, END, FAST + "gtpo_gamma_0001"),
+        up("final entropy, less that with 0.001", FULL, m.end(ENTROPY), FAST + "gtpo_gamma_0001"),
+    ),
+    trained(
+        "gtpo_gamma_others",
+        f"{GTPO}, Fig. 4 a",
+        "A gamma of 0.1 ends above those of 0.01 and 0.000001.",
+        up("final reward, less that with 0.01", FULL, END, FAST + "gtpo_gamma_001"),
+        up("final reward, less that with 0.000001", FULL, END, FAST + "gtpo_gamma_0000001"),
     ),
     trained(
         "gtpo_filter",
         f"{GTPO}, Fig. 4 a",
-        "Without the filter entropy rises and the reward is lost (countdown; sums of two forms).",
-        up("final reward on countdown, less that without", FULL, END, NO_FILTER),
-        down("mean entropy on countdown, less that without", FULL, m.average(ENTROPY), NO_FILTER),
-        up("final reward on sums, less that without", "two_form_fast/gtpo", END, "two_form_fast/gtpo_no_filter"),
-        remark=both(
-            values_of(FULL, percent(FILTERED), "The filter takes ", " % of the completions of countdown"),
-            values_of(
-                "two_form_fast/gtpo",
-                percent(FILTERED),
-                "and ",
-                " % of those of sums; answers in tags never reach its threshold, so the ablations are on countdown.",
-            ),
+        "Without the filter entropy rises and the reward is lost.",
+        up("final reward, less that without", FULL, END, NO_FILTER),
+        down("mean entropy, less that without", FULL, m.average(ENTROPY), NO_FILTER),
+        remark=values_of(
+            FULL,
+            percent(FILTERED),
+            "The filter takes ",
+            " % of the completions. Answers in tags never reach its threshold, so the ablations are on countdown.",
         ),
+    ),
+    trained(
+        "gtpo_filter_on_sums",
+        f"{GTPO}, Fig. 4 a",
+        "As gtpo_filter, on sums with a short and a long form.",
+        up("final reward, less that without", ON_SUMS, END, ON_SUMS + "_no_filter"),
+        down("mean entropy, less that without", ON_SUMS, m.average(ENTROPY), ON_SUMS + "_no_filter"),
+        remark=values_of(ON_SUMS, percent(FILTERED), "The filter takes ", " % of the completions."),
     ),
     trained(
         "gtpo_threshold",
@@ -131,15 +141,17 @@ GTPO_CLAIMS = (
     trained(
         "gtpo_negatives_only",
         f"{GTPO}, Fig. 4 c",
-        "A filter on completions with a negative advantage alone ends below no filter, at every threshold, and with "
-        "less entropy.",
-        *(
-            down(f"final reward with {name} on negatives, less that without a filter", arm, END, NO_FILTER)
-            for name, arm in ONLY_NEGATIVE.items()
-        ),
-        down(
-            "final entropy with 0.70 on negatives, less that without", ONLY_NEGATIVE["0.70"], m.end(ENTROPY), NO_FILTER
-        ),
+        "A filter (0.7) on completions with a negative advantage alone ends below no filter, and with less entropy.",
+        down("final reward, less that without a filter", ONLY_NEGATIVES + "_070", END, NO_FILTER),
+        down("final entropy, less that without a filter", ONLY_NEGATIVES + "_070", m.end(ENTROPY), NO_FILTER),
+        remark=values_of(ONLY_NEGATIVES + "_070", percent(FILTERED), "It takes ", " % of the completions."),
+    ),
+    trained(
+        "gtpo_negatives_only_looser",
+        f"{GTPO}, Fig. 4 c",
+        "As gtpo_negatives_only, with thresholds of 1.05 and 2.0.",
+        down("final reward with 1.05, less that without a filter", ONLY_NEGATIVES + "_105", END, NO_FILTER),
+        down("final reward with 2.0, less that without a filter", ONLY_NEGATIVES + "_200", END, NO_FILTER),
     ),
     trained(
         "gtpo_terms_on_grpo",
