@@ -228,10 +228,10 @@ def test_remarks_carry_the_numbers_of_the_runs():
     runs = {"a": [run_of(fell), run_of(fell), run_of(steady)], "b": [run_of(steady)] * 3}
     said = remarks.fall_of({"of A": ("a",), "of B": ("b",)}, "so it is.")(runs)
     assert said == "A fifth of the reward is lost by 2 of 3 runs (rollouts 22 to 22) of A, 0 of 3 runs of B: so it is."
-    lengths = {"completions__correct_length": [9.0] * 3, "completions__incorrect_length": [6.0, 6.5, 7.0]}
+    lengths: dict[str, Any] = {"completions__correct_length": [9.0] * 3, "completions__incorrect_length": [6.0, 6.5, 7.0]}
     longer = remarks.longer_when_right("a", "so.")({"a": [run_of([0.5] * 3, **lengths)] * 3})
     assert longer == "In the beginning right completions are longer than wrong ones by 2.5 ± 0 tokens: so."
-    clip = {"policy__clip_frac/low": [0.01] * 3, "policy__clip_frac/high": [0.02] * 3}
+    clip: dict[str, Any] = {"policy__clip_frac/low": [0.01] * 3, "policy__clip_frac/high": [0.02] * 3}
     taken = remarks.clipped({"PL": "a"}, "little.")({"a": [run_of([0.5] * 3, **clip)] * 3})
     assert taken == "The clip takes 3 ± 0 % of the tokens of PL: little."
     lowest = remarks.lowest_at("a", "v", "At")({"a": [run_of([0.5] * 9, v=[5.0, 4, 3, 2, 1, 2, 3, 4, 5])] * 2})
