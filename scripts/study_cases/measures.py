@@ -51,6 +51,16 @@ def average(*keys: str) -> Measure:
     return lambda run: statistics.fmean(abs(value) for key in keys for value in known(run, key))
 
 
+def peak(*keys: str, window: int = 5) -> Measure:
+    """Greatest mean absolute value, over the metrics and some rollouts in a row: what comes after a collapse is out."""
+    return lambda run: max(
+        statistics.fmean(column)
+        for column in zip(
+            *(smoothed([abs(value) for value in known(run, key)], window)[window - 1 :] for key in keys), strict=False
+        )
+    )
+
+
 def most(key: str, window: int = 5) -> Measure:
     """Greatest mean of some rollouts in a row."""
     return lambda run: max(_means(run, key, window))

@@ -147,6 +147,8 @@ def test_measures():
     assert m.until(12, "policy/entropy")(run) == pytest.approx((0.2 + 0.6 * 7 + 0.1 * 2) / 10)
     assert m.reached(0.5)(run) == 5
     assert m.reached(0.6)(run) == 21
+    moved = run_of([0.5] * 12, a=[0.0, -1.0] + [-3.0] * 5 + [0.0] * 5, b=[1.0] * 12)
+    assert m.peak("a", "b")(moved) == pytest.approx(2.0)
     evaluated = run_of([0.5] * 5, val__pass=[None, 0.2, None, 0.4, 0.6])  # type: ignore[list-item]
     assert m.last("val/pass", 2)(evaluated) == pytest.approx(0.5)
     # What dynamic sampling drops counts for the reward.
@@ -228,7 +230,10 @@ def test_remarks_carry_the_numbers_of_the_runs():
     runs = {"a": [run_of(fell), run_of(fell), run_of(steady)], "b": [run_of(steady)] * 3}
     said = remarks.fall_of({"of A": ("a",), "of B": ("b",)}, "so it is.")(runs)
     assert said == "A fifth of the reward is lost by 2 of 3 runs (rollouts 22 to 22) of A, 0 of 3 runs of B: so it is."
-    lengths: dict[str, Any] = {"completions__correct_length": [9.0] * 3, "completions__incorrect_length": [6.0, 6.5, 7.0]}
+    lengths: dict[str, Any] = {
+        "completions__correct_length": [9.0] * 3,
+        "completions__incorrect_length": [6.0, 6.5, 7.0],
+    }
     longer = remarks.longer_when_right("a", "so.")({"a": [run_of([0.5] * 3, **lengths)] * 3})
     assert longer == "In the beginning right completions are longer than wrong ones by 2.5 ± 0 tokens: so."
     clip: dict[str, Any] = {"policy__clip_frac/low": [0.01] * 3, "policy__clip_frac/high": [0.02] * 3}
