@@ -53,12 +53,14 @@ def average(*keys: str) -> Measure:
 
 def peak(*keys: str, window: int = 5) -> Measure:
     """Greatest mean absolute value, over the metrics and some rollouts in a row: what comes after a collapse is out."""
-    return lambda run: max(
-        statistics.fmean(column)
-        for column in zip(
-            *(smoothed([abs(value) for value in known(run, key)], window)[window - 1 :] for key in keys), strict=False
-        )
-    )
+
+    def measure(run: Run) -> float:
+        rows = zip(*(run["curves"].get(key, ()) for key in keys), strict=True)
+        sizes = [[abs(value) for value in row if value is not None] for row in rows]
+        means = smoothed([statistics.fmean(row) for row in sizes if row], window)
+        return max(means[min(window, len(means)) - 1 :])
+
+    return measure
 
 
 def most(key: str, window: int = 5) -> Measure:

@@ -147,7 +147,8 @@ def test_measures():
     assert m.until(12, "policy/entropy")(run) == pytest.approx((0.2 + 0.6 * 7 + 0.1 * 2) / 10)
     assert m.reached(0.5)(run) == 5
     assert m.reached(0.6)(run) == 21
-    moved = run_of([0.5] * 12, a=[0.0, -1.0] + [-3.0] * 5 + [0.0] * 5, b=[1.0] * 12)
+    # Where a rollout has no positive completions, the negative ones alone count.
+    moved = run_of([0.5] * 12, a=[0.0, -1.0] + [-3.0] * 5 + [0.0] * 5, b=[1.0] * 7 + [None] * 5)  # type: ignore[list-item]
     assert m.peak("a", "b")(moved) == pytest.approx(2.0)
     evaluated = run_of([0.5] * 5, val__pass=[None, 0.2, None, 0.4, 0.6])  # type: ignore[list-item]
     assert m.last("val/pass", 2)(evaluated) == pytest.approx(0.5)
