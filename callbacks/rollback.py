@@ -139,12 +139,16 @@ def restore(trainer: Trainer, pl_module: LightningModule, path: Path) -> dict[st
     Restored are weights, optimizers, schedules, the module's and the data module's own state, loop progress, position
     of the train loader (what it sampled ahead is dropped), the random state, and the state of all callbacks but
     checkpoints and those with the attribute ``survives_rollback``. It is to be called between two rollouts
-    (:class:`lit_grpo.callbacks.rollout_end.RolloutEnd`), on all ranks.
+    (:class:`lit_grpo.callbacks.rollout_end.RolloutEnd`), on all ranks. It waits for a checkpoint that is being written,
+    which may be this one.
 
     Returns:
         The checkpoint.
     """
     module: Any = pl_module
+    CheckpointWriter.finish_of(trainer)
+    # Rank 0 moves what all have written into place.
+    trainer.strategy.barrier()
     checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only=True)
     # Lightning's own steps of resuming a run, which read the checkpoint from the connector.
     connector = trainer._checkpoint_connector

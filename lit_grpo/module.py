@@ -15,7 +15,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -46,6 +46,7 @@ from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, S
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
 from lit_grpo.learner.run_checks import (
     check_batch,
+    check_batch_verdicts,
     check_critic_settings,
     check_minibatches,
     check_objective,
@@ -71,6 +72,7 @@ from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.given import as_optimizer, as_policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
+from lit_grpo.run.steps import counts_as_evaluation
 from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import refuse_spawning
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult, WeightForm
@@ -160,28 +162,25 @@ class LitGRPO(pl.LightningModule):
         self.critic_config = None if critic is None else from_arguments(CriticConfig, critic, "model.critic")
         self.guards = from_arguments(GuardConfig, guards, "model.guards")
         self.sharding_config = from_arguments(ShardingConfig, sharding, "model.sharding")
-        check_arguments(
-            LitGRPO.__init__,
-            {
-                "policy": self.policy_config,
-                "optimizer": self.optimizer_config,
-                "reference": self.reference_config,
-                "critic": self.critic_config,
-                "micro_batch_tokens": micro_batch_tokens,
-                "micro_batch_size": micro_batch_size,
-                "zero_advantage_samples": zero_advantage_samples,
-                "step_kl_samples": step_kl_samples,
-                "routing_replay": routing_replay,
-                "updates_per_rollout": updates_per_rollout,
-                "minibatch_prompts": minibatch_prompts,
-                "max_grad_norm": max_grad_norm,
-                "max_staleness": max_staleness,
-                "max_skipped_steps": max_skipped_steps,
-                "guards": self.guards,
-                "sharding": self.sharding_config,
-            },
-            "model",
-        )
+        arguments: dict[str, Any] = {
+            "policy": self.policy_config,
+            "optimizer": self.optimizer_config,
+            "reference": self.reference_config,
+            "critic": self.critic_config,
+            "micro_batch_tokens": micro_batch_tokens,
+            "micro_batch_size": micro_batch_size,
+            "zero_advantage_samples": zero_advantage_samples,
+            "step_kl_samples": step_kl_samples,
+            "routing_replay": routing_replay,
+            "updates_per_rollout": updates_per_rollout,
+            "minibatch_prompts": minibatch_prompts,
+            "max_grad_norm": max_grad_norm,
+            "max_staleness": max_staleness,
+            "max_skipped_steps": max_skipped_steps,
+            "guards": self.guards,
+            "sharding": self.sharding_config,
+        }
+        check_arguments(LitGRPO.__init__, arguments, "model")
         # Its numbers are overrides, of which each part of the objective knows the bounds.
         check_fields(self.objective_config, "model.objective", finite=False)
         check_policy(self.policy_config)
@@ -203,31 +202,10 @@ class LitGRPO(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
-        # Without secrets, since a checkpoint may be handed on.
-        self.save_hyperparameters(
-            masked(
-                {
-                    "policy": asdict(self.policy_config),
-                    "objective": asdict(self.objective_config),
-                    "optimizer": asdict(self.optimizer_config),
-                    "reference": asdict(self.reference_config),
-                    "critic": None if self.critic_config is None else asdict(self.critic_config),
-                    "micro_batch_tokens": micro_batch_tokens,
-                    "micro_batch_size": micro_batch_size,
-                    "zero_advantage_samples": zero_advantage_samples,
-                    "step_kl_samples": step_kl_samples,
-                    "routing_replay": routing_replay,
-                    "updates_per_rollout": updates_per_rollout,
-                    "minibatch_prompts": minibatch_prompts,
-                    "max_grad_norm": max_grad_norm,
-                    "max_staleness": max_staleness,
-                    "max_skipped_steps": max_skipped_steps,
-                    "guards": asdict(self.guards),
-                    "sharding": asdict(self.sharding_config),
-                }
-            ),
-            logger=False,
-        )
+        # The critic may have become the default one since. Without secrets, since a checkpoint may be handed on.
+        arguments |= {"objective": self.objective_config, "critic": self.critic_config}
+        plain = {name: asdict(cast(Any, value)) if is_dataclass(value) else value for name, value in arguments.items()}
+        self.save_hyperparameters(masked(plain), logger=False)
         self._resolved_policy_config = self.policy_config
         """The policy's settings with everything left open decided, once the devices are known."""
         self.policy: Policy | None = None
@@ -674,7 +652,7 @@ class LitGRPO(pl.LightningModule):
     def _train_on(self, batch: Rollout) -> None:
         started = time.perf_counter()
         staleness = self._check_staleness(batch)
-        self._check_verdicts(batch)
+        check_batch_verdicts(batch, self.objective)
         metrics, experience = StepMetrics(), make_experience(batch, self.device)
         add_rollout_metrics(metrics, batch, self.trainer.world_size)
         warmup = self.policy_version < self._warmup_rollouts
@@ -829,30 +807,6 @@ class LitGRPO(pl.LightningModule):
             )
         return staleness
 
-    def _check_verdicts(self, batch: Rollout) -> None:
-        keys = self.objective.uses_correct
-        if keys and batch.correct is None and not self.objective.demonstrations:
-            raise RuntimeError(
-                f"{self.objective.name} asks which completions are correct (by {', '.join(keys)}), and rollout "
-                f"{batch.index} does not say it: Rollout.correct is None"
-            )
-        scored, judged = batch.scored, batch.judged
-        if not keys or judged is None:
-            return
-        unjudged = ~judged if scored is None else ~judged & scored
-        if unjudged.any():
-            # Left out it would be from a total that other rewards have paid, and right or wrong it is not.
-            first = int(unjudged.nonzero()[0])
-            skipped = [repr(name) for name, values in batch.rewards.items() if values[first].isnan()]
-            raise UserError(
-                f"{self.objective.name} asks which completions are correct (by {', '.join(keys)}), and "
-                f"{' and '.join(skipped)} gave None for a completion of prompt "
-                f"{batch.prompts[first // batch.group_size].id!r} that another reward scored",
-                where="data.rewards",
-                remedy="have the others give None for it too, which leaves it out, or have one of those that say what "
-                "is right score it; or take an objective that goes by the total reward alone",
-            )
-
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""
         # Derived from the rollout and not drawn: every rank, and a run that was resumed, must cut it alike.
@@ -894,8 +848,8 @@ class LitGRPO(pl.LightningModule):
         # The numbers are alike on all ranks already, so that their mean over ranks changes none of them.
         self.log_dict(self.evaluation.metrics(), sync_dist=True)
 
-        # Sanity checking looks at a few prompts only, and a test at others.
-        if self._evaluator.stage == "val" and not self.trainer.sanity_checking:
+        # A look at a few prompts before training says nothing of them all, and a test asks others.
+        if self._evaluator.stage == "val" and counts_as_evaluation(self.trainer):
             self._best_held_out = self._evaluator.best
 
     on_test_epoch_end = on_validation_epoch_end
@@ -1070,14 +1024,15 @@ class LitGRPO(pl.LightningModule):
         if self.policy_version:
             self.objective_state = with_untouched_entropy(self.objective, self.objective_state, self.policy_version)
             return
-        if self._context is None or self._context.initial_completions is None:
+        completions = None if self._context is None else self._context.initial_completions
+        if completions is None:
             raise UserError(
                 f"{self.objective.name} compares with the entropy of the untouched model, "
                 "which only RolloutDataModule lets it measure",
                 where="model.objective.initial_entropy",
                 remedy="set initial_entropy to the measured mean, in nats",
             )
-        entropy = self.forward_runner.sequence_entropy(self._context.initial_completions(count)).double()
+        entropy = self.forward_runner.sequence_entropy(completions(count)).double()
         # Sum and number travel in one collective, and the mean is taken after it: ranks may hold different numbers.
         sums = torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])
         total, number = self.reduce_sum(sums).tolist()

@@ -53,7 +53,7 @@ ALLOWED = {
     "learner": {"distributed", "objectives", "policy", "utils"},
     "context": set(),
     "trainer": {"callbacks", "run", "tracking", "utils"},
-    "module": {"context", "distributed", "evaluation", "learner", "objectives", "policy", "trainer", "utils"},
+    "module": {"context", "distributed", "evaluation", "learner", "objectives", "policy", "run", "trainer", "utils"},
     "datamodule": {"context", "data", "engines", "evaluation", "policy", "rewards", "rollout", "utils"},
     "callbacks": {"run", "utils"},
     "callbacks.monitors": {"callbacks", "run", "utils"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis
+from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, numbers_of
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
 from lit_grpo.errors import UserError, nearest
@@ -157,11 +157,21 @@ def act(
         logger.set_tags({"diagnosis": diagnosis.name, "diagnosis_step": diagnosis.step})
     if trainer.is_global_zero:
         log_it = log.info if diagnosis.severity == "info" else log.warning
-        remedy = f" Remedy: {diagnosis.remedies[0]}." if diagnosis.remedies else ""
-        log_it("%s at step %d: %s.%s", diagnosis.severity, diagnosis.step, diagnosis.explanation, remedy)
+        log_it("%s at step %d: %s", diagnosis.severity, diagnosis.step, _told(diagnosis, list(new), action))
     if action == "stop":
         why = f" ({reason})" if reason else ""
         request_stop(trainer, f"{diagnosis.name}: {diagnosis.explanation}{why}", monitor)
+
+
+def _told(diagnosis: Diagnosis, new: Sequence[Finding], action: Action) -> str:
+    """Write what a person is told of a diagnosis: all of it, or what is new where it was told before and holds on."""
+    before = [f for f in diagnosis.findings if f not in new and f.about.diagnosis.name == diagnosis.name]
+    if action == "log" and any(f.severity == diagnosis.severity for f in before):
+        numbers = ", ".join(numbers_of(new, diagnosis.step)) or "; ".join(f.explanation for f in new)
+        title = before[0].about.diagnosis.title or before[0].explanation
+        return f"{title}, as since step {diagnosis.onset}; new: {numbers}."
+    remedy = f" Remedy: {diagnosis.remedies[0]}." if diagnosis.remedies else ""
+    return f"{diagnosis.explanation}.{remedy}"
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:

@@ -82,12 +82,7 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     ordered = (*own, *(f for f in ranked if f.about.diagnosis.name != kind.name))
     onset = min(f.onset for f in own)
     step = max(f.step for f in findings)
-    # A number that was seen earlier must not be read as one of now.
-    numbers = list(
-        dict.fromkeys(
-            _as_text(one) + (f" at step {f.step}" if f.step != step else "") for f in ordered for one in f.evidence
-        )
-    )[:5]
+    numbers = numbers_of(ordered, step)
     explanation = f"{kind.title or own[0].explanation}, began at step {onset}"
     explanation += f"; {', '.join(numbers)}" if numbers else ""
     explanation += f"; likely cause: {kind.likely_cause}" if kind.likely_cause else ""
@@ -100,6 +95,13 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
         explanation=explanation,
         remedies=tuple(dict.fromkeys(remedy for f in ordered for remedy in f.remedies)),
     )
+
+
+def numbers_of(findings: Sequence[Finding], step: int) -> list[str]:
+    """Write the evidence of some findings, at most five numbers, for a reader at a step."""
+    # A number that was seen earlier must not be read as one of now.
+    numbers = (_as_text(one) + (f" at step {f.step}" if f.step != step else "") for f in findings for one in f.evidence)
+    return list(dict.fromkeys(numbers))[:5]
 
 
 def _cause_of(symptom: Finding, ranked: Sequence[Finding]) -> Finding | None:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lit_grpo.evaluation.evaluator import EvaluationResult
 from lit_grpo.evaluation.table import table
 from lit_grpo.run.folder import run_folder, run_logger, shown
+from lit_grpo.run.steps import counts_as_evaluation
 
 
 class EvaluationWriter(Callback):
@@ -55,7 +56,7 @@ class EvaluationWriter(Callback):
     def _start(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.folder, self._started_files = None, set()
         fitting = trainer.state.fn == "fit"
-        if trainer.sanity_checking or (fitting and run_logger(trainer) is None):
+        if not counts_as_evaluation(trainer) or (fitting and run_logger(trainer) is None):
             return
         # Evaluations during a fit each get a folder of their own, or the next would overwrite the last.
         name = f"val_{int(getattr(module, 'policy_version', 0)):06d}" if fitting else stage

@@ -1,4 +1,4 @@
-"""Checks before a run: what its settings change in the objective, and what they forbid."""
+"""Checks of a run: what its settings change in the objective, and what they and its rollouts forbid."""
 
 from __future__ import annotations
 
@@ -55,6 +55,37 @@ def check_batch(batch: Any) -> None:
             where="train_dataloaders",
             remedy="trainer.fit(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION])): its loader "
             "samples with the weights of the step before",
+        )
+
+
+def check_batch_verdicts(batch: Rollout, objective: Objective) -> None:
+    """Check that a rollout says which completions are correct where the objective asks.
+
+    Raises:
+        UserError: a completion that one reward has scored was not judged by the one that says what is right.
+        RuntimeError: it says so of none.
+    """
+    keys = objective.uses_correct
+    if keys and batch.correct is None and not objective.demonstrations:
+        raise RuntimeError(
+            f"{objective.name} asks which completions are correct (by {', '.join(keys)}), and rollout "
+            f"{batch.index} does not say it: Rollout.correct is None"
+        )
+    scored, judged = batch.scored, batch.judged
+    if not keys or judged is None:
+        return
+    unjudged = ~judged if scored is None else ~judged & scored
+    if unjudged.any():
+        # Left out it would be from a total that other rewards have paid, and right or wrong it is not.
+        first = int(unjudged.nonzero()[0])
+        skipped = [repr(name) for name, values in batch.rewards.items() if values[first].isnan()]
+        raise UserError(
+            f"{objective.name} asks which completions are correct (by {', '.join(keys)}), and "
+            f"{' and '.join(skipped)} gave None for a completion of prompt "
+            f"{batch.prompts[first // batch.group_size].id!r} that another reward scored",
+            where="data.rewards",
+            remedy="have the others give None for it too, which leaves it out, or have one of those that say what "
+            "is right score it; or take an objective that goes by the total reward alone",
         )
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -40,12 +40,27 @@ def _folders(*paths: str | Path) -> tuple[str, ...]:
     return tuple({f"{one}{os.sep}" for path in paths for one in (str(path), os.path.realpath(path))})
 
 
+def _package_folders(paths: Iterable[str]) -> list[str]:
+    """Return those of some folders that packages were installed into, by ``pip install --target`` or a Python below.
+
+    A project that is installed in place is not among them: what describes it lies with the installed packages.
+    """
+    found = []
+    for path in paths:
+        # A folder on the path may be gone, or not be for this user.
+        with suppress(OSError):
+            if path and Path(path).is_dir() and next(Path(path).glob("*.dist-info"), None) is not None:
+                found.append(path)
+    return found
+
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OWN = _folders(_PACKAGE, _PACKAGE / "callbacks")
 _INSTALLED = _folders(
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *site.getsitepackages(),
     site.getusersitepackages(),
+    *_package_folders(sys.path),
 )
 
 

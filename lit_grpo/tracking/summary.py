@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_grpo.callbacks.rollout_checkpoint import LAST, RolloutCheckpoint
 from lit_grpo.errors import StopRun
 from lit_grpo.run.folder import run_folder, run_logger, shown
-from lit_grpo.run.steps import number_from_one
+from lit_grpo.run.steps import counts_as_evaluation, number_from_one
 from lit_grpo.run.stop import KEYBOARD, stop_reason
 from lit_grpo.terminal.library_output import LOG_FILE
 from lit_grpo.terminal.panels import Fact, SampleRow, show
@@ -96,7 +96,7 @@ class RunSummary(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         held_out = float(trainer.callback_metrics.get(HELD_OUT_KEY, torch.nan))
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and not math.isnan(held_out):
+        if trainer.state.fn == "fit" and counts_as_evaluation(trainer) and not math.isnan(held_out):
             self._held_out[trainer.fit_loop.epoch_loop.total_batch_idx + 1] = held_out
 
     # In the checkpoint, so that a resumed run shows its whole history.

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lit_grpo.errors import UserError, nearest
-from lit_grpo.run.steps import number_from_one
+from lit_grpo.run.steps import counts_as_evaluation, number_from_one
 
 HELD_OUT = "val/"
 """Beginning of the keys that an evaluation logs."""
@@ -23,7 +23,8 @@ class LoggedMoment(Callback):
     A run is one epoch, at whose end Lightning would ask most of them once. ``EarlyStopping`` on a metric of training is
     asked after each rollout that logs it, on ``val/...`` after each evaluation, and ``ModelCheckpoint`` on a metric of
     training compares after each rollout, unless it is given ``every_n_train_steps`` or ``train_time_interval``. A key
-    that neither a rollout nor an evaluation logs ends the run after the first of them.
+    that neither a rollout nor an evaluation logs ends the run after the first of them. An evaluation of all held-out
+    questions before training (``num_sanity_val_steps: -1``) is logged as step 0.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,13 @@ class LoggedMoment(Callback):
             value = trainer.callback_metrics.get(callback.monitor)
             if _is_of_training(callback) and value is not None and not math.isnan(float(value)):
                 callback._run_early_stopping_check(trainer)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning drops what is logged then. The untrained policy is step 0: rollouts count from 1.
+        result: Any = getattr(pl_module, "evaluation", None)
+        if result is not None and counts_as_evaluation(trainer):
+            for logger in trainer.loggers:
+                logger.log_metrics(result.metrics(), step=0)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

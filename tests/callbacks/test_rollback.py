@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, stop_reason
+from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, checkpoint_writer, stop_reason
 from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter
 from lit_grpo.callbacks.diagnosis.actions import read_journal
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import GradientNormMonitor
 from lit_grpo.callbacks.monitors.monitor import Monitor
+from lit_grpo.callbacks.rollback import CheckpointRing, restore
+from lit_grpo.callbacks.rollout_end import FIRST, RolloutEnd
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig
 from tests import tiny
@@ -390,3 +393,32 @@ def test_remedies_that_change_nothing_are_refused():
         Remedy(1.0)
     with pytest.raises(ValueError, match=r"Remedy\.lr_scale"):
         Remedy(2.0)
+
+
+def test_a_restored_checkpoint_may_still_be_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written behind the training, slowly, and gone back to before anybody has waited for it."""
+    write = checkpoint_writer.write_content
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(1.0)
+        write(*arguments)
+
+    class Back(pl.Callback):
+        versions: ClassVar[list[int]] = []
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            self.ring = CheckpointRing(1, 5)
+            self.ring.folder = tmp_path / "ring"
+            RolloutEnd.of(trainer).add(self.turn, FIRST)
+
+        def turn(self, trainer: Any, pl_module: Any) -> None:
+            self.versions.append(pl_module.policy_version)
+            if self.versions == [1, 2]:
+                self.ring.save(trainer, 2)
+                assert not self.ring.path(2).exists()
+                restore(trainer, pl_module, self.ring.path(2))
+
+    monkeypatch.setattr(checkpoint_writer, "write_content", slow)
+    back = Back()
+    tiny.trainer(callbacks=[back], default_root_dir=str(tmp_path)).fit(tiny.module(), datamodule=tiny.data(rollouts=3))
+    assert back.versions == [1, 2, 3]

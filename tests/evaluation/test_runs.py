@@ -11,6 +11,8 @@ import torch
 
 from lit_grpo.data import AdditionPrompts
 from lit_grpo.evaluation import EvaluationSet
+from lit_grpo.evaluation.writer import EvaluationWriter
+from lit_grpo.tracking import read_metrics
 from tests import tiny
 from tests.ranks import enter, on_two_ranks
 
@@ -53,6 +55,41 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     assert 0 < alone["val/seven/pass@1"] < alone["val/seven/pass@4"]
     assert {"val/seven/maj@4", "val/seven/best@4/logprob", "val/seven/greedy"} < set(alone)
     assert both == [alone] * 2
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_untrained_policy_is_evaluated_as_step_0_and_changes_nothing(tmp_path: Path, staleness: int) -> None:
+    def rows(name: str, steps: int) -> dict[int, dict[str, Any]]:
+        trainer = tiny.trainer(
+            default_root_dir=str(tmp_path / name),
+            callbacks=[EvaluationWriter()],
+            num_sanity_val_steps=steps,
+            val_check_interval=2,
+            check_val_every_n_epoch=None,
+        )
+        torch.manual_seed(0)
+        trainer.fit(tiny.module(max_staleness=staleness), datamodule=data(rollouts=2))
+        found = {row.pop("step"): row for row in read_metrics(tmp_path / name)}
+        clocks = ("time/", "wall_time", "memory/", "system/")
+        return {step: {k: v for k, v in row.items() if not k.startswith(clocks)} for step, row in found.items()}
+
+    torch.manual_seed(0)
+    module = tiny.module()
+    tiny.trainer().validate(module, datamodule=data(), verbose=False)
+    assert module.evaluation is not None
+    whole, few, none = rows("whole", -1), rows("few", 1), rows("none", 0)
+    assert whole.pop(0) == pytest.approx(module.evaluation.metrics(), abs=1e-6)
+    written = {
+        name: sorted(path.name for path in (tmp_path / name / "evaluation").iterdir()) for name in ("whole", "few")
+    }
+    assert written == {"whole": ["val_000000", "val_000002"], "few": ["val_000002"]}
+    # The first evaluation that follows one of the same questions says how they have changed.
+    assert whole[2].pop("val/seven/reward/change") == pytest.approx(
+        whole[2]["val/seven/reward"] - module.evaluation.metrics()["val/seven/reward"]
+    )
+    for key in ("val/seven/reward/change/se", "val/one/reward/change", "val/one/reward/change/se"):
+        whole[2].pop(key, None)
+    assert whole == few == none
 
 
 def test_held_out_sets_during_a_fit_are_logged_under_their_names() -> None:
