@@ -391,8 +391,8 @@ RECIPES: dict[str, Recipe] = {
         failure="Weights of single tokens are not possible.",
         source="2507.20673",
         published=(
-            "128 prompts x 8, updates of 128 completions, one pass over them (8 updates), 3000 tokens, temperature 1, lr "
-            "1e-6 constant (released script, callsys/GMPO)"
+            "128 prompts x 8, updates of 128 completions, one pass over them (8 updates), 3000 tokens, temperature 1, "
+            "lr 1e-6 constant (released script, callsys/GMPO)"
         ),
         updates=8,
     ),
