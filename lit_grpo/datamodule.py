@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,15 @@ from lit_grpo.data import BENCHMARKS, CleanConfig, PromptFormat, PromptSource
 from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, check_resumed, in_both, prepare, write_dropped
 from lit_grpo.data.sources.given import as_source
-from lit_grpo.engines import EngineContext, check_engine, make_engine
+from lit_grpo.engines import EngineContext, EngineStart, begin_engine, begins_early, check_engine, make_engine
+from lit_grpo.engines.base import EnginePolicy, StartSeconds
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.engines.given import as_engine_config
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
 from lit_grpo.policy.model.load import end_token_ids, load_model_config
+from lit_grpo.policy.outline import PolicyOutline
 from lit_grpo.rewards import Reward, check_rewards, total_range
 from lit_grpo.rewards.base import judges_of, primary_reward, weighted_range
 from lit_grpo.rewards.combine import OnError
@@ -45,6 +48,8 @@ from lit_grpo.utils.memory import screen_if_out_of_memory
 
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
+_LONG_START = 2.0
+"""Seconds from which on it is said how long an engine took to be ready."""
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -150,6 +155,11 @@ class RolloutDataModule(pl.LightningDataModule):
         self._encoded_for: dict[str, Any] = {}
         """Template and vocabulary that the prompts under each key were encoded with."""
         self._producer: RolloutGenerator | None = None
+        self._begun: tuple[EngineStart, PolicyOutline] | None = None
+        """The engine that is being started while the model is made, and what it knows of the policy."""
+        self._engine_began = 0.0
+        self.engine_start: StartSeconds | None = None
+        """How long the engine took to be ready; None: there is none yet."""
         self.other_prompts = False
         """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
@@ -212,6 +222,7 @@ class RolloutDataModule(pl.LightningDataModule):
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
                 reward.start()
+        self._give_up_start()
         if stage == "fit":
             self._check_rewards_fit_the_objective()
             if self._num_prefetch and self.engine_config.sleep:
@@ -249,6 +260,9 @@ class RolloutDataModule(pl.LightningDataModule):
                     where="data.prompts",
                     remedy="add `prompts: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: ...}}`",
                 )
+            # Supervised fine-tuning may never need its engine.
+            if not self._supervised:
+                self._begin_engine()
             self.prepare_train_prompts(self.prompts)
         elif stage == "validate":
             self._need(self._resolve("val", self.val, self.val_prompts), "val", stage)
@@ -258,9 +272,14 @@ class RolloutDataModule(pl.LightningDataModule):
             # Without any test set predict answers the questions of data.prompts.
             single = self.test_prompts if self.test or self.test_prompts else self.prompts
             self._need(self._resolve("test", self.test, single), "test", stage)
+        if stage != "fit":
+            self._begin_engine()
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
+        if self._begun is not None:
+            start, outline = self._begun
+            start.build(self._engine_context(outline))
         self.log_prompt_report()
 
     @property
@@ -461,16 +480,40 @@ class RolloutDataModule(pl.LightningDataModule):
                 ),
             )
 
+    def _begin_engine(self) -> None:
+        """Begin to start the engine where that can go on beside the learner's own start."""
+        if not begins_early(self.engine_config) or self._producer is not None:
+            return
+        outline, self._engine_began = PolicyOutline(self.learner.policy_config), time.monotonic()
+        start = begin_engine(self.engine_config, self._engine_context(outline))
+        self._begun = None if start is None else (start, outline)
+
+    def _give_up_start(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun[0].close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        # An engine that is not ready yet is nobody's; one that is may still be in use by a thread.
+        self._give_up_start()
+
     @property
     def producer(self) -> RolloutGenerator:
         """The generator of rollouts from engine and rewards, made when the first rollout is asked for."""
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
+            came = time.monotonic()
             with screen_if_out_of_memory(
                 "starting the engine", self._target_device, where="data.engine", remedies=ENGINE_REMEDIES
             ):
-                engine = make_engine(self.engine_config, context)
+                # Taken over: from here on a start that fails has closed itself.
+                begun, self._begun = self._begun, None
+                engine = make_engine(self.engine_config, context, None if begun is None else begun[0])
+            ready = time.monotonic()
+            self.engine_start = StartSeconds(ready - (came if begun is None else self._engine_began), ready - came)
+            if self.engine_start.taken > _LONG_START:
+                rank_zero_info(f"{self.engine_start}.")
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -511,10 +554,14 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def engine_context(self) -> EngineContext:
         """What an engine is built from in this stage."""
+        return self._engine_context(self.learner.policy)
+
+    def _engine_context(self, policy: EnginePolicy) -> EngineContext:
         learner = self.learner
-        longest = max(len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts)
+        # Of no prompts yet where the engine is begun before they are read; it learns the longest when it is built.
+        longest = max((len(prompt.token_ids) for one in self._sets.values() for prompt in one.prompts), default=0)
         return EngineContext(
-            policy=learner.policy,
+            policy=policy,
             policy_config=learner.policy_config,
             tokenizer=learner.tokenizer,
             end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
@@ -543,6 +590,7 @@ class RolloutDataModule(pl.LightningDataModule):
         return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
 
     def teardown(self, stage: str) -> None:
+        self._give_up_start()
         if self._producer is not None:
             self._producer.close()
             self._producer = None

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own, one or two of a group, forked from one server a session.
+"""Jobs in processes of their own, alone or as the ranks of a group, forked from one server a session.
 
 The server imports Lightning, Transformers and this package once; a fork of it is ready in milliseconds, where a new
 interpreter pays 5 to 30 seconds of imports. Every job still gets a clean process: no state of another test is in it.
@@ -40,16 +40,21 @@ def run_in_process(job: Callable[..., None], *args: Any, new_interpreter: bool =
 
 def on_two_ranks(job: Callable[[int, str], Any], folder: Path) -> list[Any]:
     """What ``job(rank, folder)`` gave on each rank. It is a function of a module that can be imported."""
+    return on_ranks(WORLD, job, folder)
+
+
+def on_ranks(count: int, job: Callable[[int, str], Any], folder: Path) -> list[Any]:
+    """What ``job(rank, folder)`` gave on each of so many ranks. It is a function of a module that can be imported."""
     port = _free_port()
-    codes = _run([(_rank, (rank, port, str(folder), job, dict(os.environ))) for rank in range(WORLD)])
-    assert codes == [0] * WORLD, f"the ranks ended with {codes}; their errors are above"
+    codes = _run([(_rank, (rank, port, str(folder), job, dict(os.environ))) for rank in range(count)])
+    assert codes == [0] * count, f"the ranks ended with {codes}; their errors are above"
     # The tests' own files, so any type may be in them.
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def enter(rank: int) -> None:
+def enter(rank: int, count: int = WORLD) -> None:
     """Before every Trainer: Lightning takes its variables away at the end of a run."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(WORLD))
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(count))
 
 
 def _run(jobs: list[tuple[Callable[..., None], tuple[Any, ...]]], method: str = "forkserver") -> list[int]:

@@ -64,6 +64,7 @@ ALLOWED = {
         "callbacks",
         "datamodule",
         "distributed",
+        "engines.vllm_processes.reserve",
         "evaluation",
         "learner",
         "module",

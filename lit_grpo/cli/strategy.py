@@ -36,7 +36,7 @@ def resolve_strategy(strategy: Any) -> Any:
         raise UserError(
             f"tensor_parallel_size is {strategy._tensor_parallel_size}, and the learner does no tensor parallelism",
             where="trainer.strategy.init_args.tensor_parallel_size",
-            remedy="leave it out; data.engine.args.tensor_parallel_size is that of vLLM's rollouts",
+            remedy="leave it out; rollouts have it with data.engine.name: vllm_server and args.tensor_parallel_size",
         )
     return FSDP2Strategy(strategy._process_group_backend, strategy._timeout)
 

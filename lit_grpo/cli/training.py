@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lit_grpo.cli.config_files import Layer, read_layers
+from lit_grpo.cli.engine_ahead import start_ahead
 from lit_grpo.cli.errors.fast_validation import validate_fast
 from lit_grpo.cli.help import help_text, wanted
 from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
@@ -23,6 +24,7 @@ def run(command: str, argv: list[str]) -> int:
         print(help_text(command, key), end="")
         return DONE
     layers = read_configuration(command, argv)
+    start_ahead(command, argv, layers)
     log.debug("importing Lightning and the model")
     # Only now, when the configuration is known to have no wrong key: this takes many seconds.
     from lit_grpo.cli.lightning_cli import TrainingCLI

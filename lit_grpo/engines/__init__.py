@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights, RolloutEngine
+from lit_grpo.engines.base import EngineContext, EngineError, EngineStart, NamedWeights, RolloutEngine
 from lit_grpo.engines.config import EngineConfig, ServerConfig
-from lit_grpo.engines.registry import check_engine, make_engine
+from lit_grpo.engines.registry import begin_engine, begins_early, check_engine, make_engine
 
 __all__ = [
     "EngineConfig",
     "EngineContext",
     "EngineError",
+    "EngineStart",
     "NamedWeights",
     "RolloutEngine",
     "ServerConfig",
+    "begin_engine",
+    "begins_early",
     "check_engine",
     "make_engine",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -98,8 +98,11 @@ class RouterRecorder(Protocol):
 class EnginePolicy(Protocol):
     """What an engine in the learner's process needs of the policy; :class:`lit_grpo.policy.Policy` is one."""
 
-    # nn.Module's attributes are typed as tensors or modules, which hides the model's `config`.
-    model: Any
+    # Not as it is: nn.Module's attributes are typed as tensors or modules, which hides the model's `config`.
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+        ...
 
     @property
     def sharded(self) -> bool:
@@ -144,6 +147,44 @@ class EngineContext:
     """True where completions must say which experts their tokens went through (``routing_replay: sampler``)."""
     wants_stop_strings: bool = False
     """True where a sampling of the run ends completions by their text (``sampling.stop``)."""
+
+
+class StartSeconds(NamedTuple):
+    """How long an engine took to be ready."""
+
+    taken: float
+    """Seconds from its begin, which may have gone on beside the learner's start."""
+    waited: float
+    """Seconds of these in which nothing but the engine was waited for."""
+
+    def __str__(self) -> str:
+        waited = "all of which" if self.taken - self.waited < 0.05 else f"{self.waited:.1f} s of which"
+        return f"the engine was ready after {self.taken:.1f} s, {waited} the learner waited"
+
+
+class EngineStart(Protocol):
+    """An engine of a run that is being started while the learner is made."""
+
+    def build(self, context: EngineContext) -> None:
+        """Go on as far as the learner is not disturbed, now that it is known what will be asked; returns at once.
+
+        Args:
+            context: of the run. Its policy may still be one without weights.
+        """
+        ...
+
+    def finish(self, context: EngineContext) -> RolloutEngine:
+        """Return the engine when it is ready, for the policy that is trained.
+
+        Raises:
+            UserError: what the engine refuses.
+            EngineError: it does not start.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the start up, and leave nothing of it behind. Safe to call twice."""
+        ...
 
 
 class EngineClass(Protocol):

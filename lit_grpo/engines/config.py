@@ -66,6 +66,7 @@ class VLLMEngineConfig:
         gpu_memory_utilization: share of the card's memory for weights and key-value cache.
         sleep: what happens on GPUs to the engine's memory while the learner trains, see :class:`EngineConfig`.
         processes: engines that share the card, see :class:`EngineConfig`.
+        cards: where engines run that have cards of their own, see :class:`EngineConfig`.
         adapters: how adapters (LoRA) come to the engine, see :class:`EngineConfig`.
         progress_seconds: longest silence of a busy process, see :class:`EngineConfig`.
         args: further arguments of ``vllm.EngineArgs``, passed on as they are.
@@ -77,6 +78,7 @@ class VLLMEngineConfig:
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
     processes: Annotated[int | Literal["auto"], Bound(least=1, most=64)] = 1
+    cards: Annotated[list[int] | None, Bound(least=0)] = None
     adapters: Literal["merged", "hot"] = "merged"
     progress_seconds: Annotated[float, Bound(above=0)] = 300.0
     args: dict[str, Any] = field(default_factory=dict)
@@ -131,6 +133,9 @@ class EngineConfig:
             2 on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
             takes what ``lit-grpo check`` has measured on this card, or else chooses by the size of the model, and says
             so.
+        cards: vllm only, on GPUs: cards for the engines of this machine's ranks, one for each rank in their order, in
+            the place of the ranks' own; numbers as these processes count them. Some cards then sample while the others
+            learn (``model.max_staleness: 1``). The engines have processes of their own, also where each rank has one.
         adapters: vllm only, with ``policy.lora``: every sync sends all weights with the adapters ``merged`` into them,
             or, ``hot``, the adapters alone, which vLLM then computes beside weights that it was given once.
         progress_seconds: vllm with ``processes`` only: a process that has something to do and neither takes a step nor
@@ -149,6 +154,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
     sleep: Literal[0, 1, 2] = 0
     processes: Annotated[int | Literal["auto"], Bound(least=1, most=64)] = 1
+    cards: Annotated[list[int] | None, Bound(least=0)] = None
     adapters: Literal["merged", "hot"] = "merged"
     progress_seconds: Annotated[float, Bound(above=0)] = 300.0
     args: dict[str, Any] = field(default_factory=dict)

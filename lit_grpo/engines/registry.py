@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from importlib import import_module
 from typing import Any, cast
 
-from lit_grpo.engines.base import EngineClass, EngineContext, RolloutEngine
+from lit_grpo.engines.base import EngineClass, EngineContext, EngineStart, RolloutEngine
 from lit_grpo.engines.config import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from lit_grpo.errors import UserError
 
@@ -29,6 +29,8 @@ class EngineEntry:
     """Import path of the engine, an :class:`lit_grpo.engines.base.EngineClass`."""
     gives_experts: bool = False
     """Whether its completions can say which experts their tokens went through."""
+    begins_early: Callable[[Any], bool] = lambda config: False
+    """Whether its start can be begun before the learner's model is there, by the class's ``begin``."""
     check: Callable[[Any, Any], None] | None = None
     """Checks its settings, beside those of the policy's adapters, before a model is loaded; imports nothing heavy."""
 
@@ -36,13 +38,12 @@ class EngineEntry:
 def _check_vllm(config: VLLMEngineConfig, lora: Any) -> None:
     from lit_grpo.engines.vllm.adapters import adapter_rank
     from lit_grpo.engines.vllm.start import check_in_process
+    from lit_grpo.engines.vllm_processes.settings import check_arguments, check_cards
 
     adapter_rank(lora, config)
     check_in_process()
-    if config.processes != 1:
-        from lit_grpo.engines.vllm_processes.settings import check_arguments
-
-        check_arguments(config.args)
+    check_arguments(config.args)
+    check_cards(config)
 
 
 def _check_server(config: VLLMServerEngineConfig, lora: Any) -> None:
@@ -55,7 +56,12 @@ ENGINES = {
     "transformers": EngineEntry(
         TransformersEngineConfig, "lit_grpo.engines.transformers.engine.TransformersEngine", gives_experts=True
     ),
-    "vllm": EngineEntry(VLLMEngineConfig, "lit_grpo.engines.vllm_processes.choose.VLLM", check=_check_vllm),
+    "vllm": EngineEntry(
+        VLLMEngineConfig,
+        "lit_grpo.engines.vllm_processes.choose.VLLM",
+        begins_early=lambda config: config.processes != 1,
+        check=_check_vllm,
+    ),
     "vllm_server": EngineEntry(
         VLLMServerEngineConfig, "lit_grpo.engines.vllm_server.engine.VLLMServer", check=_check_server
     ),
@@ -92,13 +98,41 @@ def check_engine(config: EngineConfig, wants_experts: bool = False, lora: Any = 
         entry.check(entry.config(**settings), lora)
 
 
-def make_engine(config: EngineConfig, context: EngineContext) -> RolloutEngine:
+def begins_early(config: EngineConfig) -> bool:
+    """Tell whether :func:`begin_engine` may begin the engine that ``config`` names."""
+    return config.custom_engine is None and ENGINES[config.name].begins_early(config)
+
+
+def begin_engine(config: EngineConfig, context: EngineContext) -> EngineStart | None:
+    """Begin to start the engine that ``config`` names, while the learner's model is still made.
+
+    Args:
+        config: which engine, and its settings.
+        context: of the run. Its policy need not have weights, and ``max_model_len`` may be unknown.
+
+    Returns:
+        What :func:`make_engine` makes the engine of; None: that builds it from the beginning.
+    """
+    if not begins_early(config):
+        return None
+    build: Any = load_engine_class(ENGINES[config.name].class_path)
+    return cast("EngineStart | None", build.begin(context, **engine_settings(config)))
+
+
+def make_engine(config: EngineConfig, context: EngineContext, begun: EngineStart | None = None) -> RolloutEngine:
     """Build the engine that ``config`` names, for the policy that is trained.
+
+    Args:
+        config: which engine, and its settings.
+        context: of the run.
+        begun: what :func:`begin_engine` has begun with the same ``config``.
 
     Raises:
         UserError: see :func:`check_engine`; arguments that the engine's class does not take, a method that it lacks, or
             what the engine itself refuses.
     """
+    if begun is not None:
+        return begun.finish(context)
     settings = engine_settings(config)
     path = config.custom_engine or ENGINES[config.name].class_path
     build = load_engine_class(path).from_context

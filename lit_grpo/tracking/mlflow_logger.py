@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 PARAMS_FILE = "params.json"
+QUIET_SECONDS = 30.0
+"""Seconds after which a run is made in MLflow if nothing was logged yet: importing it takes from a run's own start."""
 
 
 class RunLogger(Logger, RunRecord):
@@ -529,7 +531,7 @@ class RunLogger(Logger, RunRecord):
             # A resumed run sends what MLflow is not known to have. Some of it may have arrived just before the other
             # process died, and MLflow keeps a metric that comes twice with its time and value once.
             offset = min(note.get("sent") or 0, _size(spool.path))
-            sender = Sender(target, spool.path, offset, self._note)
+            sender = Sender(target, spool.path, offset, self._note, quiet=QUIET_SECONDS)
             if note.get("forget") is not None:
                 sender.put(self._forget_job(note["forget"]))
             self._opened = spool, sender, target

@@ -81,10 +81,17 @@ class Sender:
         spool: the JSON-lines file that the metrics are appended to.
         offset: bytes of the file that the server already has, which a resumed run does not send again.
         on_progress: called in the thread whenever the server has taken more of the file.
+        quiet: seconds in which nothing is sent before the first metrics come, or a flush asks for it. A run is starting
+            then, and what a client imports would hold its imports up.
     """
 
     def __init__(
-        self, target: Target, spool: Path, offset: int = 0, on_progress: Callable[[], None] = lambda: None
+        self,
+        target: Target,
+        spool: Path,
+        offset: int = 0,
+        on_progress: Callable[[], None] = lambda: None,
+        quiet: float = 0.0,
     ) -> None:
         self._target = target
         self._spool = spool
@@ -104,11 +111,13 @@ class Sender:
         self._progress = 0
         self._opened = False
         self._failures = 0
-        self._not_before = 0.0
+        self._not_before = time.monotonic() + quiet if quiet else 0.0
 
     def wrote(self, length: int) -> None:
         """Note that the spool has grown to ``length`` bytes."""
         with self._changed:
+            if length > self._written and not self._opened and not self._failures:
+                self._not_before = 0.0
             self._written = length
             self._wake()
 

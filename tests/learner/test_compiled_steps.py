@@ -16,6 +16,7 @@ from lit_grpo import module as module_file
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.model import compiling, load
+from lit_grpo.types import Sampling
 from tests import tiny
 from tests.learner.helpers import Given
 from tests.policy.forward.varlen_on_cpu import varlen_attn
@@ -89,6 +90,52 @@ def test_forty_steps_of_natural_lengths_compile_nothing(monkeypatch):
     graphs = fit(monkeypatch, STEPS)
     assert graphs.before > 0
     assert graphs.made == [graphs.before] * STEPS
+
+
+class Disturbing(tiny.pl.Callback):
+    """Skips steps now and then, two in a row among them, and has a step find no memory at its first attempt."""
+
+    skipped = 0
+    evaluated = 0
+
+    def veto_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> str | None:
+        skips = module.policy_version in (7, 8, 30)
+        self.skipped += skips
+        return "the test skips it" if skips else None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 40:
+            # Smaller micro-batches from here on, as after a step that found no memory.
+            pl_module.budget.halve(300)
+
+    def on_validation_epoch_end(self, *args: Any) -> None:
+        self.evaluated += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1], ids=["on-policy", "beside the learner"])
+def test_sixty_rollouts_of_a_whole_run_compile_nothing(monkeypatch, staleness):
+    """Sampled, evaluated in between by the learner's own compiled model, with skipped steps and other micro-batches."""
+    counters.clear()
+    monkeypatch.setattr(module_file, "resolve_backend",
+                        lambda config, *_: replace(config, attention="varlen", compile=True))  # fmt: skip
+    policy = PolicyConfig(tiny=TinyModel(width=32, layers=2, heads=2), compile=True)
+    optimizer = OptimizerConfig(type="torch.optim.SGD", lr=0.05)
+    module = tiny.module(
+        policy=policy, optimizer=optimizer, micro_batch_size=None, micro_batch_tokens=300, max_staleness=staleness
+    )
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in (10, 2) for b in (345, 6, 77)]
+    data = tiny.data(
+        rollouts=60, prompts_per_rollout=6, sampling=Sampling(max_new_tokens=48), val={"mine": rows, "sampled": rows}
+    )
+    graphs, disturbing = Graphs(), Disturbing()
+    tiny.trainer(callbacks=[graphs, disturbing], val_check_interval=10, num_sanity_val_steps=1).fit(module, data)
+    assert (disturbing.evaluated, disturbing.skipped) == (7, 3)
+    assert module.skipped_steps == 3
+    lengths = {len(ids) for rollout in graphs.ids for ids in rollout}
+    assert len(lengths) > 20
+    assert graphs.before > 0
+    assert graphs.made == [graphs.before] * 60
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 import json
 import threading
+import time
 
 import pytest
 
 from lit_grpo.tracking.sender import Refused, Sender
 from lit_grpo.tracking.spool import Spool, read_lines, read_metrics
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 
 class FakeTarget:
@@ -84,6 +85,26 @@ def test_everything_arrives_once_and_the_status_comes_last(setup):
     assert target.ended == ["FINISHED"]
     assert sender.unsent == 0
     assert sender.last_error == ""
+
+
+@pytest.mark.parametrize("by", ["metrics", "a flush", "time"])
+def test_a_run_that_starts_is_not_held_up_by_its_tracking(tmp_path, by):
+    spool = Spool(tmp_path / "metrics.jsonl")
+    target = FakeTarget()
+    sender = Sender(target, spool.path, quiet=0.3 if by == "time" else 600.0)
+    sender.put(lambda t: t.params({"lr": "1"}))
+    sender.wrote(0)
+    assert target.other == []
+    time.sleep(0.1)
+    assert target.other == []
+    if by == "metrics":
+        sender.wrote(spool.append({"step": 1, "wall_time": 0.0, "reward": 0.5}))
+    if by == "a flush":
+        assert sender.flush(PATIENCE)
+    wait_until(lambda: target.other == [{"lr": "1"}], "the first record")
+    # From then on as ever.
+    sender.put(lambda t: t.params({"lr": "2"}))
+    wait_until(lambda: len(target.other) == 2, "the second record")
 
 
 def test_a_server_that_comes_back_gets_what_it_missed(setup):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, ScalarNode
@@ -74,15 +75,33 @@ def _check_choice(explainer: Explainer, key: str, choices: tuple[str, ...], name
 
 def _given(explainer: Explainer, key: str) -> str | None:
     """Return the word that the last layer gives for a key; None if it gives none, or null, a number or a mapping."""
+    value = _plain_value(explainer, key)
+    return value if isinstance(value, str) else None
+
+
+def given_value(command: str, argv: Sequence[str], layers: Sequence[Layer], key: str) -> Any:
+    """Return the plain value that files and command line give for a key, as YAML reads it, before it is validated.
+
+    None where they give none, or a mapping; the environment is not looked at.
+    """
+    return _plain_value(Explainer(command, argv, layers, {}, ()), key)
+
+
+def _plain_value(explainer: Explainer, key: str) -> Any:
     if (option := explainer.option(lambda name: name == key)) is not None:
-        try:
-            value = yaml.safe_load(option[1])
-        except yaml.YAMLError:
+        text = option[1]
+    else:
+        found = find(explainer.layers, key)
+        if found is None or not isinstance(found[2], ScalarNode):
             return None
-        return value if isinstance(value, str) else None
-    found = find(explainer.layers, key)
-    node = found[2] if found is not None else None
-    return node.value if isinstance(node, ScalarNode) and node.tag == "tag:yaml.org,2002:str" else None
+        node = found[2]
+        if node.tag == "tag:yaml.org,2002:str":
+            return node.value
+        text = node.value
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
 
 
 def _check_optional(explainer: Explainer, outer: str, key: str, cls: OptionalDataclass) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from lit_grpo.commands.check.result import Result
 from lit_grpo.engines import EngineConfig, RolloutEngine
+from lit_grpo.engines.base import StartSeconds
 from lit_grpo.engines.vllm_processes.choose import measured_key, write_measured
 from lit_grpo.errors import EngineError, UserError
 from lit_grpo.types import Request, Sampling
@@ -18,6 +19,11 @@ CANDIDATES = (1, 2, 4)
 """Numbers of processes that are tried."""
 WORTH = 1.05
 """How much faster more processes must be, since each takes memory of the card for itself."""
+
+
+def start(found: StartSeconds) -> Result:
+    """Say how long the run's engine took to be ready, and how much of that the learner had to wait for."""
+    return Result("start", "pass", str(found), values=found._asdict())
 
 
 def left_open(config: EngineConfig) -> bool:

@@ -285,11 +285,10 @@ def _memory(
         found += ", adapters not counted"
     total = learner
     if str(engine["name"]) == "vllm" and policy.tiny is None and not objective.demonstrations:
-        split = int((engine.get("args") or {}).get("tensor_parallel_size") or 1)
-        weights = (4.0 if engine.get("dtype") == "float32" else 2.0) * size.parameters / split
+        weights = (4.0 if engine.get("dtype") == "float32" else 2.0) * size.parameters
         values["engine_per_card"] = int(weights)
-        # The learner's part stays on the card while vLLM samples, asleep or not.
-        total += weights
+        # The learner's part stays on the card while vLLM samples, asleep or not, unless engines have their own cards.
+        total = max(total, weights) if engine.get("cards") else total + weights
         found += f"; vLLM's weights {gib(int(weights))} a card"
     values["per_card"] = int(total)
     fitting = next((card for card in _CARDS if total <= _ROOM * card * 10**9), None)

@@ -74,6 +74,7 @@ class Preflight(Callback):
             rollout.truncation(batch, data.sampling.max_new_tokens, module.guards.max_truncated),
             rollout.mismatch(experience, module.guards.max_engine_gap),
             *([] if module.sync_result is None else [rollout.sync(module.sync_result)]),
+            *([] if data.engine_start is None else [engines.start(data.engine_start)]),
         ]
         if not self.step or not any(c.token_ids for c in batch.completions):
             trainer.should_stop = True

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ INSTALL = (
 )
 
 
+def vllm_is_installed() -> bool:
+    """Tell whether vLLM is installed, without importing it."""
+    return find_spec("vllm") is not None
+
+
 def check_installed(message: str, alternative: str = "") -> None:
     """Check that vLLM is installed, without importing it.
 
@@ -40,7 +46,7 @@ def check_installed(message: str, alternative: str = "") -> None:
     Raises:
         UserError: vLLM is not installed.
     """
-    if find_spec("vllm") is None:
+    if not vllm_is_installed():
         raise UserError(message, where=f"{KEY}.name", remedy=INSTALL + alternative)
 
 
@@ -72,13 +78,21 @@ def checked_path(model_path: str | Path) -> Path:
     raise UserError(f"{path} is no model folder: it holds no config.json", where="model.policy.path")
 
 
-def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
-    """Import vLLM and start it with ``defaults`` and the user's ``own`` arguments, which win.
+def import_ahead() -> None:
+    """Import what :func:`start` needs, in a process that is to hold an engine alone; it takes nothing on a card.
 
-    Raises:
-        UserError: an argument is unknown, or vLLM refuses a value.
-        EngineError: vLLM does not start for another reason.
+    Two thirds of a start on a CPU are these imports. ``import vllm`` alone is a third of them: its classes are loaded
+    when they are asked for, and those that run a model when there is one. What is wrong with them is said by the start.
     """
+    _settle_environment()
+    with contextlib.suppress(Exception):
+        from vllm import LLM, EngineArgs  # noqa: F401
+        from vllm.platforms import current_platform
+
+        import_module("vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker")
+
+
+def _settle_environment() -> None:
     for name, value in {
         # In this process, so that weights are passed by reference.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -86,6 +100,16 @@ def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
         "VLLM_LOGGING_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
+    """Import vLLM and start it with ``defaults`` and the user's ``own`` arguments, which win.
+
+    Raises:
+        UserError: an argument is unknown, or vLLM refuses a value.
+        EngineError: vLLM does not start for another reason.
+    """
+    _settle_environment()
     try:
         from vllm import LLM, EngineArgs
         from vllm.platforms import current_platform

@@ -72,6 +72,14 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
 def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
     """Return whether the kernels read this model's weights from the very tensors that they are loaded into.
 
+    Of a model with adapters no: whether its layers may be written into past vLLM's reload was not tried on a card.
+    """
+    return vllm_config.lora_config is None and _kept_as_loaded(model, vllm_config)
+
+
+def _kept_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
+    """Return whether nothing was made of a model's weights since they were loaded; layers of adapters are taken off.
+
     Every module that does anything after loading must be one of which it is known that it does nothing to weights on a
     CUDA device, and every parameter must still be of the class, shape, strides and number format that vLLM noted before
     it loaded the model.
@@ -81,7 +89,7 @@ def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    if not _on_cuda() or vllm_config.model_config.quantization is not None or vllm_config.lora_config is not None:
+    if not _on_cuda() or vllm_config.model_config.quantization is not None:
         return False
     # The scales of a quantized cache are set by a reload.
     if vllm_config.cache_config.cache_dtype not in _PLAIN_CACHES:
@@ -329,11 +337,13 @@ def own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copy_from_twin(model: nn.Module, vllm_config: Any, tensors: NamedWeights) -> None:
     """Fill vLLM's ``model`` with what :func:`own_tensors` gave of the same model in another process.
 
+    Layers of adapters are taken off on both sides.
+
     Raises:
         ValueError: this model keeps more than its tensors show, or the twin's are not those of the same model. The
             model then must not be used before a reload.
     """
-    if not weights_stay_as_loaded(model, vllm_config):
+    if not _kept_as_loaded(model, vllm_config):
         raise ValueError("the model packs its weights after loading, so that they cannot be taken from another process")
     own = dict(own_tensors(model))
     with torch.no_grad():

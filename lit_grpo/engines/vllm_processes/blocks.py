@@ -19,13 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_grpo.engines.base import NamedWeights
+from lit_grpo.engines.base import EngineError, NamedWeights
 
 BLOCK_BYTES = 2**28
 """Size of the buffer; it grows to hold a larger weight."""
 _ALIGNMENT = 256
 _DEVICE = 6
 """Place of the device's number among the arguments that rebuild a tensor from its handle."""
+
+
+Handle = tuple[str | None, tuple[Any, ...]]
+"""The UUID of the card where a buffer lies, None for a file, and what it is opened with."""
 
 
 class Entry(NamedTuple):
@@ -63,14 +67,13 @@ class Buffer:
             self._file = str(folder / f"block-{secrets.token_hex(6)}")
             self.bytes = torch.from_file(self._file, shared=True, size=size, dtype=torch.uint8)
 
-    def handle(self) -> tuple[Any, ...]:
+    def handle(self) -> Handle:
         """Return what one receiver opens it with; on a card every receiver needs a handle of its own."""
         if self._file is not None:
-            return self._file, len(self.bytes)
+            return None, (self._file, len(self.bytes))
         from torch.multiprocessing.reductions import reduce_tensor
 
-        arguments: tuple[Any, ...] = reduce_tensor(self.bytes)[1]
-        return arguments
+        return _uuid(self.bytes.device.index), reduce_tensor(self.bytes)[1]
 
     def close(self) -> None:
         """Remove the file; whoever has opened it keeps the memory."""
@@ -120,17 +123,37 @@ def packed(
         buffer.close()
 
 
-def opened(handle: tuple[Any, ...]) -> Tensor:
-    """Return the buffer behind a handle of another process, on this process's only card."""
-    if isinstance(handle[0], str):
-        return torch.from_file(handle[0], shared=True, size=handle[1], dtype=torch.uint8)
+def opened(handle: Handle) -> Tensor:
+    """Return the buffer behind a handle of another process, on the card where it lies.
+
+    Raises:
+        EngineError: this process does not see that card.
+    """
+    card, details = handle
+    if card is None:
+        return torch.from_file(details[0], shared=True, size=details[1], dtype=torch.uint8)
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    arguments: list[Any] = list(handle)
-    # The card has another number in a process that sees more of them.
-    arguments[_DEVICE] = torch.cuda.current_device()
+    arguments: list[Any] = list(details)
+    arguments[_DEVICE] = number_of(card)
     buffer: Tensor = rebuild_cuda_tensor(*arguments)
     return buffer
+
+
+def number_of(card: str) -> int:
+    """Return the number that a card has in this process, which may see others than the one that named it.
+
+    Raises:
+        EngineError: this process does not see the card.
+    """
+    known = [_uuid(number) for number in range(torch.cuda.device_count())]
+    if card not in known:
+        raise EngineError(f"the weights lie on the card {card}, and this process sees {', '.join(known) or 'none'}")
+    return known.index(card)
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def settle(device: torch.device) -> None:

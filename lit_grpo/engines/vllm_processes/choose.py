@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lit_grpo.engines.base import EngineContext, RolloutEngine
+from lit_grpo.engines.base import EngineContext, EngineStart, RolloutEngine
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.utils.files import write_atomically
 
@@ -46,21 +46,45 @@ class VLLM:
     def from_context(cls, context: EngineContext, **settings: Any) -> RolloutEngine:
         """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`."""
         from lit_grpo.engines.vllm.engine import VLLMEngine
-        from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
+
+        if (begun := cls.begin(context, **settings)) is not None:
+            return begun.finish(context)
+        config = VLLMEngineConfig(**settings)
+        _say(config, choose(config, context))
+        return VLLMEngine.from_context(context, **settings)
+
+    @classmethod
+    def begin(cls, context: EngineContext, **settings: Any) -> EngineStart | None:
+        """Begin to start the processes of a run's engine; None: it is in this process, and is built when it is needed.
+
+        Of the policy in ``context`` no more is looked at than its configuration and the sizes of its weights.
+        """
+        from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 
         config = VLLMEngineConfig(**settings)
         choice = choose(config, context)
-        if config.processes == "auto":
-            from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-            rank_zero_info(f"data.engine.processes: auto is {choice.processes}: {choice.reason}.")
         if not choice.own:
-            return VLLMEngine.from_context(context, **settings)
-        return VLLMProcesses.from_context(context, **settings | {"processes": choice.processes})
+            return None
+        _say(config, choice)
+        return EarlyProcesses(context, config, choice.processes)
+
+
+def _say(config: VLLMEngineConfig, choice: Choice) -> None:
+    """Say what was chosen, where the configuration leaves it open."""
+    if config.processes == "auto":
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+        rank_zero_info(f"data.engine.processes: auto is {choice.processes}: {choice.reason}.")
 
 
 def choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
     """Return how many processes a run has, and why."""
+    choice = _choose(config, context)
+    # An engine in this process is on its card.
+    return choice if config.cards is None else choice._replace(own=True)
+
+
+def _choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
     if config.processes != "auto":
         return Choice(config.processes, config.processes > 1, "as set")
     model = context.policy.model

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
-from lit_grpo.engines.config import VLLMEngineConfig
+from lit_grpo.engines.base import EngineError, NamedWeights
 from lit_grpo.engines.vllm.requests import check_requests
-from lit_grpo.engines.vllm.settings import engine_options, model_config_of
 from lit_grpo.engines.vllm.start import check_in_process, checked_path
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.settings import per_process
@@ -53,8 +49,9 @@ class VLLMProcesses:
             processes.
         policy_model: the transformers model whose weights come by ``sync``, as of ``VLLMEngine``.
         current_weights: gives the weights of the last sync once more; None: they may have changed since.
-        scratch: folder for what is handed over, which is removed with the engine; None: one is made.
+        group: processes that were begun with these options already; None: they are started here.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        card: number of the card that the processes run on which are started here; None: this process's own.
         progress_seconds: a process that has something to do and neither takes a step nor answers for so long is killed
             and started again, as one that has died. No step of vLLM may take as long, the first one included.
         options: the other arguments of ``VLLMEngine``. What is a share of something (memory, ``max_num_seqs``) is that
@@ -74,8 +71,9 @@ class VLLMProcesses:
         policy_tokenizer: Any = None,
         policy_model: Any = None,
         current_weights: Callable[[], NamedWeights] | None = None,
-        scratch: Path | None = None,
+        group: EngineGroup | None = None,
         weight_files: bool | None = None,
+        card: int | None = None,
         progress_seconds: float = 300.0,
         **options: Any,
     ) -> None:
@@ -90,18 +88,21 @@ class VLLMProcesses:
         self._shares = Shares(processes, part["max_num_seqs"])
         self._inboxes: dict[int, deque[Completion | Exception]] = {}
         """What has come for each open generation and was not yet taken."""
-        self._group = EngineGroup(
+        self._group = group or EngineGroup(
             processes,
             (str(path), part, policy_tokenizer),
-            make_scratch_folder(None, 0) if scratch is None else scratch,
+            make_scratch_folder(None, 0),
+            progress_seconds=progress_seconds,
+            adapted=options.get("adapter_rank") is not None,
+            weight_files=weight_files,
+            card=card,
+        )
+        self._group.connect(
             take=self._take,
             lost=self._shares.take_back,
             busy=lambda i: bool(self._shares.given[i]),
-            progress_seconds=progress_seconds,
-            adapted=options.get("adapter_rank") is not None,
             policy_model=policy_model,
             current_weights=current_weights,
-            weight_files=weight_files,
         )
         try:
             self._group.start()
@@ -110,36 +111,11 @@ class VLLMProcesses:
             raise
         self.max_model_len: int = self._group.facts["max_model_len"]
 
-    @classmethod
-    def from_context(cls, context: EngineContext, *, processes: int, **settings: Any) -> Self:
-        """Build the engine of a run; ``settings`` are those of :class:`lit_grpo.engines.config.VLLMEngineConfig`."""
-        config = VLLMEngineConfig(**settings)
-        options = engine_options(context, config)
-        policy = context.policy
-        # The learner stands still while an engine samples that is not beside it, so its weights are those of the last
-        # sync. Gathering shards takes all ranks.
-        still = not context.beside_learner and not policy.sharded
-        # A quantized weight has the shape of what it stands for elsewhere.
-        weight_bytes = sum(getattr(p, "quant_state", p).shape.numel() * 4 for p in policy.model.parameters())
-        scratch = make_scratch_folder(None, weight_bytes)
-        try:
-            # It stays: a process that is started again reads it again.
-            model_config_of(context).save_pretrained(scratch / "model")
-            return cls(
-                scratch / "model",
-                processes=processes,
-                policy_tokenizer=context.tokenizer if context.wants_stop_strings else None,
-                policy_model=policy.model,
-                current_weights=partial(policy.named_weights, "merged" if options["adapter_rank"] is None else "apart")
-                if still
-                else None,
-                progress_seconds=config.progress_seconds,
-                scratch=scratch,
-                **options,
-            )
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+    @property
+    def cache_bytes(self) -> int | None:
+        """Size of each process's key-value cache, where vLLM found it by measuring the card; None elsewhere."""
+        found = self._group.facts.get("cache_bytes")
+        return None if found is None else int(found)
 
     @property
     def policy_version(self) -> int:

@@ -8,6 +8,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from lit_grpo.engines.base import EngineError, NamedWeights
 from lit_grpo.engines.vllm.adapters import split
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm_processes.blocks import Buffer, packed, settle
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone, Hung
+from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone, Hung
+from lit_grpo.engines.vllm_processes.reserve import Reserve
 from lit_grpo.engines.vllm_processes.settings import environment
 from lit_grpo.engines.vllm_server.weights import write_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import WeightForm
+from lit_grpo.utils.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ _WAITS = 20
 """Waits after which a silent process hangs; processes speak as often."""
 
 Message = tuple[Any, ...]
+Build = tuple[str, dict[str, Any], Any]
+"""What a process makes its engine of: path, options, tokenizer."""
 
 
 class EngineGroup:
@@ -41,48 +46,50 @@ class EngineGroup:
 
     Args:
         count: number of processes.
-        build: what each of them makes its engine of: path, options, tokenizer.
+        build: what each of them makes its engine of; None: :meth:`build_ahead` tells it.
         scratch: folder for what is handed over, which is removed with the group.
-        take: is given (process, message) where a message answers nothing.
-        lost: is told of each process that has died, before it is started again.
-        busy: tells whether a process has samples to draw, so that it must take steps.
         progress_seconds: a process that has something to do and is silent for so long hangs.
         adapted: the weights come in the form that :attr:`wanted_weights` names, and not with adapters merged in.
-        policy_model: the transformers model whose weights come, which knows their names on disk; None: they come under
-            such names.
-        current_weights: gives the weights that were loaded last once more; None: they may have changed since.
         weight_files: hand weights over as files, which stay for a process that is started again; None: on CPU alone.
+        card: number of the card that the processes run on; None: this process's own.
+        reserve: processes that run already, ``count`` of them with this ``scratch``; None: they are started here.
     """
 
     def __init__(
         self,
         count: int,
-        build: tuple[str, dict[str, Any], Any],
+        build: Build | None,
         scratch: Path,
         *,
-        take: Callable[[int, Message], None],
-        lost: Callable[[int], None],
-        busy: Callable[[int], bool],
         progress_seconds: float,
         adapted: bool = False,
-        policy_model: Any = None,
-        current_weights: Callable[[], NamedWeights] | None = None,
         weight_files: bool | None = None,
+        card: int | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
-        self._build, self._scratch, self._take, self._note_lost = build, scratch, take, lost
-        self._busy, self._progress_seconds = busy, progress_seconds
+        self._build, self._scratch, self._progress_seconds = build, scratch, progress_seconds
+        # Nothing is sampled, and nothing lost, before `connect`.
+        self._take: Callable[[int, Message], None] = lambda i, message: None
+        self._note_lost: Callable[[int], None] = lambda i: None
+        self._busy: Callable[[int], bool] = lambda i: False
         self._silent = [0.0] * count
         """Seconds that a busy process was waited for since something came from it."""
         self._adapted, self._holds_base = adapted, False
-        self._policy_model, self._current_weights = policy_model, current_weights
+        self._policy_model: Any = None
+        self._current_weights: Callable[[], NamedWeights] | None = None
         on_card = torch.cuda.is_available()
         # Of the thread that builds the engine: others, in which a process may have to be mended, begin with card 0.
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
         self._weight_files = not on_card if weight_files is None else weight_files
-        self._log = EngineLog()
-        self._processes = [
-            EngineProcess(environment(count), scratch, self._log, progress_seconds) for _ in range(count)
-        ]
+        if reserve is None:
+            reserve = Reserve(count, environment(count, card=card), scratch, progress_seconds)
+        self._log, self._processes = reserve.hand_over()
+        self._ahead = DaemonThreads(1, "engine_start")
+        """Starts processes beside the caller, one thing after the other."""
+        self._begun: list[Future[None]] = []
+        self._prepared, self._unbuilt = False, list(range(count))
+        self._assumed = False
+        """Whether the size of the caches is what an earlier run has measured."""
         self._holds_weights = [False] * count
         """Which processes run and have the weights that were loaded last."""
         self._deaths = 0
@@ -93,24 +100,87 @@ class EngineGroup:
         self.facts: dict[str, Any] = {}
         """What the engines say of themselves."""
         # A run that ends with an exception closes nothing.
-        self._clean_up = weakref.finalize(self, _clean_up, self._processes, scratch)
+        self._clean_up = weakref.finalize(self, _clean_up, self._processes, scratch, self._ahead)
 
     def __len__(self) -> int:
         return len(self._processes)
 
+    def connect(
+        self,
+        *,
+        take: Callable[[int, Message], None],
+        lost: Callable[[int], None],
+        busy: Callable[[int], bool],
+        policy_model: Any = None,
+        current_weights: Callable[[], NamedWeights] | None = None,
+    ) -> None:
+        """Tell whom the processes sample for, before the first of them is asked to.
+
+        Args:
+            take: is given (process, message) where a message answers nothing.
+            lost: is told of each process that has died, before it is started again.
+            busy: tells whether a process has samples to draw, so that it must take steps.
+            policy_model: the transformers model whose weights come, which knows their names on disk; None: they come
+                under such names.
+            current_weights: gives the weights that were loaded last once more; None: they may have changed since.
+        """
+        self._take, self._note_lost, self._busy = take, lost, busy
+        self._policy_model, self._current_weights = policy_model, current_weights
+
+    def prepare_ahead(self) -> None:
+        """Begin to start the processes, up to where they take memory on a card, and return at once."""
+        self._begun.append(self._ahead.submit(self._prepare, range(len(self))))
+
+    def build_ahead(self, build: Build, cache_bytes: int | None = None) -> None:
+        """Begin to build the engines as well, where a learner may take and free memory on the card meanwhile.
+
+        vLLM finds out what room there is for keys and values by how much of the card is gone after a trial. Memory that
+        the learner takes during it would be missing in every engine, and where the learner frees some vLLM gives up. So
+        an engine that has to measure is not built before :meth:`start`, when the learner stands still; who knows the
+        size measures nothing, and does not mind.
+
+        Args:
+            build: what they make their engines of.
+            cache_bytes: the size that an earlier run has measured with the same settings on the same card.
+        """
+        self._build = build
+        if cache_bytes is not None and self._measures:
+            self.facts["cache_bytes"], self._assumed = cache_bytes, True
+        # Nor is a learner disturbed that compiles for the first time and times its kernels on the card: the first run
+        # with some settings is one that measures, and later ones find their kernels chosen.
+        if not self._must_measure:
+            self._begun.append(self._ahead.submit(self._make, self._unbuilt))
+
     def start(self) -> None:
-        """Start all processes, with the weights of the folder.
+        """Start all processes, with the weights of the folder, or wait for those that were begun ahead.
 
         Raises:
             UserError: vLLM refuses its options.
             EngineError: one does not start for another reason.
         """
         try:
-            self._start(range(len(self)))
+            try:
+                self._go_on_from_ahead()
+            except (Gone, EngineError, UserError) as error:
+                if not self._assumed or self.closed:
+                    raise
+                log.warning("vLLM did not start with the cache of an earlier run, and measures anew: %r.", error)
+                self.facts, self._assumed, self._unbuilt = {}, False, []
+                for process in self._processes:
+                    process.stop()
+                self._start(range(len(self)))
         except (Gone, EngineError) as error:
             what = "a process of vLLM ended before it was ready" if isinstance(error, Gone) else str(error)
             raise EngineError(f"{what}. {self._log.tail()}") from error
         self._holds_weights = [True] * len(self)
+
+    def _go_on_from_ahead(self) -> None:
+        began, self._begun = self._begun, []
+        for future in began:
+            future.result()
+        if not self._prepared:
+            self._prepare(range(len(self)))
+        self._make(self._unbuilt)
 
     @property
     def whole(self) -> bool:
@@ -155,31 +225,59 @@ class EngineGroup:
             UserError: vLLM refuses its options.
             EngineError: it does not start for another reason.
         """
-        started = time.monotonic()
+        self._prepare(which)
+        self._make(list(which))
+
+    def _prepare(self, which: Sequence[int]) -> None:
+        """Start processes, which import vLLM and take nothing on the card yet; they do so all at once.
+
+        Raises:
+            Gone: one ended.
+            EngineError: one does not answer.
+        """
         for i in which:
-            self._processes[i].start()
+            if not self._processes[i].running:
+                self._processes[i].start()
+            self._processes[i].patience = self._progress_seconds
             self._processes[i].send(("prepare", self._progress_seconds / _WAITS))
             self._silent[i] = 0.0
         for i in which:
             self._reply(i, "prepared", seconds=_START_SECONDS)
-        waiting = list(which)
+        self._prepared = True
+
+    @property
+    def _measures(self) -> bool:
+        """Whether vLLM finds the size of its cache by what is free on a card, unless it is told."""
+        assert self._build is not None
+        return torch.cuda.is_available() and "kv_cache_memory_bytes" not in self._build[1]
+
+    @property
+    def _must_measure(self) -> bool:
+        return self._measures and not self.facts.get("cache_bytes")
+
+    def _make(self, waiting: list[int]) -> None:
+        """Have processes that are prepared build their engines, and take each out of the list that is ready.
+
+        Raises:
+            Gone: one ended before it was ready.
+            UserError: vLLM refuses its options.
+            EngineError: it does not build for another reason.
+        """
+        assert self._build is not None
+        path, options, tokenizer = self._build
         while waiting:
-            path, options, tokenizer = self._build
-            # vLLM measures how much of the card it takes itself by how much is gone, so no two may do so at once, nor
-            # one beside a learner that trains. What the first has found holds for the others, and for later starts.
+            # No two may measure the card at once, see build_ahead. What the first has found holds for the others, and
+            # for later starts: they load weights and capture graphs beside each other.
             measured = self.facts.get("cache_bytes")
-            measures = torch.cuda.is_available() and "kv_cache_memory_bytes" not in options
-            if measures and measured:
-                options = {**options, "kv_cache_memory_bytes": measured}
-            turn = waiting[:1] if measures and not measured else waiting
+            turn = waiting[:1] if self._must_measure else list(waiting)
+            told = {"kv_cache_memory_bytes": measured} if self._measures and measured else {}
             for i in turn:
-                self._processes[i].send(("build", path, options, tokenizer))
+                self._processes[i].send(("build", path, options | told, tokenizer))
             for i in turn:
                 (facts,) = self._reply(i, "ready", seconds=_START_SECONDS)
                 # One that was told the size has measured nothing.
                 self.facts = {**facts, "cache_bytes": facts["cache_bytes"] or measured}
-            waiting = waiting[len(turn) :]
-        log.debug("%d engine processes were ready after %.1f s", len(which), time.monotonic() - started)
+                waiting.remove(i)
 
     # ---------------------------------------------------------------------------------------------- messages
 
@@ -439,11 +537,12 @@ class EngineGroup:
             raise
 
 
-def _clean_up(processes: Sequence[EngineProcess], scratch: Path) -> None:
+def _clean_up(processes: Sequence[EngineProcess], scratch: Path, ahead: DaemonThreads) -> None:
+    ahead.shutdown()
     # All are told before the first is waited for.
     for process in processes:
         with contextlib.suppress(Gone):
             process.send(("close",))
     for process in processes:
-        process.stop()
+        process.close()
     shutil.rmtree(scratch, ignore_errors=True)

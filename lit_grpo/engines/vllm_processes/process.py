@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.engines.vllm_server.process import LAUNCHER_VARIABLES, ROOT, SUPERVISOR
+from lit_grpo.engines.vllm_server.process import ROOT, SUPERVISOR, without_launcher
 from lit_grpo.engines.vllm_server.supervisor import PASSED
 
 WORKER = "lit_grpo.engines.vllm_processes.worker"
@@ -55,6 +56,20 @@ class Hung(Gone):
     """The process is there and does nothing."""
 
 
+def _hang_up(connection: Connection) -> None:
+    """Close a connection; a thread that waits for a message on it learns of that at once."""
+    # Closing alone would leave that thread waiting, on a number that the next file to be opened gets.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _limit(line: socket.socket, seconds: float) -> None:
+    # A process that is stopped in the middle of a message, or does not read, would block this one for ever.
+    for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        line.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*_parts(seconds)))
+
+
 def _parts(seconds: float) -> tuple[int, int]:
     """Return whole seconds and the microseconds beside them; both 0 would stand for no limit."""
     whole, micro = divmod(max(1, round(seconds * 1e6)), 1_000_000)
@@ -76,21 +91,32 @@ class EngineProcess:
     """
 
     def __init__(self, env: Mapping[str, str | None], scratch: Path, log: EngineLog, patience: float = 300.0) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        self._env = {name: value for name, value in {**inherited, **env}.items() if value is not None}
+        wanted = {**without_launcher(os.environ), **env}
+        self._env = {name: value for name, value in wanted.items() if value is not None}
         # On its path, so that it finds lit_grpo in an uninstalled checkout too.
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
         self._scratch, self._log, self._patience = scratch, log, patience
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        # A run may be given up while a thread is still starting its processes.
+        self._lock = threading.RLock()
+        self._closed = False
 
     def start(self) -> None:
-        """Start the process; one that runs is ended first."""
-        self.stop()
+        """Start the process; one that runs is ended first.
+
+        Raises:
+            Gone: it was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise Gone
+            self.stop()
+            self._launch()
+
+    def _launch(self) -> None:
         ours, theirs = socket.socketpair()
-        # A process that is stopped in the middle of a message, or does not read, would block this one for ever.
-        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*_parts(self._patience)))
+        _limit(ours, self._patience)
         with theirs, self._log.path.open("ab") as log:
             command = [sys.executable, "-m", WORKER, str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -103,6 +129,28 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
+
+    @property
+    def running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All variables that the process has, or will have."""
+        return dict(self._env)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a message that the process has begun to write or to read has failed."""
+        return self._patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._patience = seconds
+        if self._connection is not None:
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
+                _limit(line, seconds)
 
     @property
     def connection(self) -> Connection:
@@ -148,16 +196,23 @@ class EngineProcess:
             raise Gone from error
         return message
 
+    def close(self) -> None:
+        """End the process for good: a thread that is about to start it then finds it gone. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            self.stop()
+
     def stop(self, kill: bool = False) -> None:
         """End the process and everything it started. Safe to call twice.
 
         Args:
             kill: at once, since it would not hear.
         """
-        connection, self._connection = self._connection, None
-        process, self._process = self._process, None
+        with self._lock:
+            connection, self._connection = self._connection, None
+            process, self._process = self._process, None
         if connection is not None:
-            connection.close()
+            _hang_up(connection)
         if process is None:
             return
         if kill:

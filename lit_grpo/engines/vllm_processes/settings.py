@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY
 from lit_grpo.errors import UserError
 
@@ -17,17 +19,21 @@ _SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
-    """Check the further arguments of an engine of several processes.
+    """Check the further arguments of an engine that each rank of a run has for itself.
 
     Raises:
         UserError: one spreads an engine over several cards.
     """
+    # In one process vLLM spreads an engine over the ranks that call it alike, and the ranks of a run each have their
+    # own prompts: they would wait for each other for ever.
     for name in _SPREAD:
         if args.get(name) not in (None, 1):
             raise UserError(
-                f"{KEY}.processes puts several engines on one card, and args.{name}: {args[name]} one on several",
+                f"each rank samples its own prompts with an engine on its own card, and args.{name}: {args[name]} "
+                "spreads one engine over several",
                 where=f"{KEY}.args.{name}",
-                remedy=f"leave it out, or set {KEY}.processes: 1",
+                remedy=f"leave it out; a model that fits no single card is sampled by {KEY}.name: vllm_server, which "
+                f"takes args.{name}, with its cards in {KEY}.server.env.CUDA_VISIBLE_DEVICES",
             )
 
 
@@ -52,14 +58,79 @@ def per_process(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
     return part
 
 
-def environment(processes: int) -> dict[str, str | None]:
-    """Return what the processes' environment has besides this one's; None: what it has not."""
+def check_cards(config: VLLMEngineConfig) -> None:
+    """Check the cards of engines that have cards of their own, as far as one process can.
+
+    Raises:
+        UserError: there are no such cards, one is named twice, or the engines are to sleep on them.
+    """
+    if config.cards is None:
+        return
+    where, there = f"{KEY}.cards", torch.cuda.device_count()
+    if missing := [number for number in config.cards if number >= there]:
+        raise UserError(
+            f"there is no card {missing[0]}: this process sees {there}",
+            where=where,
+            remedy="count from 0, among the cards that CUDA_VISIBLE_DEVICES leaves; or leave it out, for engines on "
+            "the ranks' own cards",
+        )
+    if len(set(config.cards)) < len(config.cards) or not config.cards:
+        raise UserError(
+            f"{config.cards} names a card twice, or none", where=where, remedy="name one card for each rank"
+        )
+    if config.sleep:
+        raise UserError(
+            "engines on cards of their own have nobody to give their memory to while they sleep",
+            where=f"{KEY}.sleep",
+            remedy=f"leave it out, or {where}",
+        )
+
+
+def card_of_rank(cards: Sequence[int] | None) -> int | None:
+    """Return the card that this rank's engines run on, None for its own. All ranks must call it.
+
+    Raises:
+        UserError: this machine has not as many ranks as cards are named.
+    """
+    if cards is None:
+        return None
+    rank, names = 0, [socket.gethostname()]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # No launcher tells how many ranks a machine has in a way that all others share.
+        rank, own = torch.distributed.get_rank(), names[0]
+        names = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(names, own)
+    here = [number for number, name in enumerate(names) if name == names[rank]]
+    if len(here) != len(cards):
+        raise UserError(
+            f"{len(here)} ranks train on this machine, and {len(cards)} cards are named for their engines",
+            where=f"{KEY}.cards",
+            remedy="name one for each rank: trainer.devices: 4 with cards: [4, 5, 6, 7]",
+        )
+    return cards[here.index(rank)]
+
+
+def environment(processes: int, number: int | None = None, card: int | None = None) -> dict[str, str | None]:
+    """Return what the processes' environment has besides this one's; None: what it has not.
+
+    Args:
+        processes: number of processes, which share this machine's cores where it has no card.
+        number: of this process's card, as it counts them; None: its present one.
+        card: number of the card that they run on; None: this process's own.
+    """
     if torch.cuda.is_available():
-        number = torch.cuda.current_device()
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-        card = visible[number].strip() if visible else str(number)
+        own = _name_of_card(torch.cuda.current_device() if number is None else number)
+        # An engine runs on the first card that it sees. The learner's is seen for the weights that lie there.
+        named = own if card is None else _name_of_card(card)
+        seen = named if named == own else f"{named},{own}"
         # What these processes do on a CPU is Python; threads of torch would only wait for each other.
-        return {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"}
+        return {"CUDA_VISIBLE_DEVICES": seen, "OMP_NUM_THREADS": "1"}
     threads = max(1, torch.get_num_threads() // processes)
     # vLLM binds its threads to the first cores that it finds, which would be the same ones in all processes.
     return {"OMP_NUM_THREADS": str(threads), _BINDING: os.environ.get(_BINDING, "nobind"), _CPU_CACHE: None}
+
+
+def _name_of_card(number: int) -> str:
+    """Return what the machine calls a card that has this number in this process."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[number].strip() if visible else str(number)

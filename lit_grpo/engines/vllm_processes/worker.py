@@ -4,7 +4,8 @@
 
 Messages are tuples whose first entry says what they are. In, and what is answered:
 
-    prepare seconds                        prepared          longest silence while samples are drawn
+    import                                                   what vLLM needs
+    prepare seconds                        prepared          the same; longest silence while samples are drawn
     build path options tokenizer           ready {max_model_len, vocab_size, cache_bytes}
     work [(number, request, sampling)]     done [(number, position, ids, logprobs, reason, version)], step by step;
                                            step              where none ended for so long
@@ -103,12 +104,16 @@ class Worker:
 
     # ---------------------------------------------------------------------------------------------- sampling
 
+    def _do_import(self) -> None:
+        # Where it was done already it takes no time.
+        from lit_grpo.engines.vllm.start import import_ahead
+
+        import_ahead()
+
     def _do_prepare(self, silence: float) -> None:
         self._silence = silence
-        # Most of a start is this import; it is done before anybody's turn to take memory has come. What is wrong with
-        # it is said when the engine is built.
-        with contextlib.suppress(Exception):
-            import vllm  # noqa: F401
+        # Done before anybody's turn to take memory has come.
+        self._do_import()
         self._send("prepared")
 
     def _do_build(self, path: str, options: dict[str, Any], tokenizer: Any) -> None:
@@ -186,7 +191,8 @@ class Worker:
                 buffer = opened(details[0])
                 continue
             # Copies: vLLM holds on to weights of layers that are not complete, and to those that others are tied to.
-            weights = [(entry.name, entry.of(buffer).clone()) for entry in details[0]]
+            # On the engine's own card, which need not be the one where the buffer lies.
+            weights = [(entry.name, entry.of(buffer).to(self._device, copy=True)) for entry in details[0]]
             settle(self._device)
             self._send("taken")
             while weights:

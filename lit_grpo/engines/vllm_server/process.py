@@ -35,17 +35,23 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # On the server's path, so that its workers find lit_grpo in an uninstalled checkout too.
 ROOT = Path(__file__).parents[3]
 _LOG_TAIL_LINES = 15
-# Not handed on to the server: vLLM would take the rank of this training process for its own.
+# What torchrun and Lightning's launcher tell a process of its rank. vLLM would take it for its own, and torch, told
+# that an agent of torchrun keeps the store of every group (TORCHELASTIC_USE_AGENT_STORE), would wait for one at any
+# address.
 LAUNCHER_VARIABLES = {
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
 }
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what the launcher of several ranks has put there, for a process that is no rank."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 class ServerProcess:
@@ -75,8 +81,7 @@ class ServerProcess:
         self._keep_log = False
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
-        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        self._env = {**inherited, **_environment(), **env}
+        self._env = {**without_launcher(os.environ), **_environment(), **env}
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
         self._process: subprocess.Popen[bytes] | None = None
 

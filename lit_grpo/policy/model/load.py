@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +29,8 @@ from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 KEY = "model.policy"
 _MOST_TINY_WEIGHTS = 10**9
@@ -337,6 +340,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
                 model = merge_into(model, folder).eval()
         if config.quantization is not None:
             after_loading(model)
+    if not torch.empty(0).is_meta:
+        log.debug("the model is loaded")
     # Compiled last: the compiler must see the blocks as they will run, with checkpointing and adapters.
     if config.gradient_checkpointing:
         checkpoint_blocks(model)

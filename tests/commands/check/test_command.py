@@ -67,7 +67,7 @@ def test_a_table_an_exit_code_a_file_and_nothing_else(config, capsys, tmp_path):
     results = json.loads((tmp_path / "out/check.json").read_text())
     status = {check["name"]: check["status"] for check in results["checks"]}
     assert {"template", "bos", "round trip", "signal", "spread", "rewards", "entropy", "truncation", "mismatch",
-            "sync", "memory", "time"} <= set(status)  # fmt: skip
+            "sync", "start", "memory", "time"} <= set(status)  # fmt: skip
     assert status["mismatch"] == status["spread"] == "pass"
     assert code == (0 if results["passed"] else 1)
     assert (results["config"], results["prompts"]) == (["run.yaml"], 6)
@@ -79,6 +79,7 @@ def test_a_table_an_exit_code_a_file_and_nothing_else(config, capsys, tmp_path):
     values = {check["name"]: check["values"] for check in results["checks"]}
     assert values["mismatch"]["logprob_abs_diff"] < 1e-5
     assert values["sync"]["changed_gap"] < 1e-5 < values["sync"]["change"]
+    assert values["start"]["taken"] == values["start"]["waited"] > 0, "nothing of this engine starts beside the model"
     assert values["time"]["rollouts"] == 50
     assert values["memory"]["peak"] > values["memory"]["weights"] > 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run.yaml"], "a check leaves no run behind"

@@ -82,8 +82,9 @@ def test_weights_gradients_and_moments_over_the_cards():
     assert shards["per_card"] == 7e9 + 7e9 * 2
     copies = lines(settings(trainer={"devices": 8}))["card memory"].values
     assert copies["per_card"] == whole["per_card"], "without fsdp each card has all of it"
-    engine = {"name": "vllm", "args": {"tensor_parallel_size": 2}}
-    assert lines(settings(data={"engine": engine}))["card memory"].values["engine_per_card"] == 7e9
+    assert whole["engine_per_card"] == 7e9 * 2
+    apart = lines(settings(data={"engine": {"name": "vllm", "cards": [1]}}))["card memory"].values
+    assert apart["per_card"] == 7e9 * 16, "engines on cards of their own"
     assert "engine_per_card" not in lines(settings(data={"engine": {"name": "vllm_server"}}))["card memory"].values
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor
 
-from lit_grpo.engines.vllm_processes.blocks import Buffer, opened, packed
+from lit_grpo.engines import EngineError
+from lit_grpo.engines.vllm_processes.blocks import Buffer, number_of, opened, packed
 
 CPU = torch.device("cpu")
 
@@ -56,6 +59,16 @@ def test_a_block_is_not_written_before_the_next_one_is_asked_for(tmp_path: Path)
     assert not torch.equal(first.buffer.bytes, kept), "the same memory, not a copy"
     blocks.close()  # type: ignore[attr-defined]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_card_is_known_by_its_uuid_whatever_number_it_has_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = ["GPU-b", "GPU-a"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=seen[number]))
+    assert number_of("GPU-a") == 1
+    assert number_of("GPU-b") == 0
+    with pytest.raises(EngineError, match="GPU-c, and this process sees GPU-b, GPU-a"):
+        number_of("GPU-c")
 
 
 def test_whoever_has_opened_a_buffer_keeps_it_when_it_is_closed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lit_grpo.engines.vllm_processes import group as module
+from lit_grpo.engines.vllm_processes import reserve
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 
 
@@ -19,6 +20,8 @@ class StandIn:
 
     seen: list[tuple[Any, ...]]
     measures: int | None
+    patience: float
+    running = False
 
     def __init__(self, *args: Any) -> None:
         self.answers: list[tuple[Any, ...]] = []
@@ -28,6 +31,9 @@ class StandIn:
 
     def stop(self, kill: bool = False) -> None:
         pass
+
+    def close(self) -> None:
+        self.stop()
 
     def send(self, message: tuple[Any, ...]) -> None:
         if message[0] == "prepare":
@@ -48,7 +54,7 @@ class StandIn:
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: bool, measures: int | None, **options: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(module, "EngineProcess", StandIn)
+    monkeypatch.setattr(reserve, "EngineProcess", StandIn)
     monkeypatch.setattr(StandIn, "seen", [], raising=False)
     monkeypatch.setattr(StandIn, "measures", measures, raising=False)
     (tmp_path / "scratch").mkdir()
@@ -57,9 +63,6 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: bool, measure
         3,
         build,
         tmp_path / "scratch",
-        take=lambda i, m: None,
-        lost=lambda i: None,
-        busy=lambda i: False,
         progress_seconds=300.0,
     )
     group.start()
@@ -108,17 +111,15 @@ class Talking(StandIn):
 
 def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> tuple[EngineGroup, list[int]]:
     """Two processes that are busy or not until they are lost, and the list of those that are."""
-    monkeypatch.setattr(module, "EngineProcess", Talking)
+    monkeypatch.setattr(reserve, "EngineProcess", Talking)
     lost: list[int] = []
     group = EngineGroup(
         2,
         ("folder", {}, None),
         tmp_path,
-        take=lambda i, m: None,
-        lost=lost.append,
-        busy=lambda i: busy and i not in lost,
         progress_seconds=1.0,
     )
+    group.connect(take=lambda i, m: None, lost=lost.append, busy=lambda i: busy and i not in lost)
     return group, lost
 
 

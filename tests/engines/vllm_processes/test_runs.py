@@ -17,9 +17,11 @@ import torch
 
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.engines import EngineConfig
+from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.policy import LoraConfig, PolicyConfig, TinyModel
 from lit_grpo.types import Completion, Rollout, Sampling
 from tests import tiny
+from tests.engines.vllm_processes.test_engine import UNPACKED
 from tests.engines.vllm_processes.test_process import alive, below
 from tests.paths import ROOT
 from tests.waiting import wait_until
@@ -84,10 +86,10 @@ class KilledWhileSampling(Killer):
 
 def run(
     processes: int, *callbacks: Any, policy: PolicyConfig = POLICY, rollouts: int = 3, resume: Path | None = None,
-    adapters: str = "merged",
+    adapters: str = "merged", staleness: int = 0,
 ) -> tuple[Any, tiny.Recorder]:  # fmt: skip
     recorder = tiny.Recorder()
-    module = tiny.module(policy=policy, updates_per_rollout=2)
+    module = tiny.module(policy=policy, updates_per_rollout=2, max_staleness=staleness)
     engine = EngineConfig(
         name="vllm",
         max_num_seqs=8,
@@ -148,6 +150,48 @@ def test_a_run_with_adapters_by_themselves_is_the_run_with_merged_ones() -> None
     assert max(agreement.gaps) < ROUNDING
     assert seen.ids == expected.ids
     torch.testing.assert_close(tiny.weights(module), tiny.weights(merged), rtol=1e-3, atol=1e-5)
+
+
+class AsOnACard(pl.Callback):
+    """Hands weights over block by block, so that a process that is started again can have them of another alone."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        begun = trainer.datamodule._begun
+        assert begun is not None, "the data module's setup is over"
+        begun[0]._group._weight_files = False
+
+
+@pytest.mark.parametrize("way", ["files", "twin"])
+def test_a_death_beside_the_learner_loses_neither_weights_nor_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The policy has moved on by then: they come from the files, or, as on a card, from the other process."""
+    pytest.importorskip("peft")
+    settings: dict[str, Any] = {"policy": ADAPTED, "adapters": "hot", "staleness": 1, "rollouts": 4}
+    if way == "twin":
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "sitecustomize.py").write_text(UNPACKED)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    killer, loaded = KilledWhileSampling(), list[str]()
+    for name in ("_load_files", "_load_from_twin"):
+        monkeypatch.setattr(EngineGroup, name, noting(loaded, name, getattr(EngineGroup, name)))
+    through, seen = run(2, killer, *([AsOnACard()] if way == "twin" else []), **settings)
+    assert killer.killed
+    # Every sync goes through the files where there are any.
+    assert loaded.count("_load_from_twin") == (way == "twin")
+    assert ("_load_files" in loaded) == (way == "files")
+    undisturbed, expected = run(2, **settings)
+    assert seen.versions == expected.versions == [(0, 0), (0, 1), (1, 2), (2, 3)]
+    assert seen.ids == expected.ids
+    torch.testing.assert_close(tiny.weights(through), tiny.weights(undisturbed), rtol=1e-3, atol=1e-5)
+
+
+def noting(notes: list[str], name: str, real: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        notes.append(name)
+        return real(*args, **kwargs)
+
+    return call
 
 
 CONFIG = """

@@ -22,7 +22,7 @@ from lit_grpo.engines.vllm_processes.choose import (
     read_measured,
     write_measured,
 )
-from lit_grpo.engines.vllm_processes.settings import environment, per_process
+from lit_grpo.engines.vllm_processes.settings import card_of_rank, environment, per_process
 from lit_grpo.errors import UserError
 from lit_grpo.policy import PolicyConfig
 from tests.paths import ROOT
@@ -75,15 +75,80 @@ def test_processes_see_the_ranks_card_alone(monkeypatch: pytest.MonkeyPatch, vis
     assert environment(2)["CUDA_VISIBLE_DEVICES"] == card
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_several_engines_on_a_card_are_not_one_on_several(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("visible", "seen"), [(None, "5,2"), ("8,9,10,11,12,13", "13,10")])
+def test_engines_on_another_card_see_it_first_and_the_learners_too(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment(2, card=5)["CUDA_VISIBLE_DEVICES"] == seen
+    assert environment(2, card=2)["CUDA_VISIBLE_DEVICES"] == seen.split(",")[1], "its own card is seen once"
+
+
+@pytest.mark.parametrize(("cards", "sleep", "words"), [
+    ([0, 4], 0, "no card 4: this process sees 4"), ([1, 1], 0, "twice"), ([], 0, "or none"), ([1], 2, "nobody"),
+])  # fmt: skip
+def test_cards_that_cannot_be_had_are_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, cards: list[int], sleep: Any, words: str
+) -> None:
     monkeypatch.setattr(start, "find_spec", lambda name: object())
-    for processes in (2, "auto"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UserError, match=words):
+        check_engine(EngineConfig(name="vllm", cards=cards, sleep=sleep))
+    check_engine(EngineConfig(name="vllm", cards=[2, 3]))
+
+
+def test_each_rank_of_a_machine_has_the_card_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert card_of_rank(None) is None
+    assert card_of_rank([3]) == 3, "a process alone"
+    names = ["a", "a", "b", "b"]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda out, name: out.__setitem__(slice(None), names))
+    found = []
+    for rank in range(4):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        found.append(card_of_rank([2, 3]))
+    assert found == [2, 3, 2, 3]
+    with pytest.raises(UserError, match="2 ranks train on this machine, and 3 cards"):
+        card_of_rank([2, 3, 4])
+
+
+def test_engines_with_a_card_have_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(VLLMEngineConfig(cards=[1]), context())[:2] == (1, True)
+    assert choose(VLLMEngineConfig(cards=[1], processes=3), context())[:2] == (3, True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose(VLLMEngineConfig(cards=[1], processes="auto"), context())[:2] == (1, True)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_of_a_rank_is_not_spread_over_cards(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Nor over ranks, each of which has its own prompts."""
+    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    for processes in (1, 2, "auto"):
         config = EngineConfig(name="vllm", processes=processes, args={name: 2})
-        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*processes: 1"):
+        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*vllm_server") as found:
             check_engine(config)
-    check_engine(EngineConfig(name="vllm", processes=1, args={name: 2}))
-    check_engine(EngineConfig(name="vllm", processes=2, args={name: 1}))
+        assert found.value.where == f"data.engine.args.{name}"
+        check_engine(EngineConfig(name="vllm", processes=processes, args={name: 1}))
+    check_engine(EngineConfig(name="vllm_server", args={name: 2}))
+
+
+def test_a_run_with_tensor_parallelism_in_its_ranks_takes_one_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    engine = ["--data.engine.name", "vllm", "--data.engine.args", '{"tensor_parallel_size": 2}']
+    code = main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--trainer.accelerator", "cpu", *engine])
+    shown = capsys.readouterr().err
+    assert code == 2
+    assert "args.tensor_parallel_size: 2" in shown
+    assert "vllm_server" in shown
+    assert len(shown.partition("lit-grpo fit: error")[2].splitlines()) < 10
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize("name", ["transformers", "vllm_server"])

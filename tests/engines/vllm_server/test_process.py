@@ -14,6 +14,7 @@ import torch
 
 from lit_grpo.engines import EngineError, ServerConfig
 from lit_grpo.engines.vllm import start as vllm_start
+from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
 from lit_grpo.engines.vllm_server.process import ServerProcess, _as_options, server_of_rank
 from lit_grpo.engines.vllm_server.weights import make_scratch_folder, read_weights, write_weights
 from lit_grpo.errors import UserError
@@ -45,6 +46,33 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     process = make(tmp_path)
     yield process
     process.close()
+
+
+def test_no_process_that_is_started_takes_itself_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables are those that torchrun of torch 2.13 sets; the last but one would have it wait for a store."""
+    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+    launcher = [
+        *(
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "NODE_RANK",
+        ),
+        *("RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+        "WORLD_SIZE",
+    ]
+    for name in launcher:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LOCAL_FOLDER", "/x")
+    server, log = make(tmp_path), EngineLog()
+    for env in (server._env, EngineProcess({}, tmp_path, log)._env):
+        assert not set(launcher) & set(env)
+        assert env["LOCAL_FOLDER"] == "/x"
+    server.close()
+    log.close()
 
 
 def pids(tmp_path: Path) -> list[int]:
