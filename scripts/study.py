@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Try the claims of the papers behind the methods: train what each needs, and say whether it is supported here.
 
-    python scripts/study.py --list                        # the claims, their sources and how many runs they need
+    python scripts/study.py --list                        # the claims, their sources, how many runs and how long
     python scripts/study.py --claim cl_delays --jobs 2    # one claim: its runs, and its verdict
     python scripts/study.py --jobs 2                      # all of them
     python scripts/study.py --plot                        # train nothing: write docs/study.md from the runs there are
@@ -26,8 +26,8 @@ if str(ROOT) not in sys.path:
 
 from scripts import side_by_side  # noqa: E402
 from scripts.study_cases.claims import CLAIMS, Claim, find  # noqa: E402
-from scripts.study_cases.page import collect, judge, publish  # noqa: E402
-from scripts.study_cases.results import NOT_RUN  # noqa: E402
+from scripts.study_cases.page import RECORDED, collect, judge, minutes_of, publish, read  # noqa: E402
+from scripts.study_cases.results import NOT_RUN, seeds_for  # noqa: E402
 from scripts.study_cases.runs import prepare, run, settings_of  # noqa: E402
 
 Job = tuple[str, int]
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     claims = [find(name) for name in args.claim]
     if args.list:
-        print(listing(claims))
+        print(listing(claims, read(ROOT / "docs" / RECORDED)))
         return 0
     wanted = jobs_of(claims)
     done = recorded_runs(args.out, wanted, args.rollouts)
@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def jobs_of(claims: Sequence[Claim]) -> list[Job]:
     """List the runs of some claims, each once, all seeds of an arm together."""
-    return list(dict.fromkeys((arm, seed) for claim in claims for arm in claim.arms for seed in claim.seeds))
+    return list(dict.fromkeys((arm, seed) for claim in claims for arm in claim.needed for seed in claim.seeds))
 
 
 def recorded_runs(path: Path, wanted: Sequence[Job], rollouts: int | None) -> dict[Job, dict[str, Any]]:
@@ -110,13 +110,25 @@ def line(record: dict[str, Any]) -> str:
     return f"{record['arm']} seed {record['seed']}: {record['status']}{reason}, {record['seconds']:.0f} s"
 
 
-def listing(claims: Sequence[Claim]) -> str:
-    """Write one line a claim: name, source, and how many runs it needs."""
+def listing(claims: Sequence[Claim], recorded: dict[str, Any]) -> str:
+    """Write one line a claim: name, how many runs it needs, how long they take, source; and a line on all together.
+
+    Args:
+        claims: that are listed.
+        recorded: runs by which the time is told.
+    """
     rows = []
     for claim in claims:
-        runs = len(claim.arms) * len(claim.seeds)
+        runs, minutes = len(claim.needed) * len(claim.seeds), minutes_of(claim, recorded)
         needs = (claim.untestable and "cannot be tested here") or (f"{runs} runs" if runs else "calculated")
-        rows.append(f"{claim.name:<34} {needs:<22} {claim.source}")
+        takes = "" if not runs else "not recorded" if minutes is None else f"{minutes:.1f} min"
+        rows.append(f"{claim.name:<38} {needs:<22} {takes:<13} {claim.source}")
+    wanted = set(jobs_of(claims))
+    seconds = [run["seconds"] for run in recorded["runs"] if (run["arm"], run["seed"]) in wanted]
+    rows.append(
+        f"{len(claims)} claims, {len(wanted)} runs; the {len(seconds)} recorded ones take {sum(seconds) / 60:.0f} "
+        "minutes of one core. Times are of one core, and of a claim by itself: claims share runs."
+    )
     return "\n".join(rows)
 
 
@@ -124,7 +136,8 @@ def verdict(claim: Claim, recorded: dict[str, Any]) -> str:
     """Write the verdict on a claim, with a line for each part."""
     said, parts = judge(claim, recorded)
     missing = " (runs are missing)" if said == NOT_RUN else ""
-    lines = [f"{claim.name}: {said}{missing}"]
+    agreeing = "" if not parts else ", {} of {} seeds for it".format(*seeds_for(parts))
+    lines = [f"{claim.name}: {said}{agreeing}{missing}"]
     lines += [f"    {part.says}: {part.found()}, has to be {part.bound}" for part in parts]
     return "\n".join(lines)
 

@@ -391,9 +391,10 @@ RECIPES: dict[str, Recipe] = {
         failure="Weights of single tokens are not possible.",
         source="2507.20673",
         published=(
-            "128 prompts x 8, 3000 tokens, lr 1e-6 (release, second-hand); several updates per rollout, how many is "
-            "not known to us"
+            "128 prompts x 8, updates of 128 completions, one pass over them (8 updates), 3000 tokens, temperature 1, "
+            "lr 1e-6 constant (released script, callsys/GMPO)"
         ),
+        updates=8,
     ),
     "cispo": Recipe(
         Objective(recipe="cispo", trust_region=tr.Cispo(), aggregation=agg.TokenMean()),
@@ -413,7 +414,8 @@ RECIPES: dict[str, Recipe] = {
         use="A smooth gate instead of a clip.",
         failure="The value of the loss is -(2/τ)A at ratio 1: not comparable to a PPO loss.",
         source="2511.20347",
-        published="batch and updates not known to us; tau 1 and 1.05 also in TRL",
+        published="4 minibatches per rollout; batch and lengths not published; tau 1 and 1.05 also in TRL",
+        updates=4,
     ),
     "dcpo": Recipe(
         Objective(

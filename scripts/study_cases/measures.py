@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.diagnosis.scoring import reward_fall, smoothed
+from scripts.diagnosis.scoring import fall_beside, reward_fall, smoothed
 
 Run = dict[str, Any]
 """A record of :func:`scripts.study_cases.runs.run`."""
@@ -35,6 +36,11 @@ def end(key: str) -> Measure:
     return lambda run: statistics.fmean((rewards(run) if key == "reward" else known(run, key))[-LAST:])
 
 
+def until(rollout: int, key: str) -> Measure:
+    """Mean of the last rollouts up to one, for runs of different lengths."""
+    return lambda run: statistics.fmean((rewards(run) if key == "reward" else known(run, key))[:rollout][-LAST:])
+
+
 def change(key: str) -> Measure:
     """Value at the end less that at the start."""
     return lambda run: end(key)(run) - start(key)(run)
@@ -43,6 +49,18 @@ def change(key: str) -> Measure:
 def average(*keys: str) -> Measure:
     """Mean absolute value over the whole run, and over the metrics."""
     return lambda run: statistics.fmean(abs(value) for key in keys for value in known(run, key))
+
+
+def peak(*keys: str, window: int = 5) -> Measure:
+    """Greatest mean absolute value, over the metrics and some rollouts in a row: what comes after a collapse is out."""
+
+    def measure(run: Run) -> float:
+        rows = zip(*(run["curves"].get(key, ()) for key in keys), strict=True)
+        sizes = [[abs(value) for value in row if value is not None] for row in rows]
+        means = smoothed([statistics.fmean(row) for row in sizes if row], window)
+        return max(means[min(window, len(means)) - 1 :])
+
+    return measure
 
 
 def most(key: str, window: int = 5) -> Measure:
@@ -67,9 +85,16 @@ def rise(key: str) -> Measure:
 
 
 def lost_at(run: Run) -> int | None:
-    """Return the rollout at which a fifth of the best reward (means of ten) was lost; None if it never was."""
+    """Return the rollout at which a fifth of the best reward (means of ten) was lost; None if it never was.
+
+    Where the questions of a rollout move its reward by more than that, the run has a ``twin``, the rewards of a healthy
+    run on the same questions, and has to be below four fifths of it as well, by two standard errors.
+    """
     fall = reward_fall(rewards(run))
-    return None if fall is None else fall.lost
+    if fall is None or "twin" not in run:
+        return None if fall is None else fall.lost
+    beside = fall_beside(rewards(run), run["twin"])
+    return None if beside is None else max(fall.lost, beside.lost)
 
 
 def collapse(run: Run) -> float:
@@ -104,3 +129,27 @@ def first_alarm(run: Run) -> tuple[int, str] | None:
     """Return step and name of the first warning or worse of the monitors; None if there was none."""
     found: Sequence[Any] = run["alarms"]
     return (int(found[0][0]), str(found[0][1])) if found else None
+
+
+def last(key: str, count: int = 3) -> Measure:
+    """Mean of the last values of a metric that few rollouts have, such as one of evaluations."""
+    return lambda run: statistics.fmean(known(run, key)[-count:])
+
+
+def since_best(key: str, *, ratio: bool = False) -> Measure:
+    """Change of a metric, a mean of five, from the best reward to the collapse; NaN where there is none.
+
+    Args:
+        key: of the metric.
+        ratio: the value at the collapse over that at the best reward, in place of the difference.
+    """
+
+    def measure(run: Run) -> float:
+        lost = lost_at(run)
+        if lost is None:
+            return math.nan
+        reward, values = smoothed(rewards(run)[:lost]), smoothed(known(run, key), 5)
+        then, now = values[max(range(lost), key=reward.__getitem__)], values[lost - 1]
+        return (now / then if then else math.inf) if ratio else now - then
+
+    return measure

@@ -29,6 +29,7 @@ KEYS = (
     "completions/correct_length",
     "completions/incorrect_length",
     "completions/repetition_frac",
+    "completions/entropy_filtered_frac",
     "groups/zero_std_frac",
     "groups/distinct_frac",
     "groups/all_wrong_frac",
@@ -41,6 +42,9 @@ KEYS = (
     "policy/kl_ref_k3",
     "critic/value_correct",
     "critic/value_incorrect",
+    "sampler_mismatch/logprob_abs_diff",
+    "sampler_mismatch/prob_abs_diff_max",
+    "val/pass@1",
 )
 """Metrics that are kept of every rollout."""
 
@@ -74,8 +78,10 @@ def prepare(task: str, models: Path) -> Path:
         return folder
     from scripts.diagnosis.settings import SETTINGS
 
-    SETTINGS[f"char_{task}"].prepare(models)
-    return models / f"char_{task}"
+    # As countdown_fast and countdown_off do, a task may begin from the model of another.
+    name = f"char_{task.partition('_')[0]}"
+    SETTINGS[name].prepare(models)
+    return models / name
 
 
 def run(
