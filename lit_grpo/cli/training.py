@@ -59,10 +59,11 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
     # Before anything heavy is imported: a misspelt key is answered in a second, Lightning and torch alone take many.
     validate_fast(command, argv, layers, own_options)
     if not layers and _says_nothing(argv):
+        file = next((word for word in argv if word.endswith((".yaml", ".yml")) and Path(word).is_file()), "FILE")
         raise UserError(
             f"`lit-grpo {command}` is given no configuration",
             where="command line",
-            remedy=f"lit-grpo {command} --config FILE; `lit-grpo init NAME` writes a project that trains at once",
+            remedy=f"lit-grpo {command} --config {file}; `lit-grpo init NAME` writes a project that trains at once",
         )
     # At the end of the path: a file that is named like a package of the run must not take its place.
     for folder in [Path.cwd(), *(Path(layer.file).resolve().parent for layer in layers)]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lit_grpo.cli.argument_parser import CommandParser
 from lit_grpo.errors import UserError
 from lit_grpo.report.mlflow_run import open_run
-from lit_grpo.report.run import Run, how_it_ended, main_episode
+from lit_grpo.report.run import Run, how_it_ended, is_run_folder, main_episode
 from lit_grpo.run.folder import shown
 
 EXAMPLES = """\
@@ -36,7 +36,7 @@ def run(command: str, argv: list[str]) -> int:
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow store or server that holds the run")
     args = parser.parse_args(argv)
     if len(args.runs) > 1:
-        return _compare(args.runs, args.tracking_uri, Path(args.output or "runs-compared"))
+        return _compare(_without_others(args.runs), args.tracking_uri, Path(args.output or "runs-compared"))
     from lit_grpo.report.page import write_report
 
     with open_run(args.runs[0], args.tracking_uri) as opened:
@@ -56,6 +56,17 @@ def run(command: str, argv: list[str]) -> int:
             print(f"note: {note}")
         print(f"report: {shown(path.absolute())}")
     return 0
+
+
+def _without_others(given: list[str]) -> list[str]:
+    """Leave out what is there and is no run: ``runs/*`` names MLflow's store and artifacts too. Says what that was."""
+    others = [one for one in given if Path(one).exists() and not is_run_folder(Path(one))]
+    # Where none is left, the first is refused by the words that belong to it; mlruns/EXPERIMENT/ID is a run of MLflow.
+    others = [one for one in others if not (Path(one) / "meta.yaml").exists()]
+    if not others or len(others) == len(given):
+        return given
+    print(f"left out, no runs: {', '.join(others)}")
+    return [one for one in given if one not in others]
 
 
 def _compare(wheres: list[str], tracking_uri: str | None, folder: Path) -> int:

@@ -142,6 +142,11 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     return events, unreadable
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Tell whether a folder holds anything of a run: metrics, findings or a flight record."""
+    return any((folder / name).exists() for name in (FILE_NAME, FINDINGS_FILE, flight.FOLDER))
+
+
 def read_folder(folder: Path) -> Run:
     """Read the run in a folder that ``RunLogger`` and the callbacks wrote; missing or torn files leave gaps.
 
@@ -158,13 +163,12 @@ def read_folder(folder: Path) -> Run:
             if near
             else "give a folder of runs/, or the id of an MLflow run",
         )
-    records = folder / flight.FOLDER
-    if not any(path.exists() for path in (folder / FILE_NAME, folder / FINDINGS_FILE, records)):
+    if not is_run_folder(folder):
         inside = sorted(path.parent.name for path in folder.glob(f"*/{FILE_NAME}"))
         raise UserError(
             f"{shown(folder)} is no run folder: it holds no {FILE_NAME}",
             where="RUN",
-            remedy=f"it holds runs: {', '.join(inside[:8])}" if inside else "give the folder of one run",
+            remedy=f"it holds runs: {', '.join(inside[:8])}" if inside else "give folders of runs",
         )
     run = Run(name=folder.resolve().name, source=shown(folder.absolute()), steps=[], metrics={})
     if (folder / FILE_NAME).exists():

@@ -260,9 +260,9 @@ class RunSummary(Callback):
         facts: list[Fact] = []
         final = self.final_reward()
         if final is not None:
-            best = max(
-                (r, step) for r, step in zip(self._metrics["reward"], self._steps, strict=True) if not math.isnan(r)
-            )
+            rewards = zip(self._metrics["reward"], self._steps, strict=True)
+            # Of equal ones the first, as for what is held out.
+            best = max(((r, step) for r, step in rewards if not math.isnan(r)), key=lambda one: one[0])
             last = f"mean of the last {final[1]}" if final[1] > 1 else "one rollout"
             facts.append(("reward", f"{final[0]:.3f} ({last}), best {best[0]:.3f} at rollout {best[1]}"))
         if self._held_out:

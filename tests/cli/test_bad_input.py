@@ -239,6 +239,7 @@ def test_the_environment_is_named(screen, monkeypatch):
 
 def test_missing_keys(screen):
     assert "is given no configuration" in screen("fit")
+    assert "lit-grpo fit --config a.yaml;" in screen("fit", "a.yaml", a=GOOD)
     assert "the policy needs either `path`" in screen("fit", "--model.max_grad_norm", "1")
     assert "no reward is given" in screen("fit", "--model.policy.tiny", "{}")
     without = DATA.replace("prompts: {class_path: lit_grpo.data.AdditionPrompts}", "group_size: 2")

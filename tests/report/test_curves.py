@@ -250,6 +250,19 @@ def test_several_runs_in_one_page(tmp_path, capsys, monkeypatch):
     assert "0.5 ± 0.03" in page.text
 
 
+def test_what_is_no_run_among_several_is_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/artifacts").mkdir(parents=True)
+    (tmp_path / "runs/mlflow.db").touch()
+    for name in "ab":
+        make_rich_run(tmp_path / "runs" / name)
+    assert main(["report", "runs/a", "runs/artifacts", "runs/b", "runs/mlflow.db"]) == 0
+    assert capsys.readouterr().out.startswith("left out, no runs: runs/artifacts, runs/mlflow.db\n")
+    # A name that is not there is a mistake, and so is a list without a run.
+    assert main(["report", "runs/a", "runs/c"]) == 2
+    assert main(["report", "runs/artifacts", "runs/mlflow.db"]) == 2
+
+
 def test_the_report_of_a_run_is_not_overwritten_by_a_comparison(tmp_path, capsys):
     folders = [str(make_rich_run(tmp_path / name)) for name in "ab"]
     assert main(["report", *folders, "--output", folders[0]]) == 2
