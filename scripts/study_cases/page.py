@@ -137,7 +137,14 @@ def page(recorded: dict[str, Any]) -> str:
               for word in (SUPPORTED, NOT_SUPPORTED, UNTESTED, NOT_RUN)}  # fmt: skip
     words = {"supported": SUPPORTED, "not_supported": NOT_SUPPORTED, "untested": UNTESTED, "not_run": NOT_RUN}
     lines = [HEAD.format(recorded=f"[{RECORDED}]({RECORDED})", tasks="\n".join(_tasks()), **words)]
-    lines.append(f"{len(CLAIMS)} claims: " + ", ".join(f"{count} {word}" for word, count in counts.items()) + ".\n")
+    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    agreement = [seeds_for(parts) for verdict, parts in judged.values() if verdict == NOT_SUPPORTED]
+    whole = sum(agreeing == seeds for agreeing, seeds in agreement)
+    none = sum(agreeing == 0 for agreeing, _ in agreement)
+    lines.append(
+        f"{len(CLAIMS)} claims: {said}. Of those not supported, every seed is for {whole}, with a spread too wide for "
+        f"three; some seeds are for {len(agreement) - whole - none}, none for {none}.\n"
+    )
     lines += [_time(recorded), ""]
     lines += ["| claim | source | verdict | seeds for | minutes |", "|---|---|---|---|---|"]
     for claim in CLAIMS:
