@@ -133,7 +133,7 @@ def ours(line: str) -> bool:
     begins = (
         "data.prompts: ", "prompts are made with ", "the first prompt ", "  | ", "  its answer: ",
         "checkpoints take about ", "the engine takes over weights: ", "warning at step ", "critical at step ",
-        "rollout ", "Run ", "  reward ", "final reward ",
+        "rollout ", "Run ", "  reward ", "final reward ", "the engine was ready after ",
     )  # fmt: skip
     facts = (
         "recipe", "model", "batch", "memory", "engine", "rewards", "devices", "rollouts", "folder", "reward",

@@ -436,7 +436,9 @@ trainer: {{accelerator: cpu, logger: {{class_path: lit_grpo.tracking.RunLogger, 
   tracking_uri: none}}}}}}
 """
 SLOW_MODEL = """
-import sys, time
+import signal, sys, time
+# A shell without job control starts what is in its background deaf to Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from lit_grpo import LitGRPO
 from lit_grpo.cli.main import main
 
