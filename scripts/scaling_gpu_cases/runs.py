@@ -127,8 +127,11 @@ def reason(text: str, code: int) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str]:
+    # What a launcher has left here would make the run wait for ranks that nobody starts.
+    from lit_grpo.engines.vllm_server.process import without_launcher
+
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    return without_launcher(os.environ) | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1",
         # Kept from point to point: what one has compiled the next finds.
