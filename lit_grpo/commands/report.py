@@ -41,9 +41,8 @@ def run(command: str, argv: list[str]) -> int:
 
     with open_run(args.runs[0], args.tracking_uri) as opened:
         given = Path(args.runs[0])
-        is_run_folder = (given / "metrics.jsonl").exists() or (given / "flight").is_dir()
         # A run of MLflow has no folder here that a report belongs into.
-        default = given if is_run_folder else Path(f"report-{_safe(opened.name)}")
+        default = given if is_run_folder(given) else Path(f"report-{_safe(opened.name)}")
         folder = Path(args.output) if args.output else default
         path = write_report(opened, folder)
         print(f"{opened.name} {how_it_ended(opened).text}")
@@ -72,7 +71,7 @@ def _without_others(given: list[str]) -> list[str]:
 def _compare(wheres: list[str], tracking_uri: str | None, folder: Path) -> int:
     from lit_grpo.report.compare import write_comparison
 
-    if (folder / "metrics.jsonl").exists():
+    if is_run_folder(folder):
         raise UserError(
             f"{shown(folder.absolute())} is a run, whose own report would be lost",
             where="--output",

@@ -56,6 +56,8 @@ class EarlyProcesses:
         self._config, self._processes = config, processes
         self._inputs: dict[str, Any] | None = None
         """What the engines are built of; None: they are not yet."""
+        self._key = ""
+        """What a measurement of the card holds for; set when they are."""
         # On a card no weights go through files, and the policy need not even be outlined before processes are started.
         weight_bytes = 0 if torch.cuda.is_available() else _weight_bytes(context)
         card = card_of_rank(config.cards)

@@ -345,6 +345,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
                 model = merge_into(model, folder).eval()
         if config.quantization is not None:
             after_loading(model)
+    # A skeleton on the meta device has loaded nothing; scripts/benchmark_start.py reads when a model was.
     if not torch.empty(0).is_meta:
         log.debug("the model is loaded")
     # Compiled last: the compiler must see the blocks as they will run, with checkpointing and adapters.
