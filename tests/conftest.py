@@ -9,6 +9,17 @@ from pathlib import Path
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Take away the seed of an earlier test: which one ran before in this process is chance.
+
+    ``seed_everything`` leaves it in the environment, where every run reads it. Not a fixture: those of a module or a
+    session come before those of a test, and train too.
+    """
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(autouse=True)
 def messages_reach_the_test() -> None:
     """Undo what an earlier test of the same process may have left: another rank, or a logger that keeps to itself."""
