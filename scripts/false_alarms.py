@@ -42,7 +42,7 @@ TRUE_OF_NOISE = ("small_batch",)
 """Findings that are right about a small batch."""
 TRUE_OF_STANDSTILL = ("reward_flat",)
 """Findings that are right about a policy that does not change."""
-TOO_SMALL_TO_HAVE_A_GRADIENT = ("zero_gradient", "all_wrong")
+TOO_SMALL_TO_HAVE_A_GRADIENT = ("zero_gradient", "solved", "all_wrong")
 """Findings that are right about rollouts of one prompt."""
 MARKS = ("<!-- false alarms: scripts/false_alarms.py -->", "<!-- end of false alarms -->")
 

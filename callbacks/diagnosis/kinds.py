@@ -71,7 +71,13 @@ LEARNING_RATE_TOO_HIGH = DiagnosisKind(
 NO_SIGNAL = DiagnosisKind(
     "no_signal",
     "hardly any group has a gradient",
-    "the prompts are solved or far too hard",
+    "the prompts are far too hard, or the rewards do not tell the answers to one prompt apart",
+    outlives_rollback=True,
+)
+SOLVED = DiagnosisKind(
+    "solved",
+    "the prompts are solved",
+    "nothing is left to learn from them, or the reward pays for any answer",
     outlives_rollback=True,
 )
 LENGTH_EXPLOSION = DiagnosisKind(

@@ -8,7 +8,7 @@ from statistics import median
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import SOLVED, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
@@ -60,9 +60,10 @@ class EntropyMonitor(Monitor):
 
     Findings: ``entropy_high`` (the smoothed H crosses ln 2 though H_ini lies below it, or exceeds ``high`` H_ini),
     ``entropy_rising`` (its slope leads to ``high`` H_ini within ``horizon`` rollouts), ``entropy_low`` (below ``low``
-    H_ini, or below ``floor``, for ``patience`` rollouts). Low entropy is how a solved task ends, so it is critical only
-    while prompts are still left unsolved: more than ``unsolved`` of the groups have no right answer, or the reward has
-    fallen beyond doubt (:meth:`lit_grpo.callbacks.monitors.history.History.fallen`).
+    H_ini, or below ``floor``, for ``patience`` rollouts, while prompts are left unsolved: more than ``unsolved`` of the
+    groups have no right answer, or the reward has fallen beyond doubt, see
+    :meth:`lit_grpo.callbacks.monitors.history.History.fallen`; only ``info`` where no reward says what is right),
+    ``exploration_over`` (as low, on prompts that are solved: low entropy is how a solved task ends).
 
     ``entropy_spent`` is the slow loss: below ``spent`` H_ini for ``patience`` rollouts, while prompts are left unsolved
     and the reward has not risen beyond chance in the last ``bought`` rollouts. Entropy that is spent on a rising reward
@@ -100,6 +101,7 @@ class EntropyMonitor(Monitor):
         FindingKind("entropy_punished", ENTROPY_COLLAPSE, 557, REMEDIES_PUNISHED),
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
         FindingKind("entropy_high", ENTROPY_EXPLOSION, 564, REMEDIES_HIGH),
+        FindingKind("exploration_over", SOLVED, 624, ("take harder prompts, or end the run",)),
         FindingKind("entropy_spent", ENTROPY_COLLAPSE, 665, REMEDIES_LOW),
         FindingKind("entropy_rising", ENTROPY_EXPLOSION, 700, REMEDIES_HIGH),
     )
@@ -230,15 +232,14 @@ class EntropyMonitor(Monitor):
         if wrong is not None and wrong > self.unsolved:
             evidence.append((unsolved_key(self.history), self.patience, wrong, self.unsolved, None))
         # Where no reward says what is right, nobody knows whether the prompts are solved.
-        solved = "" if wrong is None else ", on prompts that are solved"
-        where = " while prompts are left unsolved" if left else solved
+        solved = wrong is not None and not left
+        where = " while prompts are left unsolved" if left else ", on prompts that are solved" if solved else ""
         yield self.finding(
-            "entropy_low",
+            "exploration_over" if solved else "entropy_low",
             "critical" if left else "info",
             f"exploration is over: entropy has been below {least:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
             onset=self.history.began(self._key, lambda value: value < least, step),
-            remedies=None if left else ("take harder prompts, or end the run",),
         )
 
     def _spent(self, step: int, initial: float) -> Iterable[Finding]:

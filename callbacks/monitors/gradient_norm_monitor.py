@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from statistics import median
 from typing import Any, ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, NO_SIGNAL, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import positive
 from lit_grpo.callbacks.monitors.threshold import Rule, ThresholdMonitor
 
 LOST_WEIGHTS = "sanity/nonfinite_weights"
 """Tensors of weights that an optimizer step has left with values that are not finite; logged where there are some."""
+LEAST_SIGNAL = 0.01
+"""Share of groups with an advantage that a norm is divided by at least: what is left then has other sources."""
 REMEDIES_SPIKES = (
     "halve the learning rate",
     "clip gradients (max_grad_norm)",
@@ -25,8 +29,9 @@ class GradientNormMonitor(ThresholdMonitor):
 
     Findings: ``non_finite`` (loss, gradient or entropy is NaN or infinite: such steps are always skipped; critical when
     it lasts, or when what the policy says is no number, for then the weights are lost), ``gradient_spikes`` (more than
-    ``spikes`` m in ``patience`` rollouts in a row, or more than ``clip`` m once; only a warning while the reward rises
-    beyond doubt, since a policy that takes off from nothing has steep gradients too), ``gradient_vanished`` (below
+    ``spikes`` m in ``patience`` rollouts in a row, or more than ``clip`` m once, and as much more when each norm is
+    divided by the share of groups that have an advantage: where a policy takes off from nothing these grow from few to
+    all, and the norm with them; only a warning while the reward rises beyond doubt), ``gradient_vanished`` (below
     ``vanished`` m for ``vanished_patience`` rollouts though groups have a gradient), ``updates_too_large`` (an
     optimizer step moves the weights by more than ``update`` of their norm).
 
@@ -80,7 +85,12 @@ class GradientNormMonitor(ThresholdMonitor):
         FindingKind("gradient_spikes", LEARNING_RATE_TOO_HIGH, 570, REMEDIES_SPIKES),
         FindingKind(
             "gradient_vanished",
-            NO_SIGNAL,
+            DiagnosisKind(
+                "gradient_vanished",
+                "the gradient has vanished",
+                "rewards that hardly differ, weights that take no gradient, or a loss that is clipped away",
+                outlives_rollback=True,
+            ),
             rank=670,
             remedies=("check that rewards differ within groups", "check that the policy's weights need gradients"),
         ),
@@ -164,20 +174,35 @@ class GradientNormMonitor(ThresholdMonitor):
             )
 
     def _spikes(self, key: str, step: int) -> Iterable[Finding]:
-        now = self.history.now(key, step)
-        usual = self.history.median(key, self.window, back=1)
-        if now is None or not usual or self.history.count(key) <= self.warmup:
+        if self.history.now(key, step) is None or self.history.count(key) <= self.warmup:
             return
-        many = self.history.holds(key, self.patience, lambda value: value > self.spikes * usual)
-        if now > self.clip * usual or many:
+        sizes = self._sizes(key)
+        if not sizes:
+            return
+        now, many = sizes[-1], len(sizes) >= self.patience and min(sizes[-self.patience :]) > self.spikes
+        if now > self.clip or many:
+            streak = len(list(takewhile(lambda size: size > self.spikes, reversed(sizes))))
             yield self.finding(
                 "gradient_spikes",
                 "critical" if many and not self.history.rises("reward") else "warning",
-                f"{key} is {now / usual:.1f} times its median"
+                f"{key} is {now:.1f} times its median"
                 + (f", for {self.patience} rollouts" if many else "; the step was clipped to it" * self.clip_spikes),
-                (f"{key} / median", self.window, now / usual, self.spikes if many else self.clip),
-                onset=self.history.began(key, lambda value: value > self.spikes * usual, step),
+                (f"{key} / median", self.window, now, self.spikes if many else self.clip),
+                onset=self.history.steps[key][-max(1, streak)],
             )
+
+    def _sizes(self, key: str) -> list[float]:
+        """Return the last norms as multiples of their median, or of that of norms a group where this is smaller."""
+        norms, steps = (series[-self.window - 1 :] for series in (self.history.values[key], self.history.steps[key]))
+        usual = median(norms[:-1])
+        if not usual:
+            return []
+        history, flat = self.history, "groups/zero_advantage_frac"
+        # A critic learns from every group.
+        zero = {} if key == "critic/grad_norm" else dict(zip(history.steps[flat], history.values[flat], strict=True))
+        a_group = [norm / max(1 - zero.get(step, 0.0), LEAST_SIGNAL) for step, norm in zip(steps, norms, strict=True)]
+        usual_a_group = median(a_group[:-1])
+        return [min(norm / usual, one / usual_a_group) for norm, one in zip(norms, a_group, strict=True)]
 
     def limit_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Name the norms that the optimizer step that is about to be taken is to be clipped to: usual ones for spikes.

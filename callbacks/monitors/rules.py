@@ -6,7 +6,7 @@ could be by chance over windows of its own, is a monitor with code.
 
 from __future__ import annotations
 
-from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, NO_SIGNAL, DiagnosisKind, declare
+from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, DiagnosisKind, declare
 from lit_grpo.callbacks.monitors.threshold import Rule
 
 PLUMBING_MASK = DiagnosisKind(
@@ -116,7 +116,12 @@ RULES: tuple[Rule, ...] = (
         name="no_answer",
         text="{value:.0%} of the completions have no answer that can be read",
         remedies=("show the form of an answer in the prompt", "pay for the form first", "check the answer's pattern"),
-        diagnosis=NO_SIGNAL,
+        diagnosis=DiagnosisKind(
+            "no_answer",
+            "completions have no answer that can be read",
+            "the prompt does not show the form, or the answer's pattern does not fit it",
+            outlives_rollback=True,
+        ),
         rank=625,
         healthy="below 0.1 after the first rollouts",
         source="ours",

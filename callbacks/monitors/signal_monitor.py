@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, SOLVED, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import positive
 from lit_grpo.callbacks.monitors.sampled import GROUPS, unsolved_key
 from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, binomial_tail
@@ -17,6 +17,12 @@ REWARD_NOISE = DiagnosisKind(
     "reward_noise",
     "rewards contradict themselves",
     "a random or broken verifier: equal completions are judged differently",
+    outlives_rollback=True,
+)
+SMALL_BATCH = DiagnosisKind(
+    "small_batch",
+    "few groups have a gradient",
+    "a rollout has few prompts, or many whose answers are all rewarded alike",
     outlives_rollback=True,
 )
 VERIFIER_FAILURE = DiagnosisKind(
@@ -31,12 +37,12 @@ class SignalMonitor(ThresholdMonitor):
     """Monitor of groups without a gradient, of the batch that is left, and of rewards that contradict themselves.
 
     Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
-    is lost; only ``info`` where most of them are solved, unless hardly any group has had a gradient for ``patience``
-    rollouts: such a run learns nothing more), ``all_wrong`` (the share without any correct completion is
-    above ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts, unless other rewards still give most of
-    these groups a gradient), ``small_batch`` (fewer than ``batch`` groups with a gradient), ``reward_noise`` (equal
-    completions to one prompt get different rewards, or different advantages), ``reward_inverted`` (better completions
-    get the smaller advantage), ``reward_failures`` (rewards time out or fail).
+    is lost), ``solved`` (the same, where most of these groups have right answers alone: only ``info``, unless hardly
+    any group has had a gradient for ``patience`` rollouts, for such a run learns nothing more), ``all_wrong`` (the
+    share without any correct completion is above ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts,
+    unless other rewards still give most of these groups a gradient), ``small_batch`` (fewer than ``batch`` groups with
+    a gradient), ``reward_noise`` (equal completions to one prompt get different rewards, or different advantages),
+    ``reward_inverted`` (better completions get the smaller advantage), ``reward_failures`` (rewards time out or fail).
 
     The noise test is exact for a reward that depends on the completion alone: such a reward never contradicts itself,
     so a few contradicting pairs are proof. It needs equal completions, which short answers give in plenty. With a
@@ -102,7 +108,17 @@ class SignalMonitor(ThresholdMonitor):
             rank=620,
             remedies=("sample until groups are mixed (recipe dapo)", "filter prompts by pass rate", "larger groups"),
         ),
-        FindingKind("small_batch", NO_SIGNAL, 710, ("more prompts in each rollout (prompts_per_rollout)",)),
+        FindingKind(
+            "solved",
+            SOLVED,
+            rank=622,
+            remedies=(
+                "take harder prompts, or end the run",
+                "sample until groups are mixed (recipe dapo)",
+                "filter prompts by pass rate",
+            ),
+        ),
+        FindingKind("small_batch", SMALL_BATCH, 710, ("more prompts in each rollout (prompts_per_rollout)",)),
     )
 
     def __init__(
@@ -178,7 +194,7 @@ class SignalMonitor(ThresholdMonitor):
                 "groups/zero_advantage_frac", max(self.patience, rollouts), lambda value: value > 0.99
             )
             yield self.finding(
-                "zero_gradient",
+                "solved" if solved else "zero_gradient",
                 "info" if solved and not none_left else "warning",
                 f"{zero:.0%} of the groups have no advantage, so no gradient"
                 + (", most of them because they are solved" if solved else ""),

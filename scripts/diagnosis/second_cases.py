@@ -113,7 +113,7 @@ def _sick(s: Strength) -> dict[str, dict[str, Any]]:
         "temperature": {"right": "stale_or_mismatched_sampler", "make": lambda: sab.OneSidedTemperature(1.4)},
         "inverted": {"right": "reward_noise plumbing_sign", "make": sab.InvertedAdvantages},
         "hopeless": {"right": "no_signal", "make": lambda: sab.ConstantReward(0.0)},
-        "solved": {"right": "no_signal", "make": lambda: sab.ConstantReward(1.0)},
+        "solved": {"right": "solved", "make": lambda: sab.ConstantReward(1.0)},
         "cut_off": {"right": "truncation", "max_new_tokens": s.short},
         "bad_critic": {"right": "critic_failure", "recipe": "ppo", "make": lambda: sab.BadValues(s.values)},
         "nan": {"right": "non_finite", "make": lambda: sab.NanLogprobGradient(s.nan_at, 3)},

@@ -30,20 +30,20 @@ def told(caplog: pytest.LogCaptureFixture, new: list[Finding], before: list[Find
 
 
 def test_a_diagnosis_that_holds_on_is_told_by_what_is_new(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = found("all_wrong", "warning", 10), found("small_batch", "warning", 14)
+    first, second = found("all_wrong", "warning", 10), found("zero_gradient", "warning", 14)
     assert first.about.diagnosis == second.about.diagnosis
     whole = told(caplog, [first], [])
     title = first.about.diagnosis.title
     assert whole.startswith(f"warning at step 10: {title}, began at step 8; all_wrong 1 (bound 0.5)")
     assert "Remedy: " in whole
     assert told(caplog, [second], [first]) == (
-        f"warning at step 14: {title}, as since step 8; new: small_batch 1 (bound 0.5)."
+        f"warning at step 14: {title}, as since step 8; new: zero_gradient 1 (bound 0.5)."
     )
 
 
 def test_what_is_graver_or_another_diagnosis_is_told_whole(caplog: pytest.LogCaptureFixture) -> None:
     first = found("all_wrong", "warning", 10)
-    assert "Remedy: " in told(caplog, [found("small_batch", "critical", 14)], [first])
+    assert "Remedy: " in told(caplog, [found("zero_gradient", "critical", 14)], [first])
     assert "Remedy: " in told(caplog, [found("repetition", "critical", 14)], [first])
     # A milder one of the same name that comes with the first alarm is part of it.
-    assert "Remedy: " in told(caplog, [first, found("small_batch", "info", 10)], [])
+    assert "Remedy: " in told(caplog, [first, found("zero_gradient", "info", 10)], [])

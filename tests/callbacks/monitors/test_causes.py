@@ -342,10 +342,10 @@ def test_a_task_that_is_solved_for_good_is_told_and_one_that_is_nearly_solved_is
     def solved(share: float) -> list[tuple[str, str]]:
         groups = {"groups/zero_advantage_frac": share, "groups/all_correct_frac": share, "groups/all_wrong_frac": 0.0}
         found = said(monitors.SignalMonitor(), lambda t: groups if t > 20 else {}, 80)
-        return [(kind, severity) for _, kind, severity in found if kind == "zero_gradient"]
+        return [(kind, severity) for _, kind, severity in found if kind in ("zero_gradient", "solved")]
 
-    assert solved(0.9) == [("zero_gradient", "info")]
-    assert solved(1.0) == [("zero_gradient", "info"), ("zero_gradient", "warning")]
+    assert solved(0.9) == [("solved", "info")]
+    assert solved(1.0) == [("solved", "info"), ("solved", "warning")]
 
 
 def test_terms_that_diverge_while_the_whole_reward_falls_are_no_hacking():

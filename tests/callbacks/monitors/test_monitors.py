@@ -42,7 +42,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("EntropyMonitor", "entropy_high", "warning", grows(policy__entropy=ramp(0.3, 2.0))),
     ("EntropyMonitor", "entropy_rising", "info", grows(policy__entropy=ramp(0.45, 0.75, 30))),
     ("EntropyMonitor", "entropy_low", "critical", grows(policy__entropy=0.01, groups__all_wrong_frac=0.5)),
-    ("EntropyMonitor", "entropy_low", "info", grows(policy__entropy=0.01, reward=0.99)),
+    ("EntropyMonitor", "exploration_over", "info", grows(policy__entropy=0.01, reward=0.99)),
     ("GradientNormMonitor", "non_finite", "warning", lambda k: {"optim/grad_norm": NAN} if k == 5 else {}),
     ("GradientNormMonitor", "non_finite", "critical", grows(optim__grad_norm=NAN)),
     ("GradientNormMonitor", "non_finite", "critical", lambda k: {"policy/entropy": NAN} if k == 5 else {}),
@@ -195,7 +195,7 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ("SignalMonitor", "zero_gradient", "warning", grows(groups__zero_advantage_frac=0.8, groups__all_wrong_frac=0.45)),
     (
         "SignalMonitor",
-        "zero_gradient",
+        "solved",
         "info",
         grows(groups__zero_advantage_frac=0.8, groups__all_wrong_frac=0.0, groups__all_correct_frac=0.8),
     ),
@@ -327,6 +327,36 @@ def test_without_a_verdict_nothing_is_said_of_solved_prompts():
     assert first.severity == "info"
     assert "solved" not in first.explanation
     assert not [f for f in replay(make("SignalMonitor"), without) if f.kind == "all_wrong"]
+
+
+def test_a_norm_that_grows_with_the_share_of_groups_that_have_a_gradient_is_no_spike():
+    """A policy takes off from nothing: 10 % of its groups have an advantage, then nearly all, and the norm follows."""
+
+    def run(rate: float) -> list[Finding]:
+        steps = changed(lambda k: {})[:50] + changed(lambda k: {})[:10]
+        for step, metrics in enumerate(steps):
+            share = 0.1 if step < 50 else 0.7
+            metrics |= {"groups/zero_advantage_frac": 1 - share, "optim/grad_norm": rate * share if step >= 50 else share}
+        return [f for f in replay(make("GradientNormMonitor"), steps) if f.kind == "gradient_spikes"]
+
+    assert run(1.0) == []
+    # Six times more for each group as well: that is a spike.
+    assert [f.onset for f in run(6.0)][:1] == [51]
+    # What a critic's gradient is made of is every group.
+    without = changed(lambda k: {"groups/zero_advantage_frac": 0.3, "critic/grad_norm": 14.0} if k >= 0 else {})
+    assert [f for f in replay(make("GradientNormMonitor"), without) if f.kind == "gradient_spikes"]
+
+
+@pytest.mark.parametrize(("monitor", "kind", "severity", "change"), TROUBLES, ids=lambda value: str(value)[:30])
+def test_what_is_said_of_solved_prompts_and_small_batches_is_not_that_there_is_no_gradient(
+    monitor, kind, severity, change
+):
+    """The title of a diagnosis is true of each finding that speaks for it."""
+    (first, *_) = [f for f in replay(make(monitor), changed(change)) if f.kind == kind]
+    if first.about.diagnosis.name == "no_signal":
+        assert first.kind in ("all_wrong", "zero_gradient")
+    if "solved" in first.explanation and "unsolved" not in first.explanation:
+        assert first.about.diagnosis.name == "solved"
 
 
 def test_every_monitor_and_every_kind_is_tried():
