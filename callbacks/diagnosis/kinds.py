@@ -41,16 +41,24 @@ class FindingKind:
         rank: its place in the order of decision. Among the gravest findings the one of the lowest rank gives the
             diagnosis its name; all that cannot be told apart otherwise keeps the order of the monitors.
         remedies: what to do, best first, where the finding does not say it itself.
+        title: what is wrong in a few words, where this finding says less, or other, than the title of the diagnosis.
+        likely_cause: the likely cause, where it is another than that of the diagnosis.
     """
 
     name: str
     diagnosis: DiagnosisKind = field(default_factory=lambda: DiagnosisKind(""))
     rank: int = LAST
     remedies: tuple[str, ...] = ()
+    title: str = ""
+    likely_cause: str = ""
 
     def __post_init__(self) -> None:
         if not self.diagnosis.name:
             object.__setattr__(self, "diagnosis", DiagnosisKind(self.name))
+        # A spike of the gradient, say, speaks for updates that are too large, and is not yet one: what is written is
+        # what the finding knows.
+        object.__setattr__(self, "title", self.title or self.diagnosis.title)
+        object.__setattr__(self, "likely_cause", self.likely_cause or self.diagnosis.likely_cause)
 
 
 # The ranks, over all monitors: numbers that are none (100), then plumbing, which makes all other signals unreliable
@@ -70,14 +78,20 @@ LEARNING_RATE_TOO_HIGH = DiagnosisKind(
 )
 NO_SIGNAL = DiagnosisKind(
     "no_signal",
-    "hardly any group has a gradient",
-    "the prompts are far too hard, or the rewards do not tell the answers to one prompt apart",
+    "many groups have no gradient",
+    "prompts that are too hard or too easy for so few answers, or rewards that do not tell the answers apart",
     outlives_rollback=True,
 )
 SOLVED = DiagnosisKind(
     "solved",
     "the prompts are solved",
     "nothing is left to learn from them, or the reward pays for any answer",
+    outlives_rollback=True,
+)
+NONE_RIGHT = DiagnosisKind(
+    "none_right",
+    "most prompts get no right answer",
+    "the prompts are too hard, or nothing that is answered counts as right (correct_threshold)",
     outlives_rollback=True,
 )
 LENGTH_EXPLOSION = DiagnosisKind(

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 from typing import ClassVar
 
-from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind, finding_kind
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import statistics
+from lit_grpo.callbacks.monitors.entropy_monitor import ENTROPY_COLLAPSE, ENTROPY_EXPLOSION
 from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
+from lit_grpo.callbacks.monitors.reward_monitor import REWARD_FALLS
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH_CRITICAL
 
@@ -27,6 +29,11 @@ REMEDIES_NL = (
 )
 
 REMEDIES_RATE = ("return to the last checkpoint before the onset and lower the learning rate", "lengthen the warm-up")
+REMEDIES_BOTH_WAYS = (
+    "return to the last checkpoint before the onset and lower the learning rate",
+    "read the completions: which of them are paid?",
+    "clip, with several minibatches a rollout",
+)
 REMEDIES_OTHER = (
     "pay for right answers (entropy_reward: false)",
     "let the rewards outweigh what else shapes the advantages",
@@ -62,6 +69,10 @@ COLLAPSE_KINDS = {
 
 EARLY_STEPS, GROWN_STEPS, LEAST_STEP = 8, 8.0, 5e-3
 """First rollouts whose steps are usual, multiple of them that has grown, and the least that counts, in nats a token."""
+SMALL_STEPS = 1e-2
+"""Mean step in nats a token below which a rate that is too high does not explain a lost reward: healthy runs have up to
+0.02, and those that lost their reward to the rate alone had 0.05 or more."""
+HELD_OUT = "val/reward"
 MORE_CUT = 0.15
 """Growth of the share of truncated completions that is a sign of C_NL."""
 SURE_CUT = 3.5
@@ -140,14 +151,49 @@ class CollapseDetector(Monitor):
         "sanity/inverted_advantage_frac",
         "policy/upward_frac",
         "optim/update_to_weight_ratio",
+        "policy/step_kl",
+        HELD_OUT,
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         *(FindingKind(name.lower(), COLLAPSE_KINDS[name], rank) for rank, (name, _, _) in enumerate(COLLAPSES, 510)),
-        FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),
+        FindingKind(
+            "unstable",
+            LEARNING_RATE_TOO_HIGH,
+            566,
+            REMEDIES_RATE,
+            title="the reward has fallen, and nothing but the size of the updates is seen to explain it",
+        ),
+        FindingKind(
+            "reward_lost",
+            REWARD_FALLS,
+            589,
+            (
+                "look at the data: do harder prompts begin here?",
+                "evaluate on held-out prompts: has the policy become worse?",
+                "return to the last checkpoint before the onset and lower the learning rate",
+            ),
+            title="the reward has fallen, and large updates are not why",
+            likely_cause="prompts that become harder, rewards that are given otherwise, or an objective that pulls "
+            "elsewhere",
+        ),
         # The same shapes under an objective that has a baseline and pushes both ways: they are what a collapse looks
         # like and not why it came, so a cause that is seen as well gives the name.
-        FindingKind("minimal_entropy", COLLAPSE_KINDS["C_PL"], 567, REMEDIES_PL),
-        FindingKind("maximal_entropy", COLLAPSE_KINDS["C_NL"], 569, REMEDIES_NL),
+        FindingKind(
+            "minimal_entropy",
+            ENTROPY_COLLAPSE,
+            567,
+            REMEDIES_BOTH_WAYS,
+            title="entropy, length and diversity have fallen together",
+            likely_cause="updates that are too large, or a reward that can be had by one short answer",
+        ),
+        FindingKind(
+            "maximal_entropy",
+            ENTROPY_EXPLOSION,
+            569,
+            REMEDIES_BOTH_WAYS,
+            title="entropy has exploded, and lengths with it",
+            likely_cause="updates that are too large, or a term that pays for entropy",
+        ),
     )
 
     def __init__(
@@ -218,20 +264,21 @@ class CollapseDetector(Monitor):
             if distinct is not None:
                 evidence.append(("groups/distinct_frac", self.window, distinct[1], distinct[0], distinct[0]))
             kind = ("tn_nl" if self._only("down") else "tn_pl") if self.token_normalised else "c_pl"
-            kind = "minimal_entropy" if self._pushes_both_ways() else kind
+            both = self._pushes_both_ways()
             yield self.finding(
-                kind,
+                "minimal_entropy" if both else kind,
                 "critical",
                 "entropy, length and diversity have fallen together: the policy says one short thing",
                 *evidence,
                 onset=self._turn("policy/entropy", high=True),
-                remedies=REMEDIES_NL if kind == "tn_nl" else REMEDIES_PL,
+                remedies=None if both else REMEDIES_NL if kind == "tn_nl" else REMEDIES_PL,
             )
             return
         shortest = self._then_and_now("completions/length", high=False)
         if self.token_normalised and entropy[1] < keep * entropy[0] and shortest is not None:
             longer = (1 + self.growth) * shortest[0]
-            if shortest[1] > longer and not self._only("down"):
+            # The other way of length is the shape of a loss of one sign alone.
+            if shortest[1] > longer and not self._only("down") and not self._pushes_both_ways():
                 yield self.finding(
                     "tn_pl",
                     "critical",
@@ -269,7 +316,8 @@ class CollapseDetector(Monitor):
             kind = "c_nl" if not self.token_normalised else "tn_nl" if self._only("down") else "tn_pl"
         if kind is None:
             return
-        kind = "maximal_entropy" if self._pushes_both_ways() else kind
+        both = self._pushes_both_ways()
+        kind = "maximal_entropy" if both else kind
         evidence: list[Numbers] = [
             ("policy/entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
             ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0])
@@ -283,10 +331,12 @@ class CollapseDetector(Monitor):
         yield self.finding(
             kind,
             "critical",
-            "entropy and length have exploded: the policy no longer knows what to say or when to end",
+            "entropy has exploded while completions became short: the policy no longer knows what to say"
+            if short and not long
+            else "entropy and length have exploded: the policy no longer knows what to say or when to end",
             *evidence,
             onset=self._turn("policy/entropy", high=False),
-            remedies=REMEDIES_PL if kind == "tn_pl" else REMEDIES_NL,
+            remedies=None if both else REMEDIES_PL if kind == "tn_pl" else REMEDIES_NL,
         )
 
     def _falling(self, step: int) -> Iterable[Finding]:
@@ -309,6 +359,7 @@ class CollapseDetector(Monitor):
         )
         entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
+        severity: Severity = "critical"
         at_stake = best - statistics.floor_of(self.history.values[key])
         evidence: list[Numbers] = [(key, 3, now, best - self.lost * max(abs(best), at_stake), best)]
         if entropy is not None:
@@ -326,6 +377,16 @@ class CollapseDetector(Monitor):
             remedies = REMEDIES_NL if rising else REMEDIES_PL
         else:
             kind, what, remedies = "unstable", "nothing but the size of the updates explains it", REMEDIES_RATE
+            since, held = self._peak(), self._held_out_loss(self._peak())
+            steps = [kl for at, kl in zip(*self._step_sizes(), strict=True) if at >= since]
+            if held is not None and held < share / 3:
+                kind, what, sure = "reward_lost", "the held-out reward has not", True
+                evidence.append((f"{HELD_OUT} lost", 1, held, share / 3))
+            elif steps and fmean(steps) < SMALL_STEPS:
+                kind, what, sure = "reward_lost", "the updates were not large", fmean(steps) < LEAST_STEP
+                evidence.append(("policy/step_kl", len(steps), fmean(steps), SMALL_STEPS))
+            if kind == "reward_lost":
+                severity, remedies = "warning" if sure else "critical", finding_kind(kind).remedies
             if (size := self.history.mean("optim/update_to_weight_ratio", 3)) is not None:
                 evidence.append(("optim/update_to_weight_ratio", 3, size, size))
         if self.token_normalised and kind in ("c_pl", "c_nl"):
@@ -334,12 +395,26 @@ class CollapseDetector(Monitor):
             evidence.append(("policy/upward_frac", 10, upward, 0.9 if upward > 0.5 else 0.1))
         yield self.finding(
             kind,
-            "critical",
+            severity,
             f"the reward has lost {share:.0%} of its best, {errors:.1f} standard errors, and {what}",
             *evidence,
             onset=self._peak(),
             remedies=remedies,
         )
+
+    def _held_out_loss(self, onset: int) -> float | None:
+        """Return the share of the held-out reward that was lost since a step; None without an evaluation on each side."""
+        steps, values = self.history.steps[HELD_OUT], self.history.values[HELD_OUT]
+        before = [value for step, value in zip(steps, values, strict=True) if step <= onset + 1]
+        # Between two evaluations the last one's reward is logged again with every step.
+        after = [v for step, v in zip(steps, values, strict=True) if step > onset + 1 and before and v != before[-1]]
+        if not before or not after or not before[-1]:
+            return None
+        return (before[-1] - after[-1]) / abs(before[-1])
+
+    def _step_sizes(self) -> tuple[list[int], list[float]]:
+        key = "policy/step_kl"
+        return self.history.steps[key], self.history.values[key]
 
     def _longer(self, step: int) -> Iterable[Finding]:
         """Look for C_NL before the reward falls: entropy and length rise together where the loss only pushes down."""
@@ -427,8 +502,7 @@ class CollapseDetector(Monitor):
 
     def _pushes_both_ways(self) -> bool:
         """Tell whether the loss is known to push probabilities up and down, by advantages that have a baseline."""
-        # Token normalisers change the shapes, so that a shape names the two losses and nothing else.
-        if self.token_normalised or self._has_sign_advantages():
+        if self._has_sign_advantages():
             return False
         if self.history.mean("policy/upward_frac", 10) is None:
             return False

@@ -8,6 +8,11 @@ from statistics import fmean, median
 from typing import Any
 
 from lit_grpo.callbacks.monitors import statistics
+from lit_grpo.callbacks.monitors.jump import NEEDED, Jump, find_jump
+
+
+REWARDS = ("sampling/reward", "reward")
+"""Mean reward of everything that was sampled, where it is logged, and of what was trained on."""
 
 
 class History:
@@ -27,6 +32,11 @@ class History:
         self.early: dict[str, list[float]] = {}
         """The first values of a run, by key, for the keys that were watched with ``early``."""
         self._early_length: dict[str, int] = {}
+        self.jump: Jump | None = None
+        """The last jump of the reward that no update can have made; what came before it is forgotten."""
+        if rewards := [key for key in REWARDS if key in self.values]:
+            for key in (*rewards, *NEEDED):
+                self.watch(key)
 
     def watch(self, key: str, early: int = 0) -> None:
         """Remember this key as well, and for good its first ``early`` values."""
@@ -46,6 +56,22 @@ class History:
                 del values[: -self.length], self.steps[key][: -self.length]
                 if len(self.early.get(key, ())) < self._early_length.get(key, 0):
                     self.early[key].append(float(value))
+        self._forget_other_rewards(step)
+
+    def _forget_other_rewards(self, step: int) -> None:
+        """Forget the rewards from before a jump: they were of other prompts, or judged otherwise."""
+        key = next((key for key in REWARDS if self.values.get(key)), None)
+        if key is None or self.steps[key][-1] != step:
+            return
+        others = {name: (self.steps[name], self.values[name]) for name in NEEDED}
+        found = find_jump(self.steps[key], self.values[key], others)
+        if found is None:
+            return
+        self.jump = found
+        # Evaluations are judged by the same verifier.
+        for name in [name for name in self.values if name.startswith(("reward", "sampling/reward", "val/reward"))]:
+            old = len(self.values[name]) - len(self.steps_since(name, found.step + 1))
+            del self.values[name][:old], self.steps[name][:old]
 
     def count(self, key: str) -> int:
         """Return the number of values of this key that are remembered."""
@@ -171,6 +197,8 @@ class History:
             "steps": {key: list(value) for key, value in self.steps.items()},
             "values": {key: list(value) for key, value in self.values.items()},
         }
+        if self.jump is not None:
+            state["jump"] = list(self.jump)
         return state | ({"early": {key: list(value) for key, value in self.early.items()}} if self.early else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,3 +210,4 @@ class History:
             self.values[key] = list(state["values"].get(key, []))
         for key in self.early:
             self.early[key] = list(state.get("early", {}).get(key, []))
+        self.jump = Jump(*state["jump"]) if "jump" in state else None
