@@ -72,7 +72,7 @@ EARLY_STEPS, GROWN_STEPS, LEAST_STEP = 8, 8.0, 5e-3
 SMALL_STEPS = 1e-2
 """Mean step in nats a token below which a rate that is too high does not explain a lost reward: healthy runs have up to
 0.02, and those that lost their reward to the rate alone had 0.05 or more."""
-HELD_OUT = "val/reward"
+HELD_OUT, PASSED_OVER = "val/reward", "curriculum/passed_over"
 MORE_CUT = 0.15
 """Growth of the share of truncated completions that is a sign of C_NL."""
 SURE_CUT = 3.5
@@ -153,6 +153,7 @@ class CollapseDetector(Monitor):
         "optim/update_to_weight_ratio",
         "policy/step_kl",
         HELD_OUT,
+        PASSED_OVER,
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         *(FindingKind(name.lower(), COLLAPSE_KINDS[name], rank) for rank, (name, _, _) in enumerate(COLLAPSES, 510)),
@@ -377,16 +378,17 @@ class CollapseDetector(Monitor):
             remedies = REMEDIES_NL if rising else REMEDIES_PL
         else:
             kind, what, remedies = "unstable", "nothing but the size of the updates explains it", REMEDIES_RATE
-            since, held = self._peak(), self._held_out_loss(self._peak())
+            since, held = self._peak(), self._held_out_loss(key, best, now)
             steps = [kl for at, kl in zip(*self._step_sizes(), strict=True) if at >= since]
             if held is not None and held < share / 3:
-                kind, what, sure = "reward_lost", "the held-out reward has not", True
+                kind, what, severity = "reward_lost", "the held-out reward has not", "warning"
                 evidence.append((f"{HELD_OUT} lost", 1, held, share / 3))
             elif steps and fmean(steps) < SMALL_STEPS:
-                kind, what, sure = "reward_lost", "the updates were not large", fmean(steps) < LEAST_STEP
+                kind, what = "reward_lost", "the updates were not large"
+                # Where prompts that are solved are passed over, those that are left are harder.
+                severity = "warning" if self.history.count(PASSED_OVER) else "critical"
                 evidence.append(("policy/step_kl", len(steps), fmean(steps), SMALL_STEPS))
-            if kind == "reward_lost":
-                severity, remedies = "warning" if sure else "critical", finding_kind(kind).remedies
+            remedies = finding_kind(kind).remedies
             if (size := self.history.mean("optim/update_to_weight_ratio", 3)) is not None:
                 evidence.append(("optim/update_to_weight_ratio", 3, size, size))
         if self.token_normalised and kind in ("c_pl", "c_nl"):
@@ -402,13 +404,21 @@ class CollapseDetector(Monitor):
             remedies=remedies,
         )
 
-    def _held_out_loss(self, onset: int) -> float | None:
-        """Return the share of the held-out reward that was lost since a step; None without an evaluation on each side."""
+    def _held_out_loss(self, key: str, best: float, now: float) -> float | None:
+        """Return the share of the held-out reward that was lost since the reward was best.
+
+        None without an evaluation from then and another from after half of what is lost was lost.
+        """
+        peak, rewards, at = self._peak(), self.history.values[key], self.history.steps[key]
+        low = [at[k] for k in range(2, len(rewards)) if at[k] > peak and fmean(rewards[k - 2 : k + 1]) < (best + now) / 2]
         steps, values = self.history.steps[HELD_OUT], self.history.values[HELD_OUT]
-        before = [value for step, value in zip(steps, values, strict=True) if step <= onset + 1]
+        before = [value for step, value in zip(steps, values, strict=True) if step <= peak + 1]
+        if not low or not before or not before[-1]:
+            return None
         # Between two evaluations the last one's reward is logged again with every step.
-        after = [v for step, v in zip(steps, values, strict=True) if step > onset + 1 and before and v != before[-1]]
-        if not before or not after or not before[-1]:
+        known = [value for step, value in zip(steps, values, strict=True) if step <= low[0]]
+        after = [v for step, v in zip(steps, values, strict=True) if step > low[0] and v != known[-1]]
+        if not after:
             return None
         return (before[-1] - after[-1]) / abs(before[-1])
 

@@ -34,17 +34,23 @@ class History:
         self._early_length: dict[str, int] = {}
         self.jump: Jump | None = None
         """The last jump of the reward that no update can have made; what came before it is forgotten."""
-        if rewards := [key for key in REWARDS if key in self.values]:
-            for key in (*rewards, *NEEDED):
-                self.watch(key)
+        if any(key in REWARDS for key in self.values):
+            self._watch_for_jumps()
 
     def watch(self, key: str, early: int = 0) -> None:
         """Remember this key as well, and for good its first ``early`` values."""
         self.steps.setdefault(key, [])
         self.values.setdefault(key, [])
+        if key in REWARDS:
+            self._watch_for_jumps()
         if early:
             self.early.setdefault(key, [])
             self._early_length[key] = max(early, self._early_length.get(key, 0))
+
+    def _watch_for_jumps(self) -> None:
+        for name in NEEDED:
+            self.steps.setdefault(name, [])
+            self.values.setdefault(name, [])
 
     def push(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add what the step logged. A key it lacks, or has as NaN or infinity, keeps its history as it is."""

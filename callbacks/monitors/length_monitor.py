@@ -183,6 +183,7 @@ class LengthMonitor(Monitor):
                 ("completions/length", size, now, self.growth * low, low),
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
+                about=into_the_limit() if cut > self.truncation_once else None,
             )
         if now < self.floor or (now < self.fall * high and shorter > sure):
             start = self.history.steps["completions/length"][-size:][values.index(max(values))]

@@ -256,7 +256,7 @@ class SignalMonitor(ThresholdMonitor):
             key = share.removesuffix("prompts_frac") + "reward"
             seen, size, values = 0.0, 0, history.values.get(key, [])
             parts = [part for part in history.values[share] if part > 0]
-            while seen < 2 * self.batch and size < min(len(values), len(parts)):
+            while (seen < 2 * self.batch or size < 3) and size < min(len(values), len(parts)):
                 size += 1
                 seen += groups * parts[-size]
             # Means of a rollout that are all the same are means of rewards that are.

@@ -135,7 +135,7 @@ HEALTHY = (
     _healthy("lora_2", "adapters of rank 2", lora=2, optimizer={"lr": 3e-3}),
     _healthy("two_sources", "two sources, one easy and one far too hard", "no_signal source_without_signal",
              task="countdown", data=lambda: {"prompts": two_sources()}),
-    _healthy("sgd", "SGD in the place of AdamW", optimizer={"type": "torch.optim.SGD", "lr": 0.3, "warmup_steps": 0}),
+    _healthy("sgd", "SGD in the place of AdamW", optimizer={"type": "torch.optim.SGD", "lr": 0.03, "warmup_steps": 0}),
     _healthy("cosine", "a warm-up of 20, and a rate that falls to 0", optimizer={
         "warmup_steps": 20, "schedule": "cosine"}, rollouts=80),
     _healthy("cool", "sampling at 0.7 on both sides", data=lambda: {"temperature": 0.7}),
