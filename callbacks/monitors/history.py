@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lit_grpo.callbacks.monitors import statistics
-from lit_grpo.callbacks.monitors.jump import NEEDED, Jump, find_jump
+from lit_grpo.callbacks.monitors.jump import AFTER, NEEDED, Jump, find_jump
 
 
 REWARDS = ("sampling/reward", "reward")
@@ -66,11 +66,7 @@ class History:
 
     def _forget_other_rewards(self, step: int) -> None:
         """Forget the rewards from before a jump: they were of other prompts, or judged otherwise."""
-        key = next((key for key in REWARDS if self.values.get(key)), None)
-        if key is None or self.steps[key][-1] != step:
-            return
-        others = {name: (self.steps[name], self.values[name]) for name in NEEDED}
-        found = find_jump(self.steps[key], self.values[key], others)
+        found = self._jump_of(AFTER, step)
         if found is None:
             return
         self.jump = found
@@ -78,6 +74,17 @@ class History:
         for name in [name for name in self.values if name.startswith(("reward", "sampling/reward", "val/reward"))]:
             old = len(self.values[name]) - len(self.steps_since(name, found.step + 1))
             del self.values[name][:old], self.steps[name][:old]
+
+    def _jump_of(self, after: int, step: int) -> Jump | None:
+        key = next((key for key in REWARDS if self.values.get(key)), None)
+        if key is None or self.steps[key][-1] != step:
+            return None
+        others = {name: (self.steps[name], self.values[name]) for name in NEEDED}
+        return find_jump(self.steps[key], self.values[key], others, after)
+
+    def may_have_jumped(self, step: int) -> bool:
+        """Tell whether the newest rewards look like a jump, which one or two more rollouts will show."""
+        return any(self._jump_of(after, step) is not None for after in range(1, AFTER))
 
     def count(self, key: str) -> int:
         """Return the number of values of this key that are remembered."""

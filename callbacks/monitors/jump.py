@@ -34,9 +34,12 @@ class Jump(NamedTuple):
 
 
 def find_jump(
-    steps: Sequence[int], rewards: Sequence[float], others: Mapping[str, tuple[Sequence[int], Sequence[float]]]
+    steps: Sequence[int],
+    rewards: Sequence[float],
+    others: Mapping[str, tuple[Sequence[int], Sequence[float]]],
+    after_it: int = AFTER,
 ) -> Jump | None:
-    """Look for a jump that lies :data:`AFTER` rollouts back.
+    """Look for a jump that lies some rollouts back.
 
     A policy that an update moves by KL(before || after) = d over a whole completion changes the mean of a reward with
     standard deviation s by about s sqrt(2 d) at most: the inner product of reward and score is bounded by the product
@@ -48,11 +51,12 @@ def find_jump(
         steps: rollouts trained on at each reward.
         rewards: mean reward of each rollout.
         others: steps and values of each of :data:`NEEDED`. A rollout without a ``policy/step_kl`` took no step.
+        after_it: rollouts since the jump.
 
     Returns:
         The jump; None where there is none, or where the size of the steps is not known.
     """
-    place = len(rewards) - AFTER
+    place = len(rewards) - after_it
     before = rewards[max(0, place - BEFORE) : place]
     if len(before) < FEWEST_BEFORE or not all(others.get(key, ((), ()))[1] for key in NEEDED):
         return None
@@ -63,7 +67,9 @@ def find_jump(
     change = now - then
     if abs(change) <= chance * error:
         return None
-    if (fmean(after[:2]) - fmean(before[-2:])) / change < AT_ONCE:
+    at_once = (fmean(after[:2]) - fmean(before[-2:])) / change
+    # The first value after it is nearer to those that follow than to those before.
+    if at_once < AT_ONCE or (after[0] - then) / change < 0.5:
         return None
     kl = dict(zip(*others["policy/step_kl"], strict=True))
     # It is measured on a few completions, so that of some updates around the jump stands for each.
