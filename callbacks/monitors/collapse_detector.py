@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import fmean, median
 from typing import ClassVar
 
@@ -69,6 +70,8 @@ COLLAPSE_KINDS = {
 
 EARLY_STEPS, GROWN_STEPS, LEAST_STEP = 8, 8.0, 5e-3
 """First rollouts whose steps are usual, multiple of them that has grown, and the least that counts, in nats a token."""
+WORSE = "the policy has become worse: a term of the objective, weight decay, or small steps that err one way"
+"""Likely cause of a reward that falls under small steps, on held-out prompts too."""
 HELD_OUT, PASSED_OVER = "val/reward", "curriculum/passed_over"
 MORE_CUT = 0.15
 """Growth of the share of truncated completions that is a sign of C_NL."""
@@ -170,8 +173,8 @@ class CollapseDetector(Monitor):
                 "return to the last checkpoint before the onset and lower the learning rate",
             ),
             title="the reward has fallen, and large updates are hardly why",
-            likely_cause="prompts that become harder, rewards that are given otherwise, or an objective that pulls "
-            "elsewhere",
+            likely_cause="prompts that become harder, rewards that are given otherwise, or a term of the objective or "
+            "weight decay that pulls elsewhere",
         ),
         # The same shapes under an objective that has a baseline and pushes both ways: they are what a collapse looks
         # like and not why it came, so a cause that is seen as well gives the name.
@@ -357,6 +360,7 @@ class CollapseDetector(Monitor):
         entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
         severity: Severity = "critical"
+        about: FindingKind | None = None
         at_stake = best - statistics.floor_of(self.history.values[key])
         evidence: list[Numbers] = [(key, 3, now, best - self.lost * max(abs(best), at_stake), best)]
         if entropy is not None:
@@ -383,6 +387,9 @@ class CollapseDetector(Monitor):
                 kind, what = "reward_lost", "the updates were small"
                 # Where prompts that are solved are passed over, those that are left are harder.
                 severity = "warning" if self.history.count(PASSED_OVER) else "critical"
+                if held is not None:
+                    about = replace(finding_kind(kind), likely_cause=WORSE)
+                    evidence.append((f"{HELD_OUT} lost", 1, held, share / 3))
                 evidence.append(("policy/step_kl", len(steps), fmean(steps), LEAST_STEP))
             elif steps:
                 evidence.append(("policy/step_kl", len(steps), fmean(steps), LEAST_STEP))
@@ -398,6 +405,7 @@ class CollapseDetector(Monitor):
             *evidence,
             onset=self._peak(),
             remedies=remedies,
+            about=about,
         )
 
     def _held_out_loss(self, key: str, best: float, now: float) -> float | None:

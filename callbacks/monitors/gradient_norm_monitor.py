@@ -85,7 +85,7 @@ class GradientNormMonitor(ThresholdMonitor):
         FindingKind(
             "gradient_spikes",
             LEARNING_RATE_TOO_HIGH,
-            570,
+            587,
             REMEDIES_SPIKES,
             title="a gradient far larger than usual",
             likely_cause="prompts or completions unlike those before, or, if it lasts, a learning rate that is too high",

@@ -35,10 +35,10 @@ REWARD_CHAOTIC = DiagnosisKind(
 
 
 DEAD = (
-    "from one rollout to the next every completion gets the same reward",
-    "a verifier that fails, or accepts everything: the policy has moved too little for it",
+    "from one rollout to the next no completion is right, or all get the same reward",
+    "a verifier that fails or accepts everything, or prompts out of reach: the policy has moved too little for it",
 )
-"""Title and likely cause of a jump after which no group has a signal."""
+"""Title and likely cause of a jump after which nothing tells right from wrong."""
 REWARDS_CHANGED = DiagnosisKind(
     "rewards_changed",
     "the reward jumps further than the policy has moved",
@@ -159,11 +159,13 @@ class RewardMonitor(Monitor):
         yield from self._flat(key, values)
 
     def _jumped(self, step: int) -> Iterable[Finding]:
-        jump, uniform = self.history.jump, "groups/zero_std_frac"
+        jump, history = self.history.jump, self.history
         if jump is None:
             return
-        since = self.history.values[uniform][-len(self.history.steps_since(uniform, jump.step + 1)) :]
-        dead = len(since) >= AFTER and min(since) == 1.0
+        dead = False
+        for key in ("groups/zero_std_frac", unsolved_key(history)):
+            if (size := len(history.steps_since(key, jump.step + 1))) >= AFTER:
+                dead |= min(history.values[key][-size:]) == 1.0
         if step - jump.step > AFTER + REARM and not dead:
             return
         about = finding_kind("reward_jumped")
@@ -187,6 +189,9 @@ class RewardMonitor(Monitor):
         lost = next((n for n, share in enumerate(reversed(wrong)) if share < 1), len(wrong))
         before = wrong[max(0, len(wrong) - lost - NEWEST) : len(wrong) - lost]
         if not groups or lost < self.gone or not before:
+            return
+        # What the updates cannot have done is a jump, and no step that was too large.
+        if history.jump is not None and history.steps[key][-lost] == history.jump.step + 1:
             return
         # Groups that were all wrong before, at most as many as two standard errors allow: with few, anything may be.
         seen = groups * len(before)

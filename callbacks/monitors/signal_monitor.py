@@ -111,7 +111,7 @@ class SignalMonitor(ThresholdMonitor):
             rank=610,
             remedies=("take easier prompts, or filter them by pass rate", "take larger groups", "train format first"),
             title="most prompts get no right answer, and have no gradient",
-            likely_cause="the prompts are far too hard, or the verifier accepts no answer",
+            likely_cause="the prompts are far too hard, or the verifier accepts no answer to them",
         ),
         FindingKind(
             "source_uniform",
