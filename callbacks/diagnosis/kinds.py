@@ -96,8 +96,8 @@ NONE_RIGHT = DiagnosisKind(
 )
 LENGTH_EXPLOSION = DiagnosisKind(
     "length_explosion",
-    "length explosion",
-    "long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
+    "long answers are paid",
+    "a part of the reward that grows with length",
 )
 
 _declared: dict[str, FindingKind] = {}

@@ -92,6 +92,7 @@ class LengthMonitor(Monitor):
             600,
             REMEDIES_LONG,
             title="completions grow, and the reward has not visibly risen",
+            likely_cause="long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
         ),
         FindingKind(
             "length_falling",

@@ -182,7 +182,7 @@ SICK = (
           data=lambda: {"wrong_answers": True}, rollouts=110),
     _sick("broken_source", "two sources, and the verifier of one returns 0", "source_without_signal", task="countdown",
           make=lambda: ChangedReward(lambda item, value: value * (item.prompt.source != "b")), data=lambda: {
-              "prompts": MixedPrompts([Named(countdown(2), "a"), Named(countdown(2, skip=500), "b")], [1.0, 1.0])}),
+              "prompts": MixedPrompts([Named(countdown(2), "a"), Named(countdown(3), "b")], [1.0, 1.0])}),
     _sick("paid_repetition", "a reward for each 1 in the answer", "repetition length_explosion reward_hacking",
           make=lambda: ChangedReward(lambda item, value: value + 0.2 * item.text.count("1"))),
     _sick("paid_verbosity", "a second reward for verbosity", "length_explosion reward_hacking truncation", task="sums",

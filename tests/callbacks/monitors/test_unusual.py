@@ -15,6 +15,7 @@ from lit_grpo.callbacks.monitors.facts import facts_of
 from lit_grpo.callbacks.monitors.history import History
 from lit_grpo.callbacks.monitors.jump import AFTER, find_jump
 from lit_grpo.callbacks.monitors.monitor import Monitor
+from lit_grpo.learner.rollout_metrics import reward_length_correlation
 from tests.callbacks.synthetic import Change, healthy
 
 STILL = {"policy/step_kl": 1e-4, "completions/length": 100.0}
@@ -158,6 +159,27 @@ def test_one_of_two_sources_without_signal_is_named() -> None:
     assert "of b," in found.explanation
     alone = [f for f in said(monitors.SignalMonitor(), lambda k: {"source/b/reward": 0.0, "source/b/prompts_frac": 1.0})]
     assert not [f for f in alone if f.kind == "source_uniform"]
+
+
+def test_an_engine_that_leaves_tokens_out_is_noticed_and_an_old_or_hot_one_is_not_called_so() -> None:
+    def step(mean: float, square: float) -> dict[str, float]:
+        return {"sampler_mismatch/weight": mean, "sampler_mismatch/weight_sq": square, "completions/tokens": 2000.0}
+
+    (found,) = said(monitors.MismatchMonitor(), lambda k: step(0.98, 0.964))
+    assert (found.kind, found.severity, found.step) == ("support_cut", "warning", 5)
+    assert "top_p" in found.about.likely_cause
+    assert said(monitors.MismatchMonitor(), lambda k: step(0.98, 0.99)) == []
+    assert said(monitors.MismatchMonitor(), lambda k: step(0.9995, 0.9991)) == []
+
+
+def test_a_pay_for_brevity_beside_a_form_that_is_longer_is_no_pay_for_length() -> None:
+    lengths = [10, 11, 12, 30, 31, 32] * 8
+    form = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0] * 8
+    brevity = [-0.001 * n for n in lengths]
+    total = [f + b for f, b in zip(form, brevity, strict=True)]
+    assert reward_length_correlation(total, lengths, [True] * 48, 6)[0] > 7
+    assert reward_length_correlation(total, lengths, [True] * 48, 6, [form, brevity])[0] == pytest.approx(-8.0)
+    assert reward_length_correlation(total, lengths, [False] * 48, 6, [form, brevity]) == (0.0, 0)
 
 
 # ------------------------------------------------------------------------------------------------- scales
