@@ -24,7 +24,7 @@ REMEDIES_FAULT = ("check that dropout is off and that values belong to the token
 CRITIC_FAILURE = DiagnosisKind(
     "critic_failure",
     "the critic's values are wrong",
-    "an unbounded value head, too few critic updates, or no warm-up",
+    "a critic's rate that is too high, an unbounded value head, too few critic updates, or no warm-up",
 )
 
 

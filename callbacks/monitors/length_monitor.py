@@ -20,7 +20,9 @@ REMEDIES_LONG = (
     "look at what is truncated",
 )
 TRUNCATION = DiagnosisKind(
-    "truncation", "completions hit the length limit", "the limit is too low, or the policy cannot end"
+    "truncation",
+    "completions hit the length limit",
+    "the limit is too low, the engine does not know the end token, or the policy does not end",
 )
 REMEDIES_LIMIT = (
     "raise the length limit (max_new_tokens)",

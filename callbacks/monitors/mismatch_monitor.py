@@ -21,8 +21,8 @@ REMEDIES = (
 SAMPLER_MISMATCH = DiagnosisKind(
     "stale_or_mismatched_sampler",
     "engine and learner disagree",
-    "the engine holds old weights, another template, temperature or number format, or log-probabilities are shifted by "
-    "a token",
+    "the engine holds old weights, another template, temperature or number format, or tokens are taken for others: "
+    "log-probabilities shifted by one, completions of other prompts",
     outlives_rollback=True,
 )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.diagnosis.recording import LEFT_OUT, columns_of, facts_of, read_trace
-from scripts.diagnosis.unusual_cases import CASES, Unusual
+from scripts.diagnosis.unusual_cases import CASES, COUNTS, Unusual
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,10 @@ def line(trace: Mapping[str, Any], diagnoses: list[Any], *, words: bool) -> str:
     """Write what is said of a run in a line, and in words."""
     case = CASES[trace["name"]]
     marks = {"critical": "!", "warning": "", "info": "i"}
-    told = [f"{d.name}{marks[d.severity]}@{d.step}{'' if d.name in case.true else '?'}" for d in diagnoses]
+    known = case.true | COUNTS
+    told = [
+        f"{d.name}{marks[d.severity]}@{d.step}{'' if d.name in known or d.severity == 'info' else '?'}" for d in diagnoses
+    ]
     right = trace["correct"]
     ends = f"right {sum(right[:5]) / 5:.2f} -> {sum(right[-5:]) / 5:.2f}"
     out = f"{'SICK' if case.sick else 'well'} {case.name} ({case.what}; {ends}): {', '.join(told) or '-'}"

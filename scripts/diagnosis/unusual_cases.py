@@ -35,6 +35,10 @@ Make = Callable[[], Sabotage]
 TWO, FOUR = ({"updates_per_rollout": n, "minibatch_prompts": 8} for n in (2, 4))
 
 
+COUNTS = frozenset({"truncation", "no_signal", "none_right", "solved", "small_batch", "no_answer"})
+"""Diagnoses that state an exact count, and so are true wherever they are made."""
+
+
 @dataclass(frozen=True)
 class Unusual:
     """Kind of run.
@@ -92,7 +96,6 @@ def signed(item: Any, value: float) -> float:
 
 
 CRITIC = {"critic": CriticConfig(optimizer=OptimizerConfig(lr=3e-4, warmup_steps=10))}
-RISES = "truncation solved small_batch no_signal"
 
 
 def _healthy(name: str, what: str, true: str = "", **changes: Any) -> Unusual:
@@ -120,7 +123,7 @@ HEALTHY = (
     _healthy("three_rewards", "right answer, form, and a little for brevity", make=lambda: AddedReward(
         lambda text, tokens: 1 - tokens / 40, 0.1, "brevity")),
     _healthy("harder_at_once", "a curriculum: three numbers in the place of two from rollout 30 on",
-             "prompts_or_rewards_changed", task="countdown", make=lambda: Staged(lambda rollout: float(rollout >= 30)),
+             "rewards_changed", task="countdown", make=lambda: Staged(lambda rollout: float(rollout >= 30)),
              data=lambda: {"prompts": EasyThenHard()}),
     _healthy("harder_slowly", "a curriculum: from two to three numbers between rollouts 20 and 50", "reward_falls",
              task="countdown", make=lambda: Staged(lambda rollout: min(1.0, max(0.0, (rollout - 20) / 30))),
@@ -154,9 +157,9 @@ HEALTHY = (
              optimizer={"lr": 6e-4}),
     _healthy("vapo", "recipe vapo, critic warm-up of 5", objective={"recipe": "vapo"}, task="sums", module={
         "critic": CriticConfig(optimizer=OptimizerConfig(lr=3e-4), warmup_rollouts=5)}),
-    _healthy("solved_soon", "a task that is solved by rollout 20, and then stays so", RISES, rollouts=110,
+    _healthy("solved_soon", "a task that is solved by rollout 20, and then stays so", rollouts=110,
              optimizer={"lr": 6e-4}),
-    _healthy("digits_two_updates", "random weights, two updates", RISES + " no_answer", task="digits",
+    _healthy("digits_two_updates", "random weights, two updates", task="digits",
              module={"updates_per_rollout": 2}, rollouts=100, objective={"entropy_coef": 0.03}),
 )
 
@@ -165,20 +168,20 @@ SICK = (
     _sick("frozen", "no gradient reaches the weights", "policy_still gradient_vanished", make=NoGradients),
     _sick("eps", "an epsilon of 1e4 in Adam", "policy_still", optimizer={"eps": 1e4}),
     _sick("clip_tiny", "gradients clipped to 1e-12", "policy_still", module={"max_grad_norm": 1e-12}),
-    _sick("beta", "a KL coefficient of 100", "no_progress turning_back policy_still held_by_reference",
+    _sick("beta", "a KL coefficient of 100", "no_progress turning_back",
           objective={"kl_coef": 100.0}, rollouts=110),
-    _sick("decay", "a weight decay that eats the weights", "learning_rate_too_high reward_falls updates weight_decay",
+    _sick("decay", "a weight decay that eats the weights", "reward_falls",
           optimizer={"weight_decay": 30.0}),
-    _sick("verifier_0", "a verifier that returns 0 from rollout 25 on", "prompts_or_rewards_changed verifier_failure",
+    _sick("verifier_0", "a verifier that returns 0 from rollout 25 on", "rewards_changed",
           make=lambda: ChangedReward(lambda item, value: 0.0, 25)),
-    _sick("verifier_1", "a verifier that returns 1 from rollout 25 on", "prompts_or_rewards_changed verifier_failure",
+    _sick("verifier_1", "a verifier that returns 1 from rollout 25 on", "rewards_changed",
           task="countdown", make=lambda: ChangedReward(lambda item, value: 1.0, 25)),
     _sick("verifier_part", "a verifier that fails on 40 % of the prompts from rollout 25 on",
-          "prompts_or_rewards_changed verifier_failure",
+          "rewards_changed",
           make=lambda: ChangedReward(lambda item, value: value * (share_of(item, "part") > 0.4), 25)),
-    _sick("verifier_half", "a verifier that knows half of the prompts only", "no_signal verifier_failure", make=lambda:
+    _sick("verifier_half", "a verifier that knows half of the prompts only", "no_signal", make=lambda:
           ChangedReward(lambda item, value: value * (share_of(item, "half") > 0.5))),
-    _sick("shuffled_labels", "answers of other prompts", "no_progress no_signal hopeless none_right", task="sums",
+    _sick("shuffled_labels", "answers of other prompts", "no_progress no_signal", task="sums",
           data=lambda: {"wrong_answers": True}, rollouts=110),
     _sick("broken_source", "two sources, and the verifier of one returns 0", "source_without_signal", task="countdown",
           make=lambda: ChangedReward(lambda item, value: value * (item.prompt.source != "b")), data=lambda: {
@@ -212,7 +215,7 @@ SICK = (
           module={"max_grad_norm": None}, make=lambda: ChangedReward(
               lambda item, value: 100 * value, threshold=100.0, values=(0.0, 100.0))),
     _sick("two_faults", "ten times the rate and a verifier that dies at 40",
-          "learning_rate_too_high prompts_or_rewards_changed", optimizer={"lr": 3e-3}, make=lambda: Together(
+          "learning_rate_too_high rewards_changed", optimizer={"lr": 3e-3}, make=lambda: Together(
               ChangedReward(lambda item, value: 0.0, 40))),
 )
 CASES = {case.name: case for case in (*HEALTHY, *SICK)}

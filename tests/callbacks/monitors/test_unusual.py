@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -223,13 +221,3 @@ def test_healthy_runs_have_none_of_it() -> None:
             run = [metrics | STILL for metrics in healthy(120, seed)]
             kinds = {f.kind for step, m in enumerate(run, 1) for f in monitor.observe(step, m)}
             assert not kinds & {"reward_jumped", "policy_still", "source_uniform", "reward_lost"}
-
-
-def traces() -> list[Path]:
-    return sorted((Path(__file__).parents[2] / "scripts/diagnosis/unusual_traces").glob("*.json.gz"))
-
-
-def test_the_traces_are_small() -> None:
-    for path in traces():
-        assert path.stat().st_size < 20_000
-        assert json.loads(gzip.decompress(path.read_bytes()))["steps"] >= 40
