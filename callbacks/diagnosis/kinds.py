@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 
@@ -117,6 +117,11 @@ def is_declared(name: str) -> bool:
 def finding_kind(name: str) -> FindingKind:
     """Return the declared kind of this name, or else a kind that has nothing but the name."""
     return _declared.get(name) or FindingKind(name)
+
+
+def in_words(name: str, title: str, likely_cause: str) -> FindingKind:
+    """Return the declared kind of this name with another title and likely cause, where a finding knows more or less."""
+    return replace(finding_kind(name), title=title, likely_cause=likely_cause)
 
 
 def finding_kinds() -> list[FindingKind]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from statistics import fmean, median
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
-from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind, finding_kind
+from lit_grpo.callbacks.diagnosis.kinds import (
+    LEARNING_RATE_TOO_HIGH,
+    DiagnosisKind,
+    FindingKind,
+    finding_kind,
+    in_words,
+)
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.entropy_monitor import ENTROPY_COLLAPSE, ENTROPY_EXPLOSION
@@ -388,7 +393,7 @@ class CollapseDetector(Monitor):
                 # Where prompts that are solved are passed over, those that are left are harder.
                 severity = "warning" if self.history.count(PASSED_OVER) else "critical"
                 if held is not None:
-                    about = replace(finding_kind(kind), likely_cause=WORSE)
+                    about = in_words(kind, finding_kind(kind).title, WORSE)
                     evidence.append((f"{HELD_OUT} lost", 1, held, share / 3))
                 evidence.append(("policy/step_kl", len(steps), fmean(steps), LEAST_STEP))
             elif steps:
@@ -414,7 +419,8 @@ class CollapseDetector(Monitor):
         None without an evaluation from then and another from after half of what is lost was lost.
         """
         peak, rewards, at = self._peak(), self.history.values[key], self.history.steps[key]
-        low = [at[k] for k in range(2, len(rewards)) if at[k] > peak and fmean(rewards[k - 2 : k + 1]) < (best + now) / 2]
+        half = (best + now) / 2
+        low = [at[k] for k in range(2, len(rewards)) if at[k] > peak and fmean(rewards[k - 2 : k + 1]) < half]
         steps, values = self.history.steps[HELD_OUT], self.history.values[HELD_OUT]
         before = [value for step, value in zip(steps, values, strict=True) if step <= peak + 1]
         if not low or not before or not before[-1]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from statistics import median
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import SOLVED, DiagnosisKind, FindingKind, finding_kind
+from lit_grpo.callbacks.diagnosis.kinds import SOLVED, DiagnosisKind, FindingKind, in_words
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
@@ -284,7 +283,7 @@ class EntropyMonitor(Monitor):
             f"exploration is over: entropy has been below {least:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
             onset=self.history.began(self._key, lambda value: value < least, step),
-            about=None if left or solved else replace(finding_kind("entropy_low"), title=UNJUDGED[0], likely_cause=UNJUDGED[1]),
+            about=None if left or solved else in_words("entropy_low", *UNJUDGED),
         )
 
     def _spent(self, step: int, initial: float) -> Iterable[Finding]:

@@ -88,7 +88,7 @@ class GradientNormMonitor(ThresholdMonitor):
             587,
             REMEDIES_SPIKES,
             title="a gradient far larger than usual",
-            likely_cause="prompts or completions unlike those before, or, if it lasts, a learning rate that is too high",
+            likely_cause="prompts or completions unlike those before; if it lasts, a learning rate that is too high",
         ),
         FindingKind(
             "gradient_vanished",

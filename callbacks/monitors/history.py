@@ -10,7 +10,6 @@ from typing import Any
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.jump import AFTER, NEEDED, Jump, find_jump
 
-
 REWARDS = ("sampling/reward", "reward")
 """Mean reward of everything that was sampled, where it is logged, and of what was trained on."""
 

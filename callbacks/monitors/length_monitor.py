@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, DiagnosisKind, FindingKind, finding_kind
+from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, DiagnosisKind, FindingKind, in_words
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
@@ -38,10 +37,10 @@ MOST, NONE_RIGHT = 0.5, 0.95
 
 def into_the_limit() -> FindingKind:
     """Return the kind of a growth into the length limit, whatever the reward does."""
-    return replace(
-        finding_kind("length_growing"),
-        title="more and more completions reach the length limit",
-        likely_cause="long answers are paid, or nothing is paid for an answer that ends",
+    return in_words(
+        "length_growing",
+        "more and more completions reach the length limit",
+        "long answers are paid, or nothing is paid for an answer that ends",
     )
 
 

@@ -42,7 +42,9 @@ OVERFITTING = DiagnosisKind(
     "few prompts that are learned by heart, or a reward that can be had without solving the task",
 )
 FORMAT_LOST = DiagnosisKind(
-    "format_lost", "the form of the answers is being lost", "an early sign of a collapse, or the form is paid too little"
+    "format_lost",
+    "the form of the answers is being lost",
+    "an early sign of a collapse, or the form is paid too little",
 )
 REMEDIES_HELD_OUT = (
     "return to the best held-out checkpoint and stop there",

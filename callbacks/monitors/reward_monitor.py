@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from statistics import fmean
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind, finding_kind
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind, finding_kind, in_words
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.jump import AFTER
 from lit_grpo.callbacks.monitors.monitor import REARM, Monitor, positive
@@ -170,14 +169,19 @@ class RewardMonitor(Monitor):
             return
         about = finding_kind("reward_jumped")
         if dead:
-            about = replace(about, title=DEAD[0], likely_cause=DEAD[1])
+            about = in_words("reward_jumped", *DEAD)
         yield self.finding(
             "reward_jumped",
             "critical" if dead else "warning",
             f"the reward jumped from {jump.before:.3g} to {jump.after:.3g}, of which the updates explain"
             f" {jump.explained:.2g} at most",
-            (reward_key(self.history), AFTER, jump.after, jump.before + math.copysign(
-                jump.explained, jump.after - jump.before), jump.before),
+            (
+                reward_key(self.history),
+                AFTER,
+                jump.after,
+                jump.before + math.copysign(jump.explained, jump.after - jump.before),
+                jump.before,
+            ),
             onset=jump.step + 1,
             about=about,
         )

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, NONE_RIGHT, SOLVED, DiagnosisKind, FindingKind, finding_kind
+from lit_grpo.callbacks.diagnosis.kinds import (
+    NO_SIGNAL,
+    NONE_RIGHT,
+    SOLVED,
+    DiagnosisKind,
+    FindingKind,
+    finding_kind,
+    in_words,
+)
 from lit_grpo.callbacks.monitors.monitor import positive
 from lit_grpo.callbacks.monitors.sampled import GROUPS, unsolved_key
 from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, binomial_tail
@@ -48,7 +55,8 @@ class SignalMonitor(ThresholdMonitor):
     share without any correct completion is above ``all_wrong``; critical above ``hopeless`` for ``patience``
     rollouts), ``none_right`` (the same where other rewards, or parts of the marks, still give most groups a gradient:
     only ``info``), ``source_uniform`` (of several sources one whose completions, of 64 groups or more, all got the same
-    reward), ``small_batch`` (fewer than ``batch`` groups with a gradient), ``reward_noise`` (equal completions to one prompt get different rewards, or different advantages),
+    reward), ``small_batch`` (fewer than ``batch`` groups with a gradient), ``reward_noise`` (equal completions to one
+    prompt get different rewards, or different advantages),
     ``reward_inverted`` (better completions get the smaller advantage), ``reward_failures`` (rewards time out or fail).
 
     The noise test is exact for a reward that depends on the completion alone: such a reward never contradicts itself,
@@ -284,7 +292,7 @@ class SignalMonitor(ThresholdMonitor):
         share = against / total
         about = finding_kind("reward_noise")
         if what == "advantages":
-            about = replace(about, title=ADVANTAGES_DIFFER[0], likely_cause=ADVANTAGES_DIFFER[1])
+            about = in_words("reward_noise", *ADVANTAGES_DIFFER)
         yield self.finding(
             "reward_noise",
             "critical" if share > self.noise else "warning",

@@ -68,7 +68,8 @@ def line(trace: Mapping[str, Any], diagnoses: list[Any], *, words: bool) -> str:
     marks = {"critical": "!", "warning": "", "info": "i"}
     known = case.true | COUNTS
     told = [
-        f"{d.name}{marks[d.severity]}@{d.step}{'' if d.name in known or d.severity == 'info' else '?'}" for d in diagnoses
+        f"{d.name}{marks[d.severity]}@{d.step}{'' if d.name in known or d.severity == 'info' else '?'}"
+        for d in diagnoses
     ]
     right = trace["correct"]
     ends = f"right {sum(right[:5]) / 5:.2f} -> {sum(right[-5:]) / 5:.2f}"
@@ -104,7 +105,12 @@ def build(case: Unusual, models: Path, seed: int) -> tuple[Any, Any, Any, Any]:
         setting = SETTINGS[f"char_{case.task}"]
         setting.prepare(models)
         policy, prompts, rewards = setting.policy(models), setting.source(), setting.rewards()
-        limit, held_out, correct, lr = setting.max_new_tokens, setting.source(held_out=True), setting.correct_share, 3e-4
+        limit, held_out, correct, lr = (
+            setting.max_new_tokens,
+            setting.source(held_out=True),
+            setting.correct_share,
+            3e-4,
+        )
     elif case.task == "sums":
         policy = PolicyConfig(path=str(models / "two_form_addition"), share_prompts=False)
         prompts, rewards = TwoFormAddition(), [ExactMatch(pattern=ANSWER)]

@@ -155,7 +155,7 @@ def test_one_of_two_sources_without_signal_is_named() -> None:
 
     (found,) = [f for f in said(monitors.SignalMonitor(), step) if f.kind == "source_uniform"]
     assert "of b," in found.explanation
-    alone = [f for f in said(monitors.SignalMonitor(), lambda k: {"source/b/reward": 0.0, "source/b/prompts_frac": 1.0})]
+    alone = list(said(monitors.SignalMonitor(), lambda k: {"source/b/reward": 0.0, "source/b/prompts_frac": 1.0}))
     assert not [f for f in alone if f.kind == "source_uniform"]
 
 
