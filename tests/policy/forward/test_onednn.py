@@ -73,7 +73,7 @@ class Chosen(nn.Linear):
 
 
 def test_only_mere_linear_layers_change_and_a_copy_has_weights_of_its_own() -> None:
-    model = nn.Sequential(nn.Linear(256, 300), nn.LayerNorm(300), Chosen(300, 256))
+    model: Any = nn.Sequential(nn.Linear(256, 300), nn.LayerNorm(300), Chosen(300, 256))
     names, x = list(model.state_dict()), draw(4, 256)
     before = model(x)
     use_onednn(model)
