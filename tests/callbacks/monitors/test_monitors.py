@@ -150,6 +150,12 @@ TROUBLES: list[tuple[str, str, str, Change]] = [
     ),
     ("SignalMonitor", "none_right", "info", grows(groups__all_wrong_frac=0.9)),
     (
+        "MismatchMonitor",
+        "support_cut",
+        "warning",
+        grows(sampler_mismatch__weight=0.98, sampler_mismatch__weight_sq=0.964, completions__tokens=5000.0),
+    ),
+    (
         "CollapseDetector",
         "advantage_inverted",
         "critical",
