@@ -7,7 +7,8 @@ import re
 import sys
 from typing import NoReturn
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from lit_grpo.errors import EngineError, StopRun, UserError, nearest
+from lit_grpo.errors import EngineError, StopRun, UserError
 from lit_grpo.terminal.library_output import LibraryOutput, library_output_to_file
+from lit_grpo.utils.spelling import nearest
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 """Exit codes: done, error in the program, bad input, stopped by a monitor, Ctrl-C (128 + 2), SIGTERM (128 + 15)."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.objectives.advantages import CustomAdvantage, Estimator
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.part import WHERE
@@ -15,6 +15,7 @@ from lit_grpo.objectives.recipes import RECIPES, Recipe
 from lit_grpo.objectives.registry import CHOICES, PARTS, RATIOS, has_setting, known_overrides, owners
 from lit_grpo.objectives.trust_regions import CustomTrustRegion, TrustRegion
 from lit_grpo.utils.imports import import_by_path
+from lit_grpo.utils.spelling import nearest
 
 
 def build(name: str, overrides: Mapping[str, Any]) -> Objective:

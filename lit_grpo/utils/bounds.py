@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 
 @dataclasses.dataclass(frozen=True)

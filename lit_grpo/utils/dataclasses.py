@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 T = TypeVar("T")
 

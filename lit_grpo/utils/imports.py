@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 
 def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_package.my_module.my_name") -> Any:

@@ -6,18 +6,21 @@ type but in their text. A message that no pattern fits is shown as it is, withou
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.examples import example_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
+from lit_grpo.utils.spelling import near_names, nearest
 
 ELSEWHERE = {
     "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
@@ -44,6 +47,7 @@ class Explainer:
         keys: every key that the command takes, dotted.
         own_options: options of the command that are no keys, without their dashes; ``help`` and ``print_config`` of
             LightningCLI are known.
+        types: type and default of each key, for examples of a right value; keys may be missing.
 
     Attributes:
         known: the keys and all their parents.
@@ -56,9 +60,11 @@ class Explainer:
         layers: Sequence[Layer],
         keys: Iterable[str],
         own_options: Iterable[str] = (),
+        types: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
         self.command, self.argv, self.layers = command, list(argv), list(layers)
         self.keys, self.own_options = sorted(set(keys)), {"help", "print_config", *own_options}
+        self.types = dict(types or {})
         self.known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
 
     def explain(self, message: str) -> UserError:
@@ -198,10 +204,10 @@ class Explainer:
         completions = [name for name in siblings if unknown and name.startswith(unknown)]
         completions = [name for name in completions if prefix + name + suffix in self.known] or completions
         few = 0 < len(completions) < 5
-        close = completions if few else difflib.get_close_matches(unknown, siblings, n=1, cutoff=0.7)
+        close = completions if few else near_names(unknown, siblings, slips_only=True)
         if not close and (elsewhere := [k for k in self.keys if k.split(".")[-1] == parts[-1]]):
             return f"did you mean {' or '.join(show(k) for k in elsewhere[:3])}?"
-        near = close or [name for name in [nearest(unknown, siblings)] if name]
+        near = close or near_names(unknown, siblings)
         if not near:
             return f"valid {'options' if own else 'keys'} here: {', '.join(siblings)}"
         meant = [prefix + name + (suffix if prefix + name + suffix in self.known else "") for name in near]
@@ -277,8 +283,16 @@ class Explainer:
         what = f"{class_path} has no argument `{name}` (under `{key}`)"
         return UserError(what, where=where, remedy=f"did you mean `{near}`?" if near else listed)
 
-    def _bad_type(self, name: str, details: str, where: str) -> UserError:
-        """Return the error for a value of the wrong type, or none of the choices."""
+    def _bad_type(self, key: str, details: str, where: str, argument: class_paths.Argument | None = None) -> UserError:
+        """Return the error for a value of the wrong type, or none of the choices.
+
+        Args:
+            key: its key.
+            details: what jsonargparse says of it.
+            where: file and line, or the option.
+            argument: what is known of it, where it is an argument of a class below the key.
+        """
+        name = key if argument is None else f"{key}: {argument.of}.{argument.name}"
         given = given_value(details)
         what = _cannot_be(name, given)
         types = wanted_types(details)
@@ -286,7 +300,16 @@ class Explainer:
             numbers = [one for one in types if one.endswith("number")]
             return self.bad_choice(name, given, [*names, *numbers], where)
         if types:
-            return UserError(what, where=where, remedy=f"give {' or '.join(types)}")
+            known = self.types.get(key) if argument is None else argument.type
+            last = key.rpartition(".")[2] if argument is None else argument.name
+            example = None if known is None else example_of(known[0], known[1], given)
+            remedy = f"give {' or '.join(types)}"
+            if example is not None and where.startswith("command line, --"):
+                option = where.removeprefix("command line, ").partition(" ")[0].partition("=")[0]
+                remedy += f", for example {option} {shlex.quote(example)}"
+            elif example is not None:
+                remedy += f", for example {last}: {example}"
+            return UserError(what, where=where, remedy=remedy)
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
     def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
@@ -295,8 +318,8 @@ class Explainer:
             name, known = option[1] or option[2], class_paths.arguments_of(class_path)
             return self.bad_argument(key, class_path, name, known, self._place_of_class(key, class_path, name))
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
-            name = f"{class_path.rpartition('.')[2]}.{inner[1]}"
-            return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))
+            argument = class_paths.argument_of(class_path, inner[1])
+            return self._bad_type(key, inner[2], self._place_of_class(key, class_path, inner[1]), argument)
         where = self._place_of_class(key, class_path)
         if required := re.search(r"arguments are required: (.*)", problem):
             needed = " and ".join(f"`{name}`" for name in required[1].split(", "))
@@ -423,9 +446,7 @@ def _in_words(type_name: str) -> str:
 
 def _did_you_mean(word: str, known: list[str]) -> str:
     """Ask ``did you mean 'a' or 'b'? ``; empty if no known word is near."""
-    # Two letters that changed places are the likeliest slip, which difflib ranks no higher than a wrong letter.
-    swapped = [name for name in known if sorted(name) == sorted(word)]
-    near = swapped or difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    near = near_names(word, known)
     return f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
 
 

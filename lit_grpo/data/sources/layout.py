@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Final, Literal
 
 from lit_grpo.data.sources import choices, code_tests
 from lit_grpo.data.sources.golds import parsed, plain
 from lit_grpo.data.sources.messages import CONVERSATIONS, is_chat
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 LayoutName = Literal["auto", "columns", "trl", "verl", "openrlhf", "gsm8k", "open_instruct", "prime", "choices"]
 AUTO: Final = "auto"
@@ -198,9 +198,6 @@ def check_columns(record: Mapping[str, Any], needed: Sequence[str], where: str) 
     for column in needed:
         if value_of(record, column, MISSING) is MISSING:
             guess = nearest(column, record)
-            # "solution" is like "question", too, and no misspelling of it.
-            if guess and SequenceMatcher(None, column, guess).ratio() < 0.75:
-                guess = None
             raise UserError(
                 f"there is no column {column!r}; the columns are {columns_of(record)}",
                 where=where,
