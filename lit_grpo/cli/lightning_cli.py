@@ -204,7 +204,7 @@ class TrainingCLI(LightningCLI):
         types = {
             action.dest: (typehint, action.default)
             for action in parser._actions
-            if (typehint := getattr(action, "_typehint", None)) is not None
+            if action.dest in keys and (typehint := getattr(action, "_typehint", None)) is not None
         }
         return Explainer(self._command, self._argv, self._layers, keys, types=types)
 

@@ -17,7 +17,7 @@ from lit_grpo.utils.bounds import Bound
 
 _LONGEST = 60
 """Characters of an example beyond which it is no help."""
-_NUMBERS = (8, 1, 0.5, 0.1, 1e-3, 0, 2, 100)
+_NUMBERS = (0.5, 8, 1, 2, 0.1, 1e-3, 0, 100)
 """Numbers of which the first that a bound allows is the example, whole ones for whole numbers."""
 
 
@@ -40,6 +40,16 @@ def example_of(hint: Any, default: Any = None, given: str | None = None) -> str 
     if value == ["text"] and given is not None and re.fullmatch(r"\w[\w./-]*", given):
         value = [given]
     return None if value is None else _written(value)
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the one type that it is; annotations are left out."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return members_of(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return tuple(one for member in typing.get_args(hint) for one in members_of(member))
+    return (hint,)
 
 
 def _says_something(default: Any) -> bool:

@@ -94,6 +94,26 @@ IN_A_FILE = {
         MODEL + DATA + "  group_size: 2.5\n",
         ["`data.group_size` cannot be '2.5'", "a.yaml:7", "give a whole number"],
     ),
+    "number of a list": (
+        GOOD + "  engine: {cards: many}\n",
+        ["a.yaml:7", "give a list or null, for example cards: [0, 1]"],
+    ),
+    "recipe in the place of the objective": (
+        MODEL + "  objective: dapo\n" + DATA,
+        ["`model.objective` takes keys below it, not 'dapo'", "a.yaml:3", "did you mean objective: {recipe: dapo}?"],
+    ),
+    "engine in the place of its settings": (
+        GOOD + "  engine: vllm\n",
+        ["`data.engine` takes keys below it, not 'vllm'", "a.yaml:7", "did you mean engine: {name: vllm}?"],
+    ),
+    "folder in the place of the policy": (
+        "model:\n  policy: models/mine\n" + DATA,
+        ["`model.policy` takes keys below it, not 'models/mine'", "did you mean policy: {path: models/mine}?"],
+    ),
+    "number in the place of an optional part": (
+        MODEL + "  critic: 3\n" + DATA,
+        ["`model.critic` takes keys below it, not '3'", "a.yaml:3", "for example critic: {backbone: separate}"],
+    ),
     "engine": (GOOD + "  engine: {name: vlm}\n", ["`data.engine.name` cannot be 'vlm'", "a.yaml:7", "'vllm'"]),
     "class": (
         MODEL + DATA.replace("AdditionPrompts", "AdditionPromts"),
@@ -208,7 +228,35 @@ ON_THE_COMMAND_LINE = {
         ["--data.rewards", "[os.path.join]"],
         ["'os.path.join' is no Reward", "FunctionReward, init_args: {function: os.path.join}}]"],
     ),
-    "text in the place of sets": (["--data.val", "rows.jsonl"], ["remedy: give a mapping or null"]),
+    "text in the place of sets": (
+        ["--data.val", "rows.jsonl"],
+        ["remedy: give a mapping or null, for example --data.val '{gsm8k: {limit: 100}}'"],
+    ),
+    "text in the place of a list": (
+        ["--data.engine.cards", "many"],
+        ["`data.engine.cards` cannot be 'many'", "give a list or null, for example --data.engine.cards '[0, 1]'"],
+    ),
+    "a word in the place of a list of words": (["--data.sampling.stop", "done"], ["--data.sampling.stop '["]),
+    "text in the place of a mapping": (
+        ["--data.engine.args", "fast"],
+        ["give a mapping, for example --data.engine.args '{enforce_eager: true}'"],
+    ),
+    "text in the place of a number": (["--model.objective.clip_low", "x"], ["example --model.objective.clip_low 0.2"]),
+    "text or a word": (["--trainer.deterministic", "x"], ["Choose one of warn, true or false"]),
+    "number in the place of a group": (
+        ["--model.optimizer", "1e-5"],
+        ["`model.optimizer` takes keys below it, not '1e-5'", "did you mean --model.optimizer.lr 1e-5?"],
+    ),
+    "choice in the place of a group": (["--data.engine", "vllm"], ["did you mean --data.engine.name vllm?"]),
+    "number in the place of an optional group": (
+        ["--model.policy.lora", "16"],
+        ["`model.policy.lora` takes keys below it, not '16'", "did you mean --model.policy.lora.rank 16?"],
+    ),
+    "list in the place of an optional group": (
+        ["--model.critic", "[shared]"],
+        ["give its keys, for example --model.critic.backbone separate"],
+    ),
+    "a file that is near nothing": (["--config", "gsm8.yaml"], ["no configuration file gsm8.yaml", "which has a.yaml"]),
     "key of a set that no file has": (
         ["--data.val.mine.limt", "20"],
         ["EvaluationSet has no argument `limt`", "--data.val.mine.limt 20", "did you mean `limit`?"],

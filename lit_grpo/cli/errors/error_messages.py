@@ -17,10 +17,11 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
+from lit_grpo.cli.errors.right_values import group_example, key_that_was_meant, right_value, shown_as, takes_keys
 from lit_grpo.errors import UserError
-from lit_grpo.utils.examples import example_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
 from lit_grpo.utils.spelling import near_names, nearest
+from lit_grpo.utils.text import shorten
 
 ELSEWHERE = {
     "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
@@ -32,7 +33,11 @@ ELSEWHERE = {
 EXAMPLES = {
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
     "trainer.callbacks": "lit_grpo.callbacks.HealthMonitor",
+    "trainer.plugins": "lightning.pytorch.plugins.MixedPrecision",
     "data.prompts": "lit_grpo.data.JsonlPrompts",
+    "data.val_prompts": "lit_grpo.data.JsonlPrompts",
+    "data.test_prompts": "lit_grpo.data.JsonlPrompts",
+    "data.clean.decontaminate": "lit_grpo.data.BenchmarkPrompts",
 }
 """A class that may stand at a key, for a word that is no class; a reward anywhere else."""
 
@@ -260,6 +265,8 @@ class Explainer:
             return UserError(details, where="--config")
         # jsonargparse first tries text as the path of a file with the value. Nobody who sees this meant one.
         details = re.sub(r"^ *- Expected a path but .* either not accessible or invalid\n", "", details, flags=re.M)
+        if (given := given_for_keys(details, takes_keys(self.types.get(key)))) is not None:
+            return self._bad_group(key, given)
         if found := class_problem(details):
             return self._bad_class(key, *found)
         if below := re.search(r"NestedArg\(key='([^']+)'", details):
@@ -270,6 +277,19 @@ class Explainer:
             remedy = f"give a list: {_one_reward(given or '')}"
             return UserError(_cannot_be(key, given), where=self.place(key), remedy=remedy)
         return self._bad_type(key, details, self.place(key))
+
+    def _bad_group(self, key: str, given: str) -> UserError:
+        """Return the error for a word in the place of keys and values."""
+        where, last = self.place(key), key.rpartition(".")[2]
+        typed = where.startswith("command line, --")
+        meant = key_that_was_meant(key, given, self.types)
+        below, value = (meant, given) if meant is not None else group_example(key, self.types) or ("", "")
+        shown = f"--{key}.{below} {shlex.quote(value)}" if typed else f"{last}: {{{below}: {value}}}"
+        remedy = f"did you mean {shown}?" if meant is not None else f"give its keys, for example {shown}"
+        what = f"`{key}` takes keys below it, not {shorten(given, 60)!r}"
+        return UserError(
+            what, where=where, remedy=remedy if below else f"lit-grpo {self.command} --help {key} lists them"
+        )
 
     def bad_choice(self, name: str, given: str | None, choices: list[str], where: str) -> UserError:
         """Return the error for a word that is none of the choices."""
@@ -297,18 +317,14 @@ class Explainer:
         what = _cannot_be(name, given)
         types = wanted_types(details)
         if names := literal_choices(details):
-            numbers = [one for one in types if one.endswith("number")]
-            return self.bad_choice(name, given, [*names, *numbers], where)
+            # What is no word may stand there too; null is everywhere, and nobody misspells it.
+            others = [one for one in types if one.endswith("number") or one == "true or false"]
+            return self.bad_choice(name, given, [*names, *others], where)
         if types:
-            known = self.types.get(key) if argument is None else argument.type
-            last = key.rpartition(".")[2] if argument is None else argument.name
-            example = None if known is None else example_of(known[0], known[1], given)
+            last = key if argument is None else argument.name
+            right = right_value(last, self.types.get(key) if argument is None else argument.type, given)
             remedy = f"give {' or '.join(types)}"
-            if example is not None and where.startswith("command line, --"):
-                option = where.removeprefix("command line, ").partition(" ")[0].partition("=")[0]
-                remedy += f", for example {option} {shlex.quote(example)}"
-            elif example is not None:
-                remedy += f", for example {last}: {example}"
+            remedy += "" if right is None else f", for example {shown_as(last, right, where)}"
             return UserError(what, where=where, remedy=remedy)
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
@@ -420,6 +436,22 @@ def given_value(details: str) -> str | None:
     """Return the value that a message complains of, as text."""
     found = re.search(r"Got value: (.*)", details) or re.search(r"Given value: (.*)", details)
     return found[1].strip().strip("'\"") if found else None
+
+
+def given_for_keys(details: str, optional: bool) -> str | None:
+    """Return what was given in the place of keys and values, as text; None if that is not what a message says.
+
+    Args:
+        details: message of jsonargparse.
+        optional: whether the key takes a dataclass that may be left out, of which messages are worded otherwise.
+    """
+    if found := re.search(r"Unable to load config ['\"](.*?)['\"]\s*(?:\n|$)", details):
+        return found[1]
+    if not optional or not re.search(r"Given value type: <class '(str|int|float|bool|list)'>", details):
+        return None
+    # A dotted word is the import path of a class.
+    given = given_value(details)
+    return None if given is None or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", given) else given
 
 
 def wanted_types(details: str) -> list[str]:
