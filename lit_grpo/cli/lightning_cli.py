@@ -46,7 +46,7 @@ from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
-from lit_grpo.trainer.checkpoint_words import WORDS, Word, begins_anew, no_checkpoint
+from lit_grpo.trainer.checkpoint_words import WORDS, Word, begins_anew, check_is_there, no_checkpoint
 from lit_grpo.trainer.refused import REFUSED_ARGUMENTS, check_argument
 from lit_grpo.utils.imports import from_import, line_of
 from lit_grpo.utils.secrets import holds_mask, with_environment
@@ -214,12 +214,8 @@ class TrainingCLI(LightningCLI):
         if config.get("ckpt_path") in WORDS:
             config["ckpt_path"] = self._checkpoint_of(config.ckpt_path)
         path = config.get("ckpt_path")
-        if path is not None and not Path(path).exists():
-            raise UserError(
-                f"there is no checkpoint {path}",
-                where="ckpt_path",
-                remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt, or `last` or `best`",
-            )
+        if path is not None:
+            check_is_there(path)
         if path is not None and self._command != "fit":
             check_evaluation(Path(path))
 

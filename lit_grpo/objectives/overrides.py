@@ -89,9 +89,19 @@ def _checked(key: str, value: Any, part: Any) -> Any:
     wanted = next((k for k in (bool, int, float) if k is kind or k in options), None)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if (wanted is bool and not isinstance(value, bool)) or (wanted in (int, float) and not number):
-        raise UserError(f"{key} is a {wanted.__name__}, not {value!r}", where=f"{WHERE}.{key}")
+        word = {bool: "truth value", int: "whole number", float: "number"}[wanted]
+        example = getattr(part, key) if getattr(part, key) is not None else wanted(1)
+        raise UserError(
+            f"{key} is {value!r:.60}, which is no {word}",
+            where=f"{WHERE}.{key}",
+            remedy=f"for example {key}: {example}",
+        )
     if wanted is int and value != int(value):
-        raise UserError(f"{key} is a whole number, not {value!r}", where=f"{WHERE}.{key}")
+        raise UserError(
+            f"{key} is {value!r}, must be a whole number",
+            where=f"{WHERE}.{key}",
+            remedy=f"for example {key}: {int(value)}",
+        )
     return wanted(value) if wanted else value
 
 

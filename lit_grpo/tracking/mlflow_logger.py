@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -488,7 +489,7 @@ class RunLogger(Logger, RunRecord):
             return None
         if self.tracking_uri.startswith("http"):
             return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
-        return f"mlflow ui --backend-store-uri {self._shown_uri}"
+        return shlex.join(["mlflow", "ui", "--backend-store-uri", self._shown_uri])
 
     # Opening.
 

@@ -12,10 +12,13 @@ from lit_grpo.errors import UserError
 from lit_grpo.run.checkpoints import ROLLBACK_FOLDER
 from lit_grpo.run.folder import shown
 from lit_grpo.tracking.mlflow_logger import RUN_FILE
+from lit_grpo.utils.spelling import near_files
 
 Word = Literal["last", "best"]
 WORDS: dict[str, str] = {"last": LAST, "best": BEST}
 """Name of the link in a folder of checkpoints by the word that stands for it."""
+LIGHTNINGS_WORDS = ("last", "best", "hpc")
+"""Words in the place of a path that Lightning knows."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,27 @@ def begins_anew(places: CheckpointPlaces) -> str:
     if (run := places.begun()) is not None:
         return f"ckpt_path: last: the run {shown(run)} was ended before its first checkpoint, and begins anew there"
     return f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew"
+
+
+def check_is_there(ckpt_path: str | Path) -> None:
+    """Check that a checkpoint that is named by its path is there, before a model is loaded.
+
+    Raises:
+        UserError: it is not.
+    """
+    # Lightning has words of its own (hpc, registry), and a place that is no path of this machine is a remote store.
+    name = str(ckpt_path)
+    if name in LIGHTNINGS_WORDS or name.startswith("registry") or "://" in name or Path(name).exists():
+        return
+    folder = Path(name).parent
+    near = near_files(Path(name).name, [one.name for one in folder.glob("*.ckpt")])
+    raise UserError(
+        f"there is no checkpoint {name}",
+        where="ckpt_path",
+        remedy=f"did you mean {folder / near[0]}?"
+        if near
+        else "give the path of one, for example runs/NAME/checkpoints/last.ckpt, or `last` or `best`",
+    )
 
 
 def no_checkpoint(word: Word, places: CheckpointPlaces) -> UserError:

@@ -11,7 +11,7 @@ _MOST_SLIPS = 4.0
 _SWAP = 0.5
 """Slips that two letters count which have changed places: the likeliest slip of all."""
 _SHORTEST = 3
-"""Letters of the shortest word that may stand for a longer name by its beginning or some of its letters."""
+"""Letters of the shortest word that may stand for a longer name by some of its letters."""
 _PARENT = re.compile(r"\.|/|__")
 
 
@@ -70,10 +70,12 @@ def _rank(word: str, name: str, slips_only: bool) -> tuple[int, float, int] | No
     # Of two letters one must be right: `a` is no slip of `b`.
     if slips <= min(max(len(one), len(other)) // 3, _MOST_SLIPS) or (slips <= 1 < max(len(one), len(other)) <= 3):
         return (1, slips, 0) if slips < max(len(one), len(other)) else None
-    if slips_only or len(one) < _SHORTEST:
+    if slips_only or len(one) < 2:
         return None
-    if other.startswith(one):
+    if other.startswith(one) and (len(one) >= _SHORTEST or other[len(one)] == "_"):
         return 2, 0.0, len(other) - len(one)
+    if len(one) < _SHORTEST:
+        return None
     parts, others = set(_parts(word)), set(_parts(name))
     if parts <= others or (others < parts and len(other) >= _SHORTEST):
         return 3, 0.0, abs(len(other) - len(one))

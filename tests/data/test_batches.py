@@ -16,7 +16,17 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-QUESTIONS = ["1+1=", "", "Wie viele Äpfel? \n\n", "a" * 300, "<s>twice", "日本語 \u200d🙂", "  two  spaces ", "1+1=", "\\boxed{}"]
+QUESTIONS = [
+    "1+1=",
+    "",
+    "Wie viele Äpfel? \n\n",
+    "a" * 300,
+    "<s>twice",
+    "日本語 \u200d🙂",
+    "  two  spaces ",
+    "1+1=",
+    "\\boxed{}",
+]
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "so it is "}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
@@ -134,5 +144,3 @@ def test_a_tokenizer_with_chats_of_its_own_is_asked_for_each():
     ids = [prompt.token_ids for prompt in PromptFormat().encode_all(rows(), tokenizer).prompts]
     tokenizer.__class__ = Own
     assert [prompt.token_ids for prompt in PromptFormat().encode_all(rows(), tokenizer).prompts] == ids
-
-

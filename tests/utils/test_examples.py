@@ -22,8 +22,8 @@ class Settings:
     [
         (list[int] | None, [0, 1]),
         (list[str], ["text"]),
-        (tuple[int, float], [8, 8]),
-        (dict[str, float], {"name": 8}),
+        (tuple[int, float], [8, 0.5]),
+        (dict[str, float], {"name": 0.5}),
         (Annotated[int, Bound(least=200)], None),
         (Annotated[float, Bound(above=0, below=1)], 0.5),
         (Annotated[float | None, Bound(above=0, below=0.2)], 0.1),
@@ -45,7 +45,7 @@ def test_a_default_that_says_something_is_the_example():
     assert example_of(int, 16) == "16"
     assert example_of(list[float], (0.9, 0.95)) == "[0.9, 0.95]"
     assert example_of(list[str], []) == "[text]"
-    assert example_of(float, float("inf")) == "8"
+    assert example_of(float, float("inf")) == "0.5"
     assert example_of(str, "x" * 100) == "text"
 
 

@@ -210,7 +210,8 @@ def _remedy(column: str, record: Mapping[str, Any]) -> str:
     texts = [name for name, value in record.items() if is_chat(value) or isinstance(value, str)]
     if column != _PROMPT or not texts:
         return f"say which holds the question and which the answer: question_column, answer_column; not {column!r}"
-    return f"say which holds the question: question_column: {' or '.join(texts[:6])}"
+    named = f"question_column: {' or '.join(texts[:6])}"
+    return f"say which holds the question: {named}; in Python: InMemoryPrompts(ROWS, question_column=...)"
 
 
 def behind_hashes(text: str) -> str | None:
