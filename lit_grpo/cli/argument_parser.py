@@ -5,10 +5,30 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from typing import NoReturn
 
 from lit_grpo.errors import UserError
 from lit_grpo.utils.spelling import nearest
+
+
+class _Wrapped(argparse.RawDescriptionHelpFormatter):
+    """Layout of ``--help`` whose sentences are as wide as the terminal, and whose indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for line in text.splitlines():
+            # Commands and columns stand indented, and could not be copied once they are wrapped.
+            if line.startswith(" ") or not line:
+                lines.append(indent + line)
+            elif lines and lines[-1] and not lines[-1].startswith(" "):
+                lines[-1] += f" {line}"
+            else:
+                lines.append(line)
+        return "\n".join(
+            line if line.startswith(" ") else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        )
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -21,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
             epilog=epilog,
             # A shortened option would be taken for the one it begins, and a misspelt one start hours of work.
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Wrapped,
         )
 
     def options(self) -> list[str]:

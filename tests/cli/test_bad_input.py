@@ -1,5 +1,6 @@
 """Bad input: exit code 2, no traceback, no usage, one screen with key, place, value and the nearest valid name."""
 
+import io
 import os
 import subprocess
 import sys
@@ -300,6 +301,42 @@ def test_commands(screen):
     assert "did you mean 'fit'?" in screen("fti")
     assert "the command comes first" in screen("--config", "a.yaml", "fit")
     assert "did you mean --checkpoint?" in screen("export", "--output", "x", "--checkpoint", "y", "--checkpiont", "z")
+
+
+def test_a_file_named_as_a_section_is_its_own_place(screen, tmp_path):
+    (tmp_path / "data.jsonl").write_text("")
+    data = DATA.replace("AdditionPrompts}", "JsonlPrompts, init_args: {path: data.jsonl}}")
+    shown = screen("fit", "--config", "a.yaml", a=MODEL + data)
+    assert "there are no rows where: data.jsonl remedy" in shown
+
+
+def test_options_of_the_logger_and_of_other_programs_are_told_their_places(screen):
+    assert "--trainer.logger.run_name" in screen("fit", "--config", "a.yaml", "--run_name", "x", a=GOOD)
+    assert "--trainer.default_root_dir" in screen("fit", "--config", "a.yaml", "--output_dir", "x", a=GOOD)
+    assert "--seed_everything" in screen("fit", "--config", "a.yaml", "--seed", "3", a=GOOD)
+
+
+def test_screens_fit_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["fit", "--run_name", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.parametrize("command", ["check", "filter", "score", "export", "report", "init", "schema", "completion"])
+def test_help_is_as_wide_as_the_terminal_but_for_commands(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 70 and not line.startswith(" ")] == []
+    assert any(line.startswith("  lit-grpo ") for line in lines), "what can be copied stands on lines of its own"
+
+
+def test_a_stream_of_few_letters_ends_nothing(monkeypatch, tmp_path):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict", write_through=True)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert main(["init", "süße Summen"]) == 0
+    assert b"s\\xfc\\xdfe Summen" in stream.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_bad_data_is_found_before_a_model_is_loaded(screen, tmp_path):

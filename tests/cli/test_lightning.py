@@ -150,6 +150,14 @@ def test_last_goes_on_in_python(tmp_path, logger):
         assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3]
 
 
+def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_grpo.module.load_model", None)
+    (tmp_path / "rollout-000004.ckpt").touch()
+    with pytest.raises(UserError, match="there is no checkpoint") as caught:
+        trainer_of(tmp_path).fit(module(), data(rollouts=1), ckpt_path=tmp_path / "rollout-00004.ckpt")
+    assert caught.value.remedy == f"did you mean {tmp_path / 'rollout-000004.ckpt'}?"
+
+
 def test_last_without_any_begins_anew_and_says_so(tmp_path):
     model = module()
     with pytest.warns(UserWarning, match="the run begins anew"):

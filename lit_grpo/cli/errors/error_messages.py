@@ -25,10 +25,18 @@ from lit_grpo.utils.text import shorten
 
 ELSEWHERE = {
     "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
+    **{
+        name: f"it is an argument of the run's logger: --trainer.logger.{name}"
+        for name in ("run_name", "run_dir", "experiment", "tracking_uri", "tags")
+    },
+    "root": "--trainer.default_root_dir names the folder that `runs` is in",
+    "output_dir": "--trainer.default_root_dir names the folder that `runs` is in",
+    "resume": "--ckpt_path last, best or PATH goes on from a checkpoint",
+    "seed": "--seed_everything",
     "lr_scheduler": "--model.optimizer.schedule is constant, linear or cosine, and --model.optimizer.scheduler takes a "
     "class of torch",
 }
-"""Options of LightningCLI that lit-grpo has under other names, and where they are."""
+"""Options that are typed at the top and stand elsewhere, of LightningCLI and of other programs, and where they are."""
 
 EXAMPLES = {
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
@@ -166,7 +174,7 @@ class Explainer:
             return error
         first, _, last = key.rpartition(".")
         # A file in the current folder, such as rows.jsonl, looks like a key, and is its own place.
-        if first and key.split(".")[0] not in self.known and Path(key).exists():
+        if first and key not in self.known and Path(key).is_file():
             return error
         if key.split(".")[0] in self.known or not first:
             place = self.place(key)
