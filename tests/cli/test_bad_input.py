@@ -329,7 +329,24 @@ def test_help_is_as_wide_as_the_terminal_but_for_commands(command, monkeypatch, 
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 70 and not line.startswith(" ")] == []
-    assert any(line.startswith("  lit-grpo ") for line in lines), "what can be copied stands on lines of its own"
+    assert any(line.lstrip().startswith("lit-grpo ") for line in lines), "what can be copied stands on lines of its own"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["export"], ["--checkpoint and --output are missing", "as in lit-grpo export --checkpoint "]),
+        (["report"], ["RUN is missing", "as in lit-grpo report runs/NAME"]),
+        (["check", "--prompts", "two"], ["--prompts takes a whole number, not 'two'", "for example --prompts 8"]),
+        (["completion", "zhs"], ["shell cannot be 'zhs'", "did you mean zsh?"]),
+        (["completion", "fish"], ["shell cannot be 'fish'", "choose one of bash, zsh"]),
+        (["schema", "--output"], ["--output has no value behind it", "as in lit-grpo schema --output schema.json"]),
+    ],
+)
+def test_what_is_wrong_with_options_is_told_with_an_example(screen, words, expected):
+    shown = screen(*words)
+    for part in expected:
+        assert part in shown
 
 
 def test_a_stream_of_few_letters_ends_nothing(monkeypatch, tmp_path):
