@@ -353,7 +353,7 @@ def test_a_stream_of_few_letters_ends_nothing(monkeypatch, tmp_path):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict", write_through=True)
     monkeypatch.setattr("sys.stdout", stream)
     assert main(["init", "süße Summen"]) == 0
-    assert b"s\\xfc\\xdfe Summen" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"s\\xfc\\xdfe Summen" in stream.buffer.getvalue()
 
 
 def test_bad_data_is_found_before_a_model_is_loaded(screen, tmp_path):

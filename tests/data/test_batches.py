@@ -36,13 +36,13 @@ CHATS: list[list[dict[str, str]]] = [
 def byte_pairs(bos: bool) -> Any:
     """A byte-level BPE with few merges, as large models have it; ``bos`` begins every text with ``<s>``."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(["how many apples are two and two apples?"] * 8, trainer)
     if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])  # type: ignore[assignment]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     # Left over from a training script, which must not pad or cut what is tokenised here.
     tokenizer.enable_padding(length=50)
     tokenizer.enable_truncation(5)
@@ -85,7 +85,7 @@ def test_the_ids_are_those_of_each_row_alone(make, form):
     # An empty prompt is refused either way.
     given = [row for row in rows() if row.question or form.wraps(tokenizer) or form.system_prompt]
     if form.uses_chat(tokenizer):
-        given += [Row(f"set/c{i}", "c", "2", messages=chat) for i, chat in enumerate(CHATS)]
+        given += [Row(f"set/c{i}", "c", "2", messages=tuple(chat)) for i, chat in enumerate(CHATS)]
     many = form.encode_all(given, tokenizer, "set").prompts
     assert [prompt.token_ids for prompt in many] == alone(form, given, tokenizer)
     assert [(prompt.id, prompt.source) for prompt in many] == [(row.id, "set") for row in given]
