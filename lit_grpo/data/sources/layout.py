@@ -201,17 +201,20 @@ def check_columns(record: Mapping[str, Any], needed: Sequence[str], where: str) 
             raise UserError(
                 f"there is no column {column!r}; the columns are {columns_of(record)}",
                 where=where,
-                remedy=f"did you mean {guess!r}?" if guess else _remedy(column, record),
+                remedy=f"did you mean {guess!r}?" if guess else _remedy(column, record, in_memory=": row " in where),
             )
 
 
-def _remedy(column: str, record: Mapping[str, Any]) -> str:
+def _remedy(column: str, record: Mapping[str, Any], in_memory: bool) -> str:
     """Name the columns that could hold the question where the usual ones are missing."""
     texts = [name for name, value in record.items() if is_chat(value) or isinstance(value, str)]
     if column != _PROMPT or not texts:
         return f"say which holds the question and which the answer: question_column, answer_column; not {column!r}"
     named = f"question_column: {' or '.join(texts[:6])}"
-    return f"say which holds the question: {named}; in Python: InMemoryPrompts(ROWS, question_column=...)"
+    # Rows that a program hands over have no place for the key of a configuration.
+    return f"say which holds the question: {named}" + (
+        f"; in Python: InMemoryPrompts(ROWS, question_column={texts[0]!r})" if in_memory else ""
+    )
 
 
 def behind_hashes(text: str) -> str | None:
