@@ -54,12 +54,3 @@ class EngineError(RuntimeError):
     def __init__(self, message: str, *, transient: bool = False) -> None:
         self.transient = transient
         super().__init__(message)
-
-
-def nearest(word: str, known: object) -> str | None:
-    """Return the known name that is most like ``word``, or None if none is like it."""
-    import difflib
-
-    names = [str(name) for name in known]  # type: ignore[attr-defined]
-    found = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return found[0] if found else None

@@ -30,7 +30,7 @@ from lit_grpo.distributed.gradients import GradientExchange
 from lit_grpo.distributed.rank_callback import RankCallback
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
@@ -83,6 +83,7 @@ from lit_grpo.utils.dataclasses import from_arguments
 from lit_grpo.utils.logging import log_level
 from lit_grpo.utils.memory import screen_if_out_of_memory
 from lit_grpo.utils.secrets import masked
+from lit_grpo.utils.spelling import nearest
 
 __all__ = ["LitGRPO"]
 

@@ -224,7 +224,8 @@ def _number(value: float, how: str) -> str:
 def _percent(values: dict[str, float], key: str) -> str:
     if key not in values:
         return "-"
-    return f"{100 * values[key]:.1f} ± {100 * values.get(f'{key}/se', math.nan):.1f}"
+    error = values.get(f"{key}/se", math.nan)
+    return f"{100 * values[key]:.1f}" + (f" ± {100 * error:.1f}" if error > 0 else "")
 
 
 def draw(found: dict[tuple[str, int], Record], path: Path) -> None:

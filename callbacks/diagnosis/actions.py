@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lit_grpo.callbacks.diagnosis.diagnosis import Diagnosis, numbers_of
 from lit_grpo.callbacks.diagnosis.findings import SEVERITIES, Finding
 from lit_grpo.callbacks.diagnosis.kinds import diagnosis_kinds
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.run.folder import run_folder, run_logger
 from lit_grpo.run.stop import request_stop
 from lit_grpo.utils.files import write_atomically
+from lit_grpo.utils.spelling import nearest
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -5,9 +5,30 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from typing import NoReturn
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
+
+
+class _Wrapped(argparse.RawDescriptionHelpFormatter):
+    """Layout of ``--help`` whose sentences are as wide as the terminal, and whose indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for line in text.splitlines():
+            # Commands and columns stand indented, and could not be copied once they are wrapped.
+            if line.startswith(" ") or not line:
+                lines.append(indent + line)
+            elif lines and lines[-1] and not lines[-1].startswith(" "):
+                lines[-1] += f" {line}"
+            else:
+                lines.append(line)
+        return "\n".join(
+            line if line.startswith(" ") else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        )
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -20,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
             epilog=epilog,
             # A shortened option would be taken for the one it begins, and a misspelt one start hours of work.
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Wrapped,
         )
 
     def options(self) -> list[str]:
@@ -48,11 +69,37 @@ class CommandParser(argparse.ArgumentParser):
             for word in (word.partition("=")[0] for word in self._arguments if word.startswith("-")):
                 if word.removeprefix("--") not in self.options() and (suggestion := _suggestion(word, missing)):
                     raise self._user_error(f"there is no option {word}", suggestion)
+            raise self._user_error(f"{' and '.join(match[1].split(', '))} {_verb(match[1])} missing", self._example())
+        if match := re.match(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            word, right = ("whole number", "8") if match[2] == "int" else ("number", "0.5")
+            raise self._user_error(f"{match[1]} takes a {word}, not {match[3]}", f"for example {match[1]} {right}")
+        if match := re.match(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
+            choices = match[3].replace("'", "").split(", ")
+            near = nearest(match[2].strip("'"), choices)
+            remedy = f"did you mean {near}?" if near else f"choose one of {', '.join(choices)}"
+            raise self._user_error(f"{match[1]} cannot be {match[2]}", remedy)
+        if match := re.match(r"argument (\S+): expected .*argument", message):
+            raise self._user_error(f"{match[1]} has no value behind it", self._example(match[1]))
         raise self._user_error(message, f"see {self.prog} --help")
+
+    def _example(self, option: str = "") -> str:
+        """Return the first example of ``--help``, of those with an option where there is one; else where to look."""
+        lines = [line.strip() for line in (self.epilog or "").splitlines()]
+        found = [
+            line.partition("  ")[0]
+            for line in lines
+            if line.startswith(self.prog) and option and option in line.split()
+        ]
+        found += [line.partition("  ")[0] for line in lines if line.startswith(self.prog)]
+        return f"as in {found[0]}" if found else f"see {self.prog} --help"
 
     @staticmethod
     def _user_error(what: str, remedy: str) -> UserError:
         return UserError(what, where="command line", remedy=remedy)
+
+
+def _verb(names: str) -> str:
+    return "are" if "," in names else "is"
 
 
 def _suggestion(word: str, options: list[str]) -> str | None:

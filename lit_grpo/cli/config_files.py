@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,8 @@ from pathlib import Path
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import near_files
 from lit_grpo.utils.text import shorten
 
 MOST_BYTES = 1_000_000
@@ -189,10 +191,29 @@ def _similar_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist either; you are in {Path.cwd()}"
-    # By what stands before the ending, in which all of them are alike.
-    files = {p.stem: p.name for p in sorted(folder.iterdir()) if p.suffix in (".yaml", ".yml", ".json")}
-    near = files.get(nearest(path.stem, files) or "")
-    return f"did you mean {folder / near}?" if near else f"you are in {Path.cwd()}"
+    here = _configurations(folder)
+    # In the folder that was named, else in those next to it: above, beside and below.
+    around = [one for one in (folder.parent, *_folders(folder.parent), *_folders(folder)) if one != folder]
+    for places in ([folder], around):
+        found = {name: place for place in reversed(places) for name in _configurations(place)}
+        if near := near_files(path.name, found, 2):
+            return f"did you mean {' or '.join(str(found[name] / name) for name in near)}?"
+    there = ", ".join(here[:8]) + (", ..." if len(here) > 8 else "") or "no configuration"
+    if folder.resolve() == Path.cwd():
+        return f"you are in {Path.cwd()}, which has {there}"
+    return f"{folder} has {there}; you are in {Path.cwd()}"
+
+
+def _configurations(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml", ".json"))
+    return []
+
+
+def _folders(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))[:50]
+    return []
 
 
 def _refuse_double_keys(layer: Layer, node: Node) -> None:

@@ -7,7 +7,6 @@ is there at once. ``--KEY.help CLASS`` is jsonargparse's, which imports the clas
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import shutil
 import textwrap
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from lit_grpo.cli.errors.schema import PLAIN_KEYS, Field, read_schema, subclasses, trainer_defaults
 from lit_grpo.errors import UserError
 from lit_grpo.utils.bounds import Bound
+from lit_grpo.utils.spelling import near_names
 
 ALL = "all"
 """Word in the place of a key that lists every one."""
@@ -168,8 +168,8 @@ def _unknown(command: str, key: str, top: Entry) -> UserError:
     last = key.rpartition(".")[2]
     # The same last name elsewhere first, then what is spelt alike as a whole or in its last part.
     near = [one for one in keys if one.rpartition(".")[2] == last]
-    near += difflib.get_close_matches(key, keys, n=3, cutoff=0.75)
-    names = difflib.get_close_matches(last, {one.rpartition(".")[2] for one in keys}, n=2, cutoff=0.7)
+    near += near_names(key, keys, 3)
+    names = near_names(last, [one.rpartition(".")[2] for one in keys])
     near += [one for name in names for one in keys if one.rpartition(".")[2] == name]
     near = list(dict.fromkeys(near))[:4]
     above = next((one for one in entries(top) if one.field.takes_class and key.startswith(f"{one.key}.")), None)

@@ -46,7 +46,7 @@ from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
-from lit_grpo.trainer.checkpoint_words import WORDS, Word, no_checkpoint
+from lit_grpo.trainer.checkpoint_words import WORDS, Word, begins_anew, check_is_there, no_checkpoint
 from lit_grpo.trainer.refused import REFUSED_ARGUMENTS, check_argument
 from lit_grpo.utils.imports import from_import, line_of
 from lit_grpo.utils.secrets import holds_mask, with_environment
@@ -105,6 +105,8 @@ class TrainingCLI(LightningCLI):
         datamodule_class: type[RolloutDataModule] = RolloutDataModule,
     ) -> None:
         self._command, self._argv, self._layers = command, list(argv), list(layers)
+        self._begun: Path | None = None
+        """Folder of the named run that begins anew there, since it has no checkpoint to go on from."""
         load_classes()
         # Only the parser that is needed: each of the four takes a noticeable time to build.
         chosen = {command: LightningCLI.subcommands()[command]}
@@ -199,7 +201,12 @@ class TrainingCLI(LightningCLI):
         parser = self._subcommand_parsers[self._command]
         dests = (action.dest for action in parser._actions)
         keys = [dest for dest in dests if not dest.endswith(".help") and dest not in ("help", "print_config")]
-        return Explainer(self._command, self._argv, self._layers, keys)
+        types = {
+            action.dest: (typehint, action.default)
+            for action in parser._actions
+            if action.dest in keys and (typehint := getattr(action, "_typehint", None)) is not None
+        }
+        return Explainer(self._command, self._argv, self._layers, keys, types=types)
 
     def _parse_ckpt_path(self) -> None:
         # Lightning lets the hyperparameters in the checkpoint silently win over the configuration. Here they do not.
@@ -207,12 +214,8 @@ class TrainingCLI(LightningCLI):
         if config.get("ckpt_path") in WORDS:
             config["ckpt_path"] = self._checkpoint_of(config.ckpt_path)
         path = config.get("ckpt_path")
-        if path is not None and not Path(path).exists():
-            raise UserError(
-                f"there is no checkpoint {path}",
-                where="ckpt_path",
-                remedy="give the path of one, for example runs/NAME/checkpoints/last.ckpt, or `last` or `best`",
-            )
+        if path is not None:
+            check_is_there(path)
         if path is not None and self._command != "fit":
             check_evaluation(Path(path))
 
@@ -222,14 +225,15 @@ class TrainingCLI(LightningCLI):
         places = places_in(config.trainer, config.get("checkpoint"))
         found = places.find(word)
         if found is not None:
-            print(f"ckpt_path: {word} is {shown(found)}", file=sys.stderr)
+            newer = places.newer_without(found)
+            more = f"; the newest run, {shown(newer)}, has no checkpoint" if newer is not None else ""
+            print(f"ckpt_path: {word} is {shown(found)}{more}", file=sys.stderr)
             return str(found)
         if word == "best" or self._command != "fit":
             raise no_checkpoint(word, places)
         # As Lightning has it: a job that is started again and again with `last` begins where there is nothing yet.
-        print(
-            f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew", file=sys.stderr
-        )
+        print(begins_anew(places), file=sys.stderr)
+        self._begun = places.begun()
         return None
 
     # Building.
@@ -352,10 +356,10 @@ class TrainingCLI(LightningCLI):
         # A run that is resumed from a checkpoint in its own folder goes on there, unless the logger names another one;
         # the name of that run itself stands in the configuration that it has left behind.
         path = self.config[self._command].get("ckpt_path")
-        if self._command == "fit" and path is not None and isinstance(logger, RunLogger):
-            folder = Path(path).absolute().parent.parent
-            if (folder / RUN_FILE).is_file():
-                logger.continue_run(folder)
+        folder = self._begun if path is None else Path(path).absolute().parent.parent
+        fit = self._command == "fit" and isinstance(logger, RunLogger)
+        if fit and folder is not None and (folder / RUN_FILE).is_file():
+            logger.continue_run(folder.absolute())
 
 
 class ParseOnlyCLI(TrainingCLI):

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
-from lit_grpo.errors import EngineError, StopRun, UserError, nearest
+from lit_grpo.errors import EngineError, StopRun, UserError
 from lit_grpo.terminal.library_output import LibraryOutput, library_output_to_file
+from lit_grpo.utils.spelling import nearest
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 """Exit codes: done, error in the program, bad input, stopped by a monitor, Ctrl-C (128 + 2), SIGTERM (128 + 15)."""
@@ -93,6 +95,7 @@ libraries say, which else goes to log.txt in the folder of the run.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; the console script's entry point."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _take_any_text(sys.stdout, sys.stderr)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(len(command.name) for command in COMMANDS)
         print(HELP.format(commands="\n".join(f"  {c.name:<{width}}  {c.summary}" for c in COMMANDS)), end="")
@@ -141,6 +144,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A program that calls main() goes on. The process of the console script ends here, and may hang in doing so.
         if argv is not None and (watchdog := sys.modules.get("lit_grpo.cli.watchdog")) is not None:
             watchdog.disarm()
+
+
+def _take_any_text(*streams: Any) -> None:
+    """Let streams write letters that they do not carry as numbers, in the place of an error that ends a run.
+
+    Names of folders, questions and completions may hold any letter, and PYTHONIOENCODING may be ascii.
+    """
+    for stream in streams:
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(name: str, argv: list[str]) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.run.changes import Change, changes_between, check_accepted, flat
 from lit_grpo.run.checkpoints import check_whole, damaged
+from lit_grpo.utils.spelling import nearest
 
 PARTS = ("model", "data", "seed_everything")
 """Sections of the configuration that say what is learned; the others say on what and how it is shown."""

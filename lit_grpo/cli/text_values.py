@@ -27,6 +27,7 @@ from jsonargparse import ArgumentParser, Namespace, _loaders_dumpers, _typehints
 
 from lit_grpo.errors import EngineError, StopRun, UserError
 from lit_grpo.utils.bounds import check_arguments
+from lit_grpo.utils.examples import members_of
 from lit_grpo.utils.imports import line_of
 
 NULLS = frozenset({"null", "Null", "NULL", "~"})
@@ -131,22 +132,12 @@ def make_checked(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 def takes_text(hint: Any) -> bool:
     """Tell whether a type is ``str``, or a union that has it."""
-    return str in _alternatives(hint)
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the one type that it is."""
-    origin = typing.get_origin(hint)
-    if origin is typing.Annotated:
-        return _alternatives(typing.get_args(hint)[0])
-    if origin in (typing.Union, types.UnionType):
-        return tuple(one for member in typing.get_args(hint) for one in _alternatives(member))
-    return (hint,)
+    return str in members_of(hint)
 
 
 def _value_type_of_mapping(hint: Any) -> Any:
     """Return the type of the values of a mapping, ``Any`` if it states none; None if the type is no mapping."""
-    for one in _alternatives(hint):
+    for one in members_of(hint):
         origin = typing.get_origin(one) or one
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return (*typing.get_args(one), Any, Any)[1]
@@ -221,7 +212,7 @@ def _parse_below(text: str, value_type: Any) -> Any:
         return _Typed(text)
     _source.set("read")
     if takes_text(value_type):
-        return _typed_text(text, types.NoneType in _alternatives(value_type))
+        return _typed_text(text, types.NoneType in members_of(value_type))
     try:
         parsed, _ = _original_parse(text, False, simple_types=value_type is Any)
     except yaml.YAMLError:
@@ -241,7 +232,7 @@ def _adapt(value: Any, hint: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["prev_val"] = {}
     if _source.get() == "read" and isinstance(value, str) and takes_text(hint):
         # A union tries its other members first, and reads the text for each of them.
-        others = [one for one in _alternatives(hint) if one is not str]
+        others = [one for one in members_of(hint) if one is not str]
         classes = [one for one in others if isinstance(one, type) and one not in _typehints.leaf_types]
         if not any(not issubclass(one, (list, tuple, dict, set)) for one in classes):
             return value

@@ -180,9 +180,13 @@ def _find(path: Path) -> Path:
     raise UserError(f"there is no checkpoint {path}", where="--checkpoint", remedy=_list_checkpoints(path))
 
 
-def _list_checkpoints(path: Path) -> str | None:
+def _list_checkpoints(path: Path) -> str:
     names = sorted(p.name for p in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
-    return f"{path.parent} has {', '.join(names)}" if names else None
+    return (
+        f"{path.parent} has {', '.join(names)}"
+        if names
+        else "give the path of one, as runs/NAME/checkpoints/last.ckpt, or the folder runs/NAME"
+    )
 
 
 def _check_target(target: Path, force: bool) -> None:

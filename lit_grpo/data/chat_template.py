@@ -43,7 +43,11 @@ class ChatFrame:
         marked = any(sign in switch for sign in "<[|")
         if len(switch) > 4 and (switch in text if marked else text.rstrip().endswith(switch)):
             return switch.split("\n")[0].strip()
-        return next((mark for mark in (*self.marks, *TURN_MARKS) if mark in text), None)
+        marks = (*self.marks, *TURN_MARKS)
+        # Asked for every row, of which hardly any holds the letter that a mark begins with.
+        if not any(first in text for first in {mark[0] for mark in marks}):
+            return None
+        return next((mark for mark in marks if mark in text), None)
 
 
 PLAIN_FRAME = ChatFrame("", "", False, ())

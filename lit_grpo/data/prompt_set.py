@@ -54,7 +54,7 @@ class PromptSet:
     def summary_lines(self) -> list[str]:
         """Say in one line what was kept, what dropped and why, and in a second one how a mixture is made up."""
         read = len(self.prompts) + len(self.dropped)
-        line = f"{self.name}: {len(self.prompts):,} prompts"
+        line = f"{self.name}: {len(self.prompts):,} prompt{'' if len(self.prompts) == 1 else 's'}"
         if self.dropped:
             reasons = Counter(item.reason for item in self.dropped)
             line += f" of {read:,} rows; dropped " + ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())

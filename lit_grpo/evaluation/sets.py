@@ -14,10 +14,11 @@ from lit_grpo.data.sources.base import PromptSource, Row
 from lit_grpo.data.sources.benchmarks import BENCHMARKS, BenchmarkPrompts
 from lit_grpo.data.sources.jsonl import JsonlPrompts
 from lit_grpo.data.template import PromptFormat
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.evaluation.estimators import default_ks
 from lit_grpo.types import Sampling
 from lit_grpo.utils.bounds import Bound, check_fields
+from lit_grpo.utils.spelling import nearest
 
 LOGPROB, TOTAL = "logprob", "reward"
 """Selectors of best-of-k besides the names of rewards: mean log-probability of the tokens, and the weighted sum."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lit_grpo.evaluation.evaluator import EvaluationResult
 
 
@@ -15,7 +17,15 @@ def table(result: EvaluationResult) -> str:
     rows += [[name, *(columns[title].get(name, "-") for title in columns)] for name in result.sets]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "percent, with the standard error over prompts"])
+    shown = ("greedy", "pass@", "maj@", "best@")
+    errors = [
+        error
+        for metrics in result.sets.values()
+        for key, error in metrics.items()
+        if key.endswith("/se") and key.startswith(shown)
+    ]
+    note = "" if all(map(_scatters, errors)) else "; none where all prompts came out alike or there is only one"
+    return "\n".join([*lines, f"percent, with the standard error over prompts{note}"])
 
 
 def _cells(metrics: dict[str, float]) -> dict[str, str]:
@@ -42,5 +52,13 @@ def _cells(metrics: dict[str, float]) -> dict[str, str]:
 
 
 def _share(metrics: dict[str, float], key: str) -> str:
-    error = metrics.get(f"{key}/se")
-    return f"{100 * metrics[key]:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+    text, error = f"{100 * metrics[key]:.1f}", metrics.get(f"{key}/se", math.nan)
+    if not _scatters(error):
+        return text
+    # An error that would be rounded to nothing keeps its first digit.
+    return f"{text} ± {100 * error:{'.1f' if 100 * error >= 0.05 else '.1g'}}"
+
+
+def _scatters(error: float) -> bool:
+    """Tell whether there is a standard error to show: one of 0 would promise a value without any doubt."""
+    return math.isfinite(error) and error > 0

@@ -183,9 +183,9 @@ class FirstUpdate:
         engine, engine_tokens, ratio, ratio_tokens, infinite, unknown = sums.tolist()
         if infinite:
             raise StopRun(
-                f"the log-probabilities of {infinite:.0f} sampled tokens of rollout {self.batch.index} are infinite, "
-                "which no token that was sampled can have: the engine's weights or logits are not finite, or it "
-                "reports the probabilities of another distribution",
+                f"the log-probabilities of {infinite:.0f} sampled tokens of rollout {self.batch.index + 1} are "
+                "infinite, which no token that was sampled can have: the engine's weights or logits are not finite, or "
+                "it reports the probabilities of another distribution",
                 diagnosis="stale_or_mismatched_sampler",
             )
         if unknown and not engine_tokens and not self.batch.index and config.max_engine_gap is not None and says:
@@ -198,7 +198,7 @@ class FirstUpdate:
             # Written so that NaN, which compares false, is over every bound; likewise below.
             if not mean <= config.max_engine_gap:
                 raise StopRun(
-                    f"engine and learner disagree in rollout {self.batch.index}: their log-probabilities of the "
+                    f"engine and learner disagree in rollout {self.batch.index + 1}: their log-probabilities of the "
                     f"{engine_tokens:.0f} sampled tokens differ by {mean:.3g} nats on average, allowed are "
                     f"{config.max_engine_gap:g} (model.guards.max_engine_gap). {likely_causes(ENGINE_CAUSES)}",
                     diagnosis="stale_or_mismatched_sampler",
@@ -210,8 +210,8 @@ class FirstUpdate:
             mean = ratio / ratio_tokens
             if not mean <= float(bound):
                 raise StopRun(
-                    f"the ratio before the first update of rollout {self.batch.index} is not 1: mean |ratio - 1| is "
-                    f"{mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). "
+                    f"the ratio before the first update of rollout {self.batch.index + 1} is not 1: mean |ratio - 1| "
+                    f"is {mean:.3g}, allowed are {float(bound):g} (model.guards.max_ratio_gap). "
                     f"{likely_causes(LEARNER_CAUSES)}",
                     diagnosis="plumbing_ratio",
                 )

@@ -27,7 +27,7 @@ class UnscoredRollouts:
         """Look at the metrics of a rollout.
 
         Args:
-            index: number of the rollout.
+            index: number of the rollout, from 0; messages count from 1, as every curve does.
             metrics: means over all ranks; ``completions/unscored_frac`` is absent where no reward is asked.
 
         Raises:
@@ -36,7 +36,9 @@ class UnscoredRollouts:
         if metrics.get("completions/unscored_frac", 0.0) < 1.0:
             self._so_far = None
             return
-        rank_zero_warn(f"Rollout {index}: every reward gave None for all of its completions, so it teaches nothing.")
+        rank_zero_warn(
+            f"Rollout {index + 1}: every reward gave None for all of its completions, so it teaches nothing."
+        )
         if self._so_far is None:
             return
         self._so_far += 1

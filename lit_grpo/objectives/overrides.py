@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.objectives.advantages import CustomAdvantage, Estimator
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.part import WHERE
@@ -15,6 +15,7 @@ from lit_grpo.objectives.recipes import RECIPES, Recipe
 from lit_grpo.objectives.registry import CHOICES, PARTS, RATIOS, has_setting, known_overrides, owners
 from lit_grpo.objectives.trust_regions import CustomTrustRegion, TrustRegion
 from lit_grpo.utils.imports import import_by_path
+from lit_grpo.utils.spelling import nearest
 
 
 def build(name: str, overrides: Mapping[str, Any]) -> Objective:
@@ -88,9 +89,19 @@ def _checked(key: str, value: Any, part: Any) -> Any:
     wanted = next((k for k in (bool, int, float) if k is kind or k in options), None)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if (wanted is bool and not isinstance(value, bool)) or (wanted in (int, float) and not number):
-        raise UserError(f"{key} is a {wanted.__name__}, not {value!r}", where=f"{WHERE}.{key}")
+        word = {bool: "truth value", int: "whole number", float: "number"}[wanted]
+        example = getattr(part, key) if getattr(part, key) is not None else wanted(1)
+        raise UserError(
+            f"{key} is {value!r:.60}, which is no {word}",
+            where=f"{WHERE}.{key}",
+            remedy=f"for example {key}: {example}",
+        )
     if wanted is int and value != int(value):
-        raise UserError(f"{key} is a whole number, not {value!r}", where=f"{WHERE}.{key}")
+        raise UserError(
+            f"{key} is {value!r}, must be a whole number",
+            where=f"{WHERE}.{key}",
+            remedy=f"for example {key}: {int(value)}",
+        )
     return wanted(value) if wanted else value
 
 

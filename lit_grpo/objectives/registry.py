@@ -105,6 +105,13 @@ def owners(key: str) -> list[str]:
     ]
 
 
+def default_of(key: str) -> Any:
+    """Return the default of a setting in the first part that has one; None where it has none."""
+    parts = [*(part for _, known in CHOICES.values() for part in known.values()), *ALWAYS.values()]
+    found = (getattr(part, key) for part in parts if has_setting(part, key))
+    return next((value for value in found if value is not None), None)
+
+
 @cache
 def settings() -> dict[str, dict[str, Setting]]:
     """Return the settings of all parts: heading -> name -> setting.

@@ -64,14 +64,22 @@ def scores(run: Run) -> list[Score]:
     ]
     if held:
         step, value, error = held[-1]
-        known = short(error) if math.isfinite(error) else ""
         base = f"at step {step}" + (f", {short(held[0][1])} at step {held[0][0]}" if len(held) > 1 else "")
-        found.append(Score("held-out reward", short(value), known, base + ("" if known else ", error unknown")))
+        known, why_not = _error(error)
+        found.append(Score("held-out reward", short(value), known, base + why_not))
         step, value, error = max(held, key=lambda row: row[1])
-        known = short(error) if math.isfinite(error) else ""
+        known, why_not = _error(error)
         if len(held) > 1:
-            found.append(Score("best held-out reward", short(value), known, f"at step {step}"))
+            found.append(Score("best held-out reward", short(value), known, f"at step {step}{why_not}"))
     return found
+
+
+def _error(error: float) -> tuple[str, str]:
+    """Return a standard error as text, and where there is none to show the words that say why."""
+    if not math.isfinite(error):
+        return "", ", error unknown"
+    # "0 ± 0" would promise a value without any doubt, and says only that nothing scattered.
+    return (short(error), "") if error > 0 else ("", ", the same for every question")
 
 
 def window(steps: int) -> int:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.report.recorded import read_rows
 from lit_grpo.run import flight
 from lit_grpo.run.folder import shown
 from lit_grpo.run.stop import KEYBOARD
 from lit_grpo.tracking.charts import History
 from lit_grpo.tracking.spool import FILE_NAME, read_lines
+from lit_grpo.utils.spelling import nearest
 
 FINDINGS_FILE = "findings.jsonl"
 RUN_ID = re.compile(r"[0-9a-f]{32}")

@@ -56,7 +56,7 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
         raise UserError(
             "no reward is given",
             where="rewards",
-            remedy="list at least one, for instance class_path: lit_grpo.rewards.MathReward",
+            remedy="list at least one: `rewards: [ExactMatch]`; in Python rewards=[ExactMatch()], or a function",
         )
     # Scores and metrics are kept under the name, so one of the two would be lost.
     doubles = [name for name, count in Counter(r.name for r in rewards).items() if count > 1]

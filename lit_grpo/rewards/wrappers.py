@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.rewards.base import Reward, answers_within, score_within
 from lit_grpo.rewards.returned import SKIPPED, given_score
 from lit_grpo.types import RewardInput, Score
+from lit_grpo.utils.spelling import nearest
 
 
 class WrappingReward(Reward):

@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_grpo.data.alphabet import check_alphabet
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.rollout.generator import PolicySource
 from lit_grpo.types import Completion, Prompt, Rollout, Sampling
+from lit_grpo.utils.spelling import nearest
 from lit_grpo.utils.text import completion_text
 
 _ANSWER, _SOLUTION = "{answer}", "{solution}"

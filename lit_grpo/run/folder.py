@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 RUNS = "runs"
 """Name of the folder of all runs, below the Trainer's ``default_root_dir``."""
+ROOT_DIR = "trainer.default_root_dir"
+"""Key of the folder that ``runs`` is in; without it that is the folder in which a command is typed."""
 MOST_NAME_BYTES = 200
 """Longest name of a run: file systems take 255 bytes, and a number may be added."""
 REPORT_FILE = "report.html"
@@ -123,11 +125,11 @@ def run_logger(trainer: Trainer) -> Any:
     return next((logger for logger in trainer.loggers if isinstance(logger, RunRecord)), None)
 
 
-def check_place(root: Path, run_name: str | None) -> None:
+def check_place(root: Path | None, run_name: str | None) -> None:
     """Check that a run can have its folder; makes nothing.
 
     Args:
-        root: folder of all runs, which may not be there yet.
+        root: folder of all runs, which may not be there yet; None: it is not known yet.
         run_name: name of the run and its folder; None: made from the clock.
 
     Raises:
@@ -139,7 +141,7 @@ def check_place(root: Path, run_name: str | None) -> None:
         parts = PurePath(run_name).parts
         if PurePath(run_name).is_absolute() or ".." in parts or not run_name.strip(" ./\\"):
             raise UserError(
-                f"the run name {run_name!r} leads out of the folder of all runs, {root}",
+                f"the run name {run_name!r} leads out of the folder of all runs, {root or RUNS}",
                 where=key,
                 remedy="give a plain name, and the folder of all runs with root",
             )
@@ -151,7 +153,8 @@ def check_place(root: Path, run_name: str | None) -> None:
                 where=key,
                 remedy=f"file systems take some 250: stay below {MOST_NAME_BYTES}",
             )
-    check_can_be_made(root, "RunLogger.root")
+    if root is not None:
+        check_can_be_made(root, "RunLogger.root")
 
 
 def check_can_be_made(folder: Path, key: str) -> None:
@@ -169,7 +172,13 @@ def check_can_be_made(folder: Path, key: str) -> None:
     if not there.is_dir():
         raise UserError(f"{there} is a file, not a folder", where=key, remedy="give the path of a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"nothing can be written in {there}", where=key, remedy="give another folder")
+        raise UserError(
+            f"nothing can be written in {there}",
+            where=key,
+            remedy=f"give another folder, for example --{ROOT_DIR} {Path.home() / 'lit-grpo'}"
+            if key == ROOT_DIR
+            else "give another folder",
+        )
 
 
 def shown(path: Path) -> str:

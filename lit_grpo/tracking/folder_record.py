@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lit_grpo.run.folder import ROOT_DIR, check_can_be_made
 from lit_grpo.tracking.mlflow_logger import RunLogger
 from lit_grpo.tracking.no_store import NO_STORE
 
@@ -25,8 +28,12 @@ class FolderRecord(RunLogger):
     """
 
     def __init__(self, root: Path, run_dir: Path | None = None, *, always: bool = True) -> None:
-        super().__init__(str(root), run_dir=None if run_dir is None else str(run_dir), tracking_uri=NO_STORE)
-        self._wanted = always
+        # Not by its root, which is looked at here only where something will be written.
+        super().__init__(run_dir=None if run_dir is None else str(run_dir), tracking_uri=NO_STORE)
+        self._set_root(root)
+        self._has_root, self._wanted = True, always
+        if always and run_dir is None and getattr(rank_zero_only, "rank", 0) == 0:
+            check_can_be_made(root, ROOT_DIR)
 
     @property
     def wanted(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -22,7 +23,16 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_grpo.errors import StopRun, UserError
-from lit_grpo.run.folder import RUNS, RunRecord, check_place, folder_name, new_folder, shown
+from lit_grpo.run.folder import (
+    ROOT_DIR,
+    RUNS,
+    RunRecord,
+    check_can_be_made,
+    check_place,
+    folder_name,
+    new_folder,
+    shown,
+)
 from lit_grpo.run.lock import LOCK_FILE, FolderLock
 from lit_grpo.tracking.earlier_lines import EarlierLines
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
@@ -88,7 +98,8 @@ class RunLogger(Logger, RunRecord):
         self.experiment_name = experiment
         self._run_name = run_name
         self._run_dir = Path(run_dir).absolute() if run_dir else None
-        check_place(self._run_dir or self.root, None if self._run_dir else run_name)
+        # Without a root of its own the place is known when a Trainer has it: `place_below` checks that.
+        check_place(self._run_dir or (self.root if root is not None else None), None if self._run_dir else run_name)
         self._tags = masked(dict(tags or {}))
         self._patience = patience
         self.checkpoints = checkpoints
@@ -135,9 +146,14 @@ class RunLogger(Logger, RunRecord):
 
         Args:
             folder: the Trainer's ``default_root_dir``.
+
+        Raises:
+            UserError: nothing can be written there.
         """
         if not self._has_root and self._opened is None and self._lock is None:
             self._set_root(folder / RUNS)
+            if self._run_dir is None and _is_rank_zero():
+                check_can_be_made(self.root, ROOT_DIR)
 
     @property
     def named_folder(self) -> Path | None:
@@ -488,7 +504,7 @@ class RunLogger(Logger, RunRecord):
             return None
         if self.tracking_uri.startswith("http"):
             return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
-        return f"mlflow ui --backend-store-uri {self._shown_uri}"
+        return shlex.join(["mlflow", "ui", "--backend-store-uri", self._shown_uri])
 
     # Opening.
 

@@ -21,7 +21,14 @@ from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.folder_record import FolderRecord
 from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
 from lit_grpo.tracking.tracked_run import TrackedRun
-from lit_grpo.trainer.checkpoint_words import CheckpointPlaces, Word, no_checkpoint, runs_named
+from lit_grpo.trainer.checkpoint_words import (
+    CheckpointPlaces,
+    Word,
+    begins_anew,
+    check_is_there,
+    no_checkpoint,
+    runs_named,
+)
 from lit_grpo.trainer.logged_moment import LoggedMoment, watch_in_time
 from lit_grpo.trainer.refused import check_trainer
 
@@ -151,6 +158,8 @@ def _resolve_words(trainer: Trainer) -> None:
             ckpt_path = _find(trainer, ckpt_path, parse, state_fn, kwargs)
             if ckpt_path is None:
                 return None
+        if ckpt_path is not None:
+            check_is_there(ckpt_path)
         path = parse(state_fn, ckpt_path, **kwargs)
         if path is not None and state_fn == "fit":
             _go_on_in_its_folder(trainer, Path(str(path)))
@@ -173,7 +182,9 @@ def _find(trainer: Trainer, word: Word, parse: Any, state_fn: Any, kwargs: dict[
     if word == "best" or state_fn != "fit":
         raise no_checkpoint(word, places)
     # As Lightning has it: a job that is started again and again with `last` begins where there is nothing yet.
-    rank_zero_warn(f"ckpt_path: last: there is no checkpoint in {places.described()} yet; the run begins anew.")
+    rank_zero_warn(f"{begins_anew(places)}.")
+    if (run := places.begun()) is not None and isinstance(logger := run_logger(trainer), RunLogger):
+        logger.continue_run(run)
     return None
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.run.steps import counts_as_evaluation, number_from_one
+from lit_grpo.utils.spelling import nearest
 
 HELD_OUT = "val/"
 """Beginning of the keys that an evaluation logs."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.utils.bounds import parameter_hints
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
+from lit_grpo.utils.spelling import nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 

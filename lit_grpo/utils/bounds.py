@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,9 @@ def _check(value: Any, hint: Any, key: str, finite: bool) -> None:
             remedy=(f"did you mean {near!r}? " if near else "") + f"Choose one of {', '.join(map(str, choices))}",
         )
     if value is not None and set(options) <= {int, float, bool, types.NoneType} and not isinstance(value, numbers.Real):
-        raise UserError(f"{_name(key)} is {value!r}, which is no {_number_word(options)}", where=key)
+        raise UserError(
+            f"{_name(key)} is {value!r:.60}, which is no {_number_word(options)}", where=key, remedy=_example(key, hint)
+        )
 
 
 def _choices(options: tuple[Any, ...]) -> list[Any]:
@@ -155,7 +158,11 @@ def _check_number(value: Any, options: tuple[Any, ...], bound: Bound | None, key
     if not {int, float} & set(options):
         return
     if float not in options and not isinstance(value, numbers.Integral):
-        raise UserError(f"{_name(key)} is {value!r}, must be a whole number", where=key)
+        raise UserError(
+            f"{_name(key)} is {value!r}, must be a whole number",
+            where=key,
+            remedy=f"for example {_name(key)}: {round(value)}" if math.isfinite(value) else None,
+        )
     number = _as_float(value)
     bound = bound or Bound(infinite=not finite)
     if math.isnan(number) or not bound.holds(number):
@@ -166,6 +173,14 @@ def _check_number(value: Any, options: tuple[Any, ...], bound: Bound | None, key
         if words := _words(options):
             wanted += f", or {' or '.join(words)}"
         raise UserError(f"{_name(key)} is {_shown(value)}, must be {wanted}", where=key, remedy=remedy)
+
+
+def _example(key: str, hint: Any) -> str | None:
+    # They are made within the bounds that are declared here.
+    from lit_grpo.utils.examples import example_of
+
+    found = example_of(hint)
+    return None if found is None else f"for example {_name(key)}: {found}"
 
 
 def _words(options: tuple[Any, ...]) -> list[str]:

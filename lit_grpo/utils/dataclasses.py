@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from lit_grpo.errors import UserError, nearest
+import yaml
+
+from lit_grpo.errors import UserError
+from lit_grpo.utils.examples import example_of
+from lit_grpo.utils.foreign_names import FOREIGN_NAMES
+from lit_grpo.utils.spelling import nearest
 
 T = TypeVar("T")
 
@@ -44,14 +49,16 @@ def from_arguments(cls: type[T], value: Any, key: str) -> T:
         raise UserError(
             f"{key.rpartition('.')[2]} is {_shown(value)}, and no {cls.__name__}",
             where=key,
-            remedy=made or f"give {cls.__name__}(...), or a dict of {', '.join(names)}",
+            remedy=made or f"give {cls.__name__}(...), or a dict: {_example(cls)}; it has {_listed(names)}",
         )
     if unknown := [str(name) for name in value if name not in names]:
-        guess = nearest(unknown[0], names)
+        # A name that another framework has for one of these.
+        meant = FOREIGN_NAMES.get(unknown[0], "").rpartition(".")[2]
+        guess = meant if meant in names else nearest(unknown[0], names)
         raise UserError(
             f"{cls.__name__} has no {unknown[0]!r}",
             where=key,
-            remedy=f"did you mean {guess!r}?" if guess else f"it has {', '.join(names)}",
+            remedy=f"did you mean {guess!r}?" if guess else f"it has {_listed(names)}",
         )
     hints = typing.get_type_hints(cls)
     converted = {str(name): _from_argument(hints[name], item, f"{key}.{name}") for name, item in value.items()}
@@ -59,6 +66,22 @@ def from_arguments(cls: type[T], value: Any, key: str) -> T:
         return cls(**converted)
     except TypeError as error:
         raise UserError(f"{cls.__name__} cannot be made: {error}", where=key) from error
+
+
+def _example(cls: Any) -> str:
+    """Return a dictionary of one field as Python has it, with its default where that says something."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for one in fields(cls):
+        if isinstance(one.default, str | int | float) and not isinstance(one.default, bool):
+            return repr({one.name: one.default})
+        if (text := example_of(hints[one.name])) is not None:
+            return repr({one.name: yaml.safe_load(text)})
+    return "{}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """List names, of many the first: a screen full of them is read by nobody."""
+    return ", ".join(names) if len(names) <= 16 else f"{', '.join(names[:12])} and {len(names) - 12} more"
 
 
 def _from_argument(hint: Any, item: Any, key: str) -> Any:

@@ -6,9 +6,11 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 
 def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_package.my_module.my_name") -> Any:
@@ -34,8 +36,18 @@ def import_by_path(path: str, where: str | None = None, remedy: str = "as in my_
         raise UserError(
             f"{module_name} has no {name}",
             where=where,
-            remedy=f"did you mean {module_name}.{near}?" if near else None,
+            remedy=f"did you mean {module_name}.{near}?" if near else _own_names(module),
         ) from error
+
+
+def _own_names(module: ModuleType) -> str | None:
+    """Say which functions and classes a module defines; None if there are none, or too many to read."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    return f"it has {', '.join(own)}" if 0 < len(own) <= 12 else None
 
 
 def path_of(value: Any, where: str) -> str:

@@ -55,11 +55,12 @@ those on methods for many updates at a quarter of it.
 |---|---|---|---|
 {tasks}
 
-A value is mean ± standard error over seeds (each seed). A collapse is the loss of a fifth of the best reward, means of
-ten rollouts; where a run has none, it counts as one rollout after its end. On countdown, whose 16 questions a rollout
-move the reward more than that, the run has to be below four fifths of GRPO's at the lower rate as well, on the same
-questions, by two standard errors. No monitor takes part in the runs, which
-would change the collapse; what they say is read from the recorded metrics afterwards.
+A value is mean ± standard error over seeds (each seed); one that every seed has stands alone. A collapse is the loss
+of a fifth of the best reward, means of ten rollouts; where a run has none, it counts as one rollout after its end. On
+countdown, whose 16 questions a rollout move the reward more than that, the run has to be below four fifths of GRPO's
+at the lower rate as well, on the same questions, by two standard errors. No monitor takes part in the runs, which
+would
+change the collapse; what they say is read from the recorded metrics afterwards.
 
 Not here: Qwen 0.5B on GSM8K, which is in [results.md](results.md).
 """

@@ -61,6 +61,8 @@ class PartResult:
         """Write mean, standard error and every seed's value."""
         if len(self.values) == 1:
             return number(self.mean)
+        if len(set(map(number, self.values))) == 1:
+            return f"{number(self.mean)} (every seed)"
         return f"{spread(self.values)} ({', '.join(map(number, self.values))})"
 
 
@@ -70,8 +72,10 @@ def number(value: float) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Write mean and standard error of some values, one a seed."""
+    """Write mean and standard error of some values, one a seed; the mean alone where all of them read alike."""
     part = PartResult("", tuple(values))
+    if len(set(map(number, values))) == 1:
+        return number(part.mean)
     return f"{number(part.mean)} ± {number(part.error)}"
 
 

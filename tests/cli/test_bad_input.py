@@ -1,5 +1,6 @@
 """Bad input: exit code 2, no traceback, no usage, one screen with key, place, value and the nearest valid name."""
 
+import io
 import os
 import subprocess
 import sys
@@ -93,6 +94,26 @@ IN_A_FILE = {
     "whole number": (
         MODEL + DATA + "  group_size: 2.5\n",
         ["`data.group_size` cannot be '2.5'", "a.yaml:7", "give a whole number"],
+    ),
+    "number of a list": (
+        GOOD + "  engine: {cards: many}\n",
+        ["a.yaml:7", "give a list or null, for example cards: [0, 1]"],
+    ),
+    "recipe in the place of the objective": (
+        MODEL + "  objective: dapo\n" + DATA,
+        ["`model.objective` takes keys below it, not 'dapo'", "a.yaml:3", "did you mean objective: {recipe: dapo}?"],
+    ),
+    "engine in the place of its settings": (
+        GOOD + "  engine: vllm\n",
+        ["`data.engine` takes keys below it, not 'vllm'", "a.yaml:7", "did you mean engine: {name: vllm}?"],
+    ),
+    "folder in the place of the policy": (
+        "model:\n  policy: models/mine\n" + DATA,
+        ["`model.policy` takes keys below it, not 'models/mine'", "did you mean policy: {path: models/mine}?"],
+    ),
+    "number in the place of an optional part": (
+        MODEL + "  critic: 3\n" + DATA,
+        ["`model.critic` takes keys below it, not '3'", "a.yaml:3", "for example critic: {backbone: separate}"],
     ),
     "engine": (GOOD + "  engine: {name: vlm}\n", ["`data.engine.name` cannot be 'vlm'", "a.yaml:7", "'vllm'"]),
     "class": (
@@ -208,7 +229,35 @@ ON_THE_COMMAND_LINE = {
         ["--data.rewards", "[os.path.join]"],
         ["'os.path.join' is no Reward", "FunctionReward, init_args: {function: os.path.join}}]"],
     ),
-    "text in the place of sets": (["--data.val", "rows.jsonl"], ["remedy: give a mapping or null"]),
+    "text in the place of sets": (
+        ["--data.val", "rows.jsonl"],
+        ["remedy: give a mapping or null, for example --data.val '{gsm8k: {limit: 100}}'"],
+    ),
+    "text in the place of a list": (
+        ["--data.engine.cards", "many"],
+        ["`data.engine.cards` cannot be 'many'", "give a list or null, for example --data.engine.cards '[0, 1]'"],
+    ),
+    "a word in the place of a list of words": (["--data.sampling.stop", "done"], ["--data.sampling.stop '["]),
+    "text in the place of a mapping": (
+        ["--data.engine.args", "fast"],
+        ["give a mapping, for example --data.engine.args '{enforce_eager: true}'"],
+    ),
+    "text in the place of a number": (["--model.objective.clip_low", "x"], ["example --model.objective.clip_low 0.2"]),
+    "text or a word": (["--trainer.deterministic", "x"], ["Choose one of warn, true or false"]),
+    "number in the place of a group": (
+        ["--model.optimizer", "1e-5"],
+        ["`model.optimizer` takes keys below it, not '1e-5'", "did you mean --model.optimizer.lr 1e-5?"],
+    ),
+    "choice in the place of a group": (["--data.engine", "vllm"], ["did you mean --data.engine.name vllm?"]),
+    "number in the place of an optional group": (
+        ["--model.policy.lora", "16"],
+        ["`model.policy.lora` takes keys below it, not '16'", "did you mean --model.policy.lora.rank 16?"],
+    ),
+    "list in the place of an optional group": (
+        ["--model.critic", "[shared]"],
+        ["give its keys, for example --model.critic.backbone separate"],
+    ),
+    "a file that is near nothing": (["--config", "gsm8.yaml"], ["no configuration file gsm8.yaml", "which has a.yaml"]),
     "key of a set that no file has": (
         ["--data.val.mine.limt", "20"],
         ["EvaluationSet has no argument `limt`", "--data.val.mine.limt 20", "did you mean `limit`?"],
@@ -252,6 +301,59 @@ def test_commands(screen):
     assert "did you mean 'fit'?" in screen("fti")
     assert "the command comes first" in screen("--config", "a.yaml", "fit")
     assert "did you mean --checkpoint?" in screen("export", "--output", "x", "--checkpoint", "y", "--checkpiont", "z")
+
+
+def test_a_file_named_as_a_section_is_its_own_place(screen, tmp_path):
+    (tmp_path / "data.jsonl").write_text("")
+    data = DATA.replace("AdditionPrompts}", "JsonlPrompts, init_args: {path: data.jsonl}}")
+    shown = screen("fit", "--config", "a.yaml", a=MODEL + data)
+    assert "there are no rows where: data.jsonl remedy" in shown
+
+
+def test_options_of_the_logger_and_of_other_programs_are_told_their_places(screen):
+    assert "--trainer.logger.run_name" in screen("fit", "--config", "a.yaml", "--run_name", "x", a=GOOD)
+    assert "--trainer.default_root_dir" in screen("fit", "--config", "a.yaml", "--output_dir", "x", a=GOOD)
+    assert "--seed_everything" in screen("fit", "--config", "a.yaml", "--seed", "3", a=GOOD)
+
+
+def test_screens_fit_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["fit", "--run_name", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.parametrize("command", ["check", "filter", "score", "export", "report", "init", "schema", "completion"])
+def test_help_is_as_wide_as_the_terminal_but_for_commands(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 70 and not line.startswith(" ")] == []
+    assert any(line.lstrip().startswith("lit-grpo ") for line in lines), "what can be copied stands on lines of its own"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["export"], ["--checkpoint and --output are missing", "as in lit-grpo export --checkpoint "]),
+        (["report"], ["RUN is missing", "as in lit-grpo report runs/NAME"]),
+        (["check", "--prompts", "two"], ["--prompts takes a whole number, not 'two'", "for example --prompts 8"]),
+        (["completion", "zhs"], ["shell cannot be 'zhs'", "did you mean zsh?"]),
+        (["completion", "fish"], ["shell cannot be 'fish'", "choose one of bash, zsh"]),
+        (["schema", "--output"], ["--output has no value behind it", "as in lit-grpo schema --output schema.json"]),
+    ],
+)
+def test_what_is_wrong_with_options_is_told_with_an_example(screen, words, expected):
+    shown = screen(*words)
+    for part in expected:
+        assert part in shown
+
+
+def test_a_stream_of_few_letters_ends_nothing(monkeypatch, tmp_path):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict", write_through=True)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert main(["init", "süße Summen"]) == 0
+    assert b"s\\xfc\\xdfe Summen" in stream.buffer.getvalue()
 
 
 def test_bad_data_is_found_before_a_model_is_loaded(screen, tmp_path):

@@ -150,11 +150,62 @@ def test_last_goes_on_in_python(tmp_path, logger):
         assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3]
 
 
+def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_grpo.module.load_model", None)
+    (tmp_path / "rollout-000004.ckpt").touch()
+    with pytest.raises(UserError, match="there is no checkpoint") as caught:
+        trainer_of(tmp_path).fit(module(), data(rollouts=1), ckpt_path=tmp_path / "rollout-00004.ckpt")
+    assert caught.value.remedy == f"did you mean {tmp_path / 'rollout-000004.ckpt'}?"
+
+
 def test_last_without_any_begins_anew_and_says_so(tmp_path):
     model = module()
     with pytest.warns(UserWarning, match="the run begins anew"):
         trainer_of(tmp_path).fit(model, data(rollouts=1), ckpt_path="last")
     assert model.policy_version == 1
+
+
+def ended_before_its_first_checkpoint(runs: Path, name: str) -> Path:
+    """The folder of a run that was interrupted before anything was saved."""
+    logger = RunLogger(root=str(runs), run_name=name, tracking_uri="none")
+    logger.log_metrics({"reward": 9.0}, 1)
+    logger.finalize("failed")
+    (runs / name / "checkpoints").mkdir()
+    return runs / name
+
+
+def test_last_of_a_run_without_a_checkpoint_begins_anew_in_its_folder(place, capsys):
+    folder = ended_before_its_first_checkpoint(place / "runs", "mine")
+    run = ["fit", "--config", "a.yaml", "--trainer.logger.run_name", "mine", "--ckpt_path", "last"]
+    assert main([*run, "--data.rollouts", "1"]) == 0
+    assert "the run runs/mine was ended before its first checkpoint, and begins anew there" in screen(
+        capsys.readouterr().err
+    )
+    assert [path.name for path in (place / "runs").iterdir() if path.is_dir() and path.name != "artifacts"] == ["mine"]
+    (record,) = read_metrics(folder)
+    assert record["step"] == 1
+    assert record["reward"] != 9.0
+    # Without the word a second run of the name gets a folder of its own, as ever.
+    assert main([*run[:-2], "--data.rollouts", "1"]) == 0
+    assert (place / "runs" / "mine-2").is_dir()
+
+
+def test_last_of_a_run_without_a_checkpoint_in_python(tmp_path):
+    folder = ended_before_its_first_checkpoint(tmp_path / "runs", "mine")
+    logger = RunLogger(root=str(tmp_path / "runs"), run_name="mine", tracking_uri="none")
+    with pytest.warns(UserWarning, match="ended before its first checkpoint"):
+        trainer_of(tmp_path, logger=logger).fit(module(), data(rollouts=1), ckpt_path="last")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+def test_last_says_that_the_newest_run_has_no_checkpoint(place, capsys):
+    assert main(["fit", "--config", "a.yaml", "--trainer.logger.run_name", "old", "--data.rollouts", "1"]) == 0
+    ended_before_its_first_checkpoint(place / "runs", "new")
+    capsys.readouterr()
+    assert main(["fit", "--config", "a.yaml", "--data.rollouts", "2", "--ckpt_path", "last"]) == 0
+    shown = screen(capsys.readouterr().err)
+    assert "ckpt_path: last is runs/old/checkpoints/last.ckpt; the newest run, runs/new, has no checkpoint" in shown
 
 
 def test_best_is_the_best_evaluation_and_without_one_is_refused(tmp_path):

@@ -66,7 +66,11 @@ def test_paths_data_sets_and_evaluation_sets_in_a_word(tmp_path: Path) -> None:
     ("arguments", "what", "remedy"),
     [
         ({"sampling": {"max_tokens": 3}}, "Sampling has no 'max_tokens'", "did you mean 'max_new_tokens'?"),
-        ({"sampling": 3}, "sampling is 3, and no Sampling", "give Sampling(...), or a dict of temperature"),
+        (
+            {"sampling": 3},
+            "sampling is 3, and no Sampling",
+            "give Sampling(...), or a dict: {'temperature': 1.0}; it has temperature",
+        ),
         ({"format": "chat"}, "format is 'chat', and no PromptFormat", "give PromptFormat(...)"),
         ({"prompts": AdditionPrompts}, "AdditionPrompts is a class", "make one of it: AdditionPrompts(...)"),
         ({"prompts": ["1+1="]}, "a list of texts without answers", "[{'prompt': text} for text in TEXTS]"),

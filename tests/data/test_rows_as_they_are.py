@@ -125,7 +125,10 @@ def test_a_system_prompt_beside_a_chat_is_its_first_message() -> None:
 
 def test_where_no_usual_column_is_there_the_candidates_are_named() -> None:
     error = refused(InMemoryPrompts([{"text": "q", "level": 3, "story": "s"}]))
-    assert error.remedy == "say which holds the question: question_column: text or story"
+    assert error.remedy == (
+        "say which holds the question: question_column: text or story; "
+        "in Python: InMemoryPrompts(ROWS, question_column='text')"
+    )
     assert read({"Problem": "q", "Answer": 34, "Solution": "so it is"}).golds == ("34",)
 
 
@@ -513,7 +516,7 @@ def test_what_is_no_prompts_is_refused_in_one_sentence() -> None:
     for given, what in (
         (InMemoryPrompts, "InMemoryPrompts is a class"),
         (datasets.DatasetDict({"train": table}), "the prompts are a DatasetDict"),
-        ({"prompt": "q"}, "the prompts are a dict"), ([], "an empty list"), (7, "the prompts are a int"),
+        ({"prompt": "q"}, "the prompts are a dict"), ([], "an empty list"), (7, "the prompts are an int"),
         (["a question"], "the prompts are a list of texts"), ([prompt], "item 0 of the prompts is a Prompt"),
         ([{"prompt": "q"}, prompt], "item 1 of the prompts is a Prompt"), (lambda: ROWS, "the prompts are a function"),
     ):  # fmt: skip

@@ -100,7 +100,7 @@ def test_rollouts_of_another_source_are_held_to_it_too():
         fit(1, batches=[rollout])
     for completion in rollout.completions[1:]:
         object.__setattr__(completion, "logprobs", tuple([-INF] * len(completion.token_ids)))
-    with pytest.raises(StopRun, match="of 6 sampled tokens of rollout 0 are infinite"):
+    with pytest.raises(StopRun, match="of 6 sampled tokens of rollout 1 are infinite"):
         fit(1, batches=[rollout])
 
 

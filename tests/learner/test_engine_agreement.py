@@ -58,7 +58,7 @@ def test_an_engine_with_other_weights_stops_the_run_in_the_rollout_that_shows_it
                     for parameter in pl_module.policy.parameters():
                         parameter.mul_(2)
 
-    with pytest.raises(StopRun, match=r"rollout 1: .* nats on average, allowed are 0.1 \(model.guards.max_engine_gap"):
+    with pytest.raises(StopRun, match=r"rollout 2: .* nats on average, allowed are 0.1 \(model.guards.max_engine_gap"):
         tiny.trainer(callbacks=[Spoil()]).fit(module, datamodule=tiny.data())
     assert module.optimizer_steps == 1
 
@@ -89,7 +89,7 @@ def test_dropout_in_the_learner_is_named():
         updates_per_rollout=2,
         guards=GuardConfig(max_engine_gap=None),
     )
-    with pytest.raises(StopRun, match=r"the ratio before the first update of rollout 0 is not 1.*\(1\) dropout active"):
+    with pytest.raises(StopRun, match=r"the ratio before the first update of rollout 1 is not 1.*\(1\) dropout active"):
         tiny.trainer(callbacks=[Drop()]).fit(module, datamodule=tiny.data())
 
 

@@ -178,7 +178,7 @@ def test_a_group_or_a_rollout_that_is_left_out_ends_nothing(rows: list[int], upd
 def test_a_run_in_which_nothing_is_ever_scored_ends_and_one_that_had_a_score_goes_on() -> None:
     """The share of all ranks decides, of training alone, whatever else the metrics hold."""
     watch = UnscoredRollouts()
-    with pytest.warns(UserWarning, match="Rollout 0: every reward gave None"):
+    with pytest.warns(UserWarning, match="Rollout 1: every reward gave None"):
         watch.check(0, {"completions/unscored_frac": 1.0})
     with pytest.warns(UserWarning, match="teaches nothing"):
         watch.check(1, {"completions/unscored_frac": 1.0})

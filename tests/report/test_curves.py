@@ -116,6 +116,16 @@ def test_the_head_says_how_good_the_run_was(tmp_path):
     assert "held-out reward 0.5 ± 0.03 at step 60" in head
 
 
+def test_a_standard_error_of_0_is_said_in_words(tmp_path):
+    run = read_folder(make_rich_run(tmp_path / "run"))
+    for key in [key for key in run.metrics if key.endswith("/reward/se")]:
+        run.metrics[key] = [0.0 if math.isfinite(value) else value for value in run.metrics[key]]
+    held, best_held = scores(run)[2:]
+    assert (held.error, held.more) == ("", "at step 60, 0.0763 at step 10, the same for every question")
+    assert best_held.error == ""
+    assert "± 0" not in Page(make_report(run)[1]).text
+
+
 def test_the_best_is_not_the_last_of_a_run_that_fell(tmp_path):
     folder = make_rich_run(tmp_path / "run")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -236,10 +236,10 @@ def test_remarks_carry_the_numbers_of_the_runs():
         "completions__incorrect_length": [6.0, 6.5, 7.0],
     }
     longer = remarks.longer_when_right("a", "so.")({"a": [run_of([0.5] * 3, **lengths)] * 3})
-    assert longer == "In the beginning right completions are longer than wrong ones by 2.5 ± 0 tokens: so."
+    assert longer == "In the beginning right completions are longer than wrong ones by 2.5 tokens: so."
     clip: dict[str, Any] = {"policy__clip_frac/low": [0.01] * 3, "policy__clip_frac/high": [0.02] * 3}
     taken = remarks.clipped({"PL": "a"}, "little.")({"a": [run_of([0.5] * 3, **clip)] * 3})
-    assert taken == "The clip takes 3 ± 0 % of the tokens of PL: little."
+    assert taken == "The clip takes 3 % of the tokens of PL: little."
     lowest = remarks.lowest_at("a", "v", "At")({"a": [run_of([0.5] * 9, v=[5.0, 4, 3, 2, 1, 2, 3, 4, 5])] * 2})
     assert lowest == "At 7, 7."
     assert "so it is" not in page(collect([], {}))
@@ -327,6 +327,12 @@ def test_the_list_says_how_long_claims_take(capsys: pytest.CaptureFixture[str], 
     assert " min " not in rows[1]
     assert rows[2].startswith("2 claims, 9 runs; the 9 recorded ones take ")
     assert "not recorded" in study.listing([find("cl_delays")], {"runs": [], "exact": {}})
+
+
+def test_a_value_that_every_seed_has_stands_alone():
+    assert above("x", [0.0, 0.0, 0.0]).found() == "0 (every seed)"
+    assert above("x", [1.0, 1.0, 4.0]).found() == "2 ± 1 (1, 1, 4)"
+    assert above("x", [0.5]).found() == "0.5"
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -295,3 +296,10 @@ def answers(server, url):
             return True
     except OSError:
         return False
+
+
+def test_the_command_that_shows_a_store_survives_a_space(tmp_path):
+    logger = RunLogger(root=str(tmp_path / "my runs"))
+    command = logger.view_command()
+    assert command is not None
+    assert shlex.split(command) == ["mlflow", "ui", "--backend-store-uri", logger.tracking_uri]

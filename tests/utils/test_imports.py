@@ -36,6 +36,14 @@ def test_a_path_that_leads_nowhere_is_explained(path, said):
     assert ("remedy: write it so" in str(caught.value)) == (not path.startswith("collections.") or path.endswith("."))
 
 
+def test_what_a_module_has_is_listed_where_nothing_is_near(tmp_path, monkeypatch):
+    (tmp_path / "few_names.py").write_text("import math\n\n\ndef right(text):\n    return 1.0\n\n\ndef _own(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as caught:
+        import_by_path("few_names.zebra")
+    assert caught.value.remedy == "it has right"
+
+
 def test_a_module_that_fails_by_itself_is_told_with_its_line(tmp_path, monkeypatch):
     (tmp_path / "broken_on_import.py").write_text("\n1 / 0")
     monkeypatch.syspath_prepend(tmp_path)

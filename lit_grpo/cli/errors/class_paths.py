@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from lit_grpo.errors import nearest
+from lit_grpo.utils.bounds import parameter_hints
+from lit_grpo.utils.spelling import nearest
 
 MODULES = (
     "lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.callbacks.monitors", "lit_grpo.tracking",
@@ -44,6 +47,33 @@ def arguments_of(class_path: str) -> list[str]:
     except Exception:
         return []
     return names
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a class that a configuration names."""
+
+    of: str
+    """Name of the class."""
+    name: str
+    type: tuple[Any, Any] | None
+    """Its type and its default (None: none is known); None where the class does not say."""
+
+
+def argument_of(class_path: str, name: str) -> Argument:
+    """Return what is known of one argument of a class."""
+    module, _, last = class_path.rpartition(".")
+    found = None
+    try:
+        cls = getattr(importlib.import_module(module), last)
+        hints = parameter_hints(cls)
+        if name in hints:
+            default = inspect.signature(cls).parameters[name].default
+            found = hints[name], None if default is inspect.Parameter.empty else default
+    # Importing a class of the user may raise anything, and only an example depends on it.
+    except Exception:
+        found = None
+    return Argument(last, name, found)
 
 
 def similar_class(class_path: str, example: str | None = None) -> str:

@@ -6,30 +6,46 @@ type but in their text. A message that no pattern fits is shown as it is, withou
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors import class_paths
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.cli.errors.right_values import group_example, key_that_was_meant, right_value, shown_as, takes_keys
+from lit_grpo.errors import UserError
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
+from lit_grpo.utils.spelling import near_names, nearest
+from lit_grpo.utils.text import shorten
 
 ELSEWHERE = {
     "optimizer": "--model.optimizer.type torch.optim.SGD names another optimizer, and --model.optimizer.lr its rate",
+    **{
+        name: f"it is an argument of the run's logger: --trainer.logger.{name}"
+        for name in ("run_name", "run_dir", "experiment", "tracking_uri", "tags")
+    },
+    "root": "--trainer.default_root_dir names the folder that `runs` is in",
+    "output_dir": "--trainer.default_root_dir names the folder that `runs` is in",
+    "resume": "--ckpt_path last, best or PATH goes on from a checkpoint",
+    "seed": "--seed_everything",
     "lr_scheduler": "--model.optimizer.schedule is constant, linear or cosine, and --model.optimizer.scheduler takes a "
     "class of torch",
 }
-"""Options of LightningCLI that lit-grpo has under other names, and where they are."""
+"""Options that are typed at the top and stand elsewhere, of LightningCLI and of other programs, and where they are."""
 
 EXAMPLES = {
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
     "trainer.callbacks": "lit_grpo.callbacks.HealthMonitor",
+    "trainer.plugins": "lightning.pytorch.plugins.MixedPrecision",
     "data.prompts": "lit_grpo.data.JsonlPrompts",
+    "data.val_prompts": "lit_grpo.data.JsonlPrompts",
+    "data.test_prompts": "lit_grpo.data.JsonlPrompts",
+    "data.clean.decontaminate": "lit_grpo.data.BenchmarkPrompts",
 }
 """A class that may stand at a key, for a word that is no class; a reward anywhere else."""
 
@@ -44,6 +60,7 @@ class Explainer:
         keys: every key that the command takes, dotted.
         own_options: options of the command that are no keys, without their dashes; ``help`` and ``print_config`` of
             LightningCLI are known.
+        types: type and default of each key, for examples of a right value; keys may be missing.
 
     Attributes:
         known: the keys and all their parents.
@@ -56,9 +73,11 @@ class Explainer:
         layers: Sequence[Layer],
         keys: Iterable[str],
         own_options: Iterable[str] = (),
+        types: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
         self.command, self.argv, self.layers = command, list(argv), list(layers)
         self.keys, self.own_options = sorted(set(keys)), {"help", "print_config", *own_options}
+        self.types = dict(types or {})
         self.known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
 
     def explain(self, message: str) -> UserError:
@@ -155,7 +174,7 @@ class Explainer:
             return error
         first, _, last = key.rpartition(".")
         # A file in the current folder, such as rows.jsonl, looks like a key, and is its own place.
-        if first and key.split(".")[0] not in self.known and Path(key).exists():
+        if first and key not in self.known and Path(key).is_file():
             return error
         if key.split(".")[0] in self.known or not first:
             place = self.place(key)
@@ -198,10 +217,10 @@ class Explainer:
         completions = [name for name in siblings if unknown and name.startswith(unknown)]
         completions = [name for name in completions if prefix + name + suffix in self.known] or completions
         few = 0 < len(completions) < 5
-        close = completions if few else difflib.get_close_matches(unknown, siblings, n=1, cutoff=0.7)
+        close = completions if few else near_names(unknown, siblings, slips_only=True)
         if not close and (elsewhere := [k for k in self.keys if k.split(".")[-1] == parts[-1]]):
             return f"did you mean {' or '.join(show(k) for k in elsewhere[:3])}?"
-        near = close or [name for name in [nearest(unknown, siblings)] if name]
+        near = close or near_names(unknown, siblings)
         if not near:
             return f"valid {'options' if own else 'keys'} here: {', '.join(siblings)}"
         meant = [prefix + name + (suffix if prefix + name + suffix in self.known else "") for name in near]
@@ -254,6 +273,8 @@ class Explainer:
             return UserError(details, where="--config")
         # jsonargparse first tries text as the path of a file with the value. Nobody who sees this meant one.
         details = re.sub(r"^ *- Expected a path but .* either not accessible or invalid\n", "", details, flags=re.M)
+        if (given := given_for_keys(details, takes_keys(self.types.get(key)))) is not None:
+            return self._bad_group(key, given)
         if found := class_problem(details):
             return self._bad_class(key, *found)
         if below := re.search(r"NestedArg\(key='([^']+)'", details):
@@ -264,6 +285,19 @@ class Explainer:
             remedy = f"give a list: {_one_reward(given or '')}"
             return UserError(_cannot_be(key, given), where=self.place(key), remedy=remedy)
         return self._bad_type(key, details, self.place(key))
+
+    def _bad_group(self, key: str, given: str) -> UserError:
+        """Return the error for a word in the place of keys and values."""
+        where, last = self.place(key), key.rpartition(".")[2]
+        typed = where.startswith("command line, --")
+        meant = key_that_was_meant(key, given, self.types)
+        below, value = (meant, given) if meant is not None else group_example(key, self.types) or ("", "")
+        shown = f"--{key}.{below} {shlex.quote(value)}" if typed else f"{last}: {{{below}: {value}}}"
+        remedy = f"did you mean {shown}?" if meant is not None else f"give its keys, for example {shown}"
+        what = f"`{key}` takes keys below it, not {shorten(given, 60)!r}"
+        return UserError(
+            what, where=where, remedy=remedy if below else f"lit-grpo {self.command} --help {key} lists them"
+        )
 
     def bad_choice(self, name: str, given: str | None, choices: list[str], where: str) -> UserError:
         """Return the error for a word that is none of the choices."""
@@ -277,16 +311,29 @@ class Explainer:
         what = f"{class_path} has no argument `{name}` (under `{key}`)"
         return UserError(what, where=where, remedy=f"did you mean `{near}`?" if near else listed)
 
-    def _bad_type(self, name: str, details: str, where: str) -> UserError:
-        """Return the error for a value of the wrong type, or none of the choices."""
+    def _bad_type(self, key: str, details: str, where: str, argument: class_paths.Argument | None = None) -> UserError:
+        """Return the error for a value of the wrong type, or none of the choices.
+
+        Args:
+            key: its key.
+            details: what jsonargparse says of it.
+            where: file and line, or the option.
+            argument: what is known of it, where it is an argument of a class below the key.
+        """
+        name = key if argument is None else f"{key}: {argument.of}.{argument.name}"
         given = given_value(details)
         what = _cannot_be(name, given)
         types = wanted_types(details)
         if names := literal_choices(details):
-            numbers = [one for one in types if one.endswith("number")]
-            return self.bad_choice(name, given, [*names, *numbers], where)
+            # What is no word may stand there too; null is everywhere, and nobody misspells it.
+            others = [one for one in types if one.endswith("number") or one == "true or false"]
+            return self.bad_choice(name, given, [*names, *others], where)
         if types:
-            return UserError(what, where=where, remedy=f"give {' or '.join(types)}")
+            last = key if argument is None else argument.name
+            right = right_value(last, self.types.get(key) if argument is None else argument.type, given)
+            remedy = f"give {' or '.join(types)}"
+            remedy += "" if right is None else f", for example {shown_as(last, right, where)}"
+            return UserError(what, where=where, remedy=remedy)
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
     def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
@@ -295,8 +342,8 @@ class Explainer:
             name, known = option[1] or option[2], class_paths.arguments_of(class_path)
             return self.bad_argument(key, class_path, name, known, self._place_of_class(key, class_path, name))
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
-            name = f"{class_path.rpartition('.')[2]}.{inner[1]}"
-            return self._bad_type(f"{key}: {name}", inner[2], self._place_of_class(key, class_path, inner[1]))
+            argument = class_paths.argument_of(class_path, inner[1])
+            return self._bad_type(key, inner[2], self._place_of_class(key, class_path, inner[1]), argument)
         where = self._place_of_class(key, class_path)
         if required := re.search(r"arguments are required: (.*)", problem):
             needed = " and ".join(f"`{name}`" for name in required[1].split(", "))
@@ -399,6 +446,22 @@ def given_value(details: str) -> str | None:
     return found[1].strip().strip("'\"") if found else None
 
 
+def given_for_keys(details: str, optional: bool) -> str | None:
+    """Return what was given in the place of keys and values, as text; None if that is not what a message says.
+
+    Args:
+        details: message of jsonargparse.
+        optional: whether the key takes a dataclass that may be left out, of which messages are worded otherwise.
+    """
+    if found := re.search(r"Unable to load config ['\"](.*?)['\"]\s*(?:\n|$)", details):
+        return found[1]
+    if not optional or not re.search(r"Given value type: <class '(str|int|float|bool|list)'>", details):
+        return None
+    # A dotted word is the import path of a class.
+    given = given_value(details)
+    return None if given is None or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", given) else given
+
+
 def wanted_types(details: str) -> list[str]:
     """Name the types that a value did not match, in words a person uses."""
     types = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", details, re.M)
@@ -423,9 +486,7 @@ def _in_words(type_name: str) -> str:
 
 def _did_you_mean(word: str, known: list[str]) -> str:
     """Ask ``did you mean 'a' or 'b'? ``; empty if no known word is near."""
-    # Two letters that changed places are the likeliest slip, which difflib ranks no higher than a wrong letter.
-    swapped = [name for name in known if sorted(name) == sorted(word)]
-    near = swapped or difflib.get_close_matches(word, known, n=2, cutoff=0.6)
+    near = near_names(word, known)
     return f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
 
 

@@ -12,8 +12,8 @@ _QUOTE_MARK = " | "
 
 
 def render(error: UserError, command: str) -> str:
-    """Lay the error out as a few indented lines, as wide as the terminal but between 60 and 110 columns."""
-    width = max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
+    """Lay the error out as a few indented lines, as wide as the terminal but between 36 and 110 columns."""
+    width = max(36, min(110, shutil.get_terminal_size((100, 24)).columns))
     lines = [f"lit-grpo {command}: error", "", *_wrap(error.what, "  ", width)]
     for name, text in (("where", error.where), ("remedy", error.remedy)):
         if text:

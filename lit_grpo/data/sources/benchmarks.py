@@ -11,8 +11,9 @@ from lit_grpo.data.sources.hub import HubPrompts
 from lit_grpo.data.sources.jsonl import JsonlPrompts
 from lit_grpo.data.sources.layout import behind_hashes
 from lit_grpo.data.sources.table import Record
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.rewards.math.answer import final_answer
+from lit_grpo.utils.spelling import nearest
 
 
 @dataclass(frozen=True)

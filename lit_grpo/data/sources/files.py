@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import gzip
 import zlib
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import near_files
 
 # By content and not by name: a downloaded file may be packed whatever its name ends in.
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -194,7 +194,7 @@ def existing_file(path: str, key: str) -> Path:
         raise UserError(
             f"there is no file {path}", where=key, remedy=f"the folder is missing as well; {parent} is there"
         )
-    close = difflib.get_close_matches(file.name, _names(parent), n=1, cutoff=0.4)
+    close = near_files(file.name, _names(parent))
     raise UserError(
         f"there is no file {path}",
         where=key,

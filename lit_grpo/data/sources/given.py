@@ -66,12 +66,12 @@ def as_source(given: Any, key: str) -> PromptSource | None:
     if isinstance(given, Iterator):
         # Whether it ends is not known, and a second fit would find it empty.
         raise UserError(
-            f"the prompts are a {type(given).__name__}, which gives its rows once",
+            f"the prompts are {_a(given)}, which gives its rows once",
             where=key,
             remedy="give a list of them: prompts=list(...)",
         )
     if not isinstance(given, (list, tuple)) or not given:
-        what = f"an empty {type(given).__name__}" if isinstance(given, (list, tuple)) else f"a {type(given).__name__}"
+        what = f"an empty {type(given).__name__}" if isinstance(given, (list, tuple)) else _a(given)
         raise UserError(
             f"the prompts are {what}, and no source",
             where=key,
@@ -101,13 +101,18 @@ def as_source(given: Any, key: str) -> PromptSource | None:
         if isinstance(odd, Prompt)
         else "give every row as a mapping: {'prompt': ..., 'answer': ...}"
     )
-    raise UserError(f"item {given.index(odd)} of the prompts is a {type(odd).__name__}", where=key, remedy=remedy)
+    raise UserError(f"item {given.index(odd)} of the prompts is {_a(odd)}", where=key, remedy=remedy)
+
+
+def _a(value: Any) -> str:
+    """Name the class of a value with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def _rows_of_mapping(given: Mapping[Any, Any], key: str) -> list[dict[str, Any]]:
     """Return the rows of a mapping of columns; anything else that is a mapping is refused with what to give."""
     splits = [str(name) for name, part in given.items() if hasattr(part, "column_names")]
-    name = type(given).__name__
     if splits:
         remedy = f"give one of its splits, {', '.join(splits)}"
     elif "class_path" in given:
@@ -117,7 +122,7 @@ def _rows_of_mapping(given: Mapping[Any, Any], key: str) -> list[dict[str, Any]]
         if columns and len(columns) == len(given) and len({len(column) for column in columns.values()}) == 1:
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         remedy = "give a list of rows, or columns of one length"
-    raise UserError(f"the prompts are a {name}, not a list of rows", where=key, remedy=remedy)
+    raise UserError(f"the prompts are {_a(given)}, not a list of rows", where=key, remedy=remedy)
 
 
 def _rows_of_table(given: Any) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 
 from lit_grpo.data.sources.files import read_saved, saved_kind
 from lit_grpo.data.sources.table import Record, TableSource, in_memory
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.utils.hub import from_cache_alone, why_unreachable
+from lit_grpo.utils.spelling import nearest
 
 
 class HubPrompts(TableSource):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Final, Literal
 
 from lit_grpo.data.sources import choices, code_tests
 from lit_grpo.data.sources.golds import parsed, plain
 from lit_grpo.data.sources.messages import CONVERSATIONS, is_chat
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 LayoutName = Literal["auto", "columns", "trl", "verl", "openrlhf", "gsm8k", "open_instruct", "prime", "choices"]
 AUTO: Final = "auto"
@@ -198,22 +198,23 @@ def check_columns(record: Mapping[str, Any], needed: Sequence[str], where: str) 
     for column in needed:
         if value_of(record, column, MISSING) is MISSING:
             guess = nearest(column, record)
-            # "solution" is like "question", too, and no misspelling of it.
-            if guess and SequenceMatcher(None, column, guess).ratio() < 0.75:
-                guess = None
             raise UserError(
                 f"there is no column {column!r}; the columns are {columns_of(record)}",
                 where=where,
-                remedy=f"did you mean {guess!r}?" if guess else _remedy(column, record),
+                remedy=f"did you mean {guess!r}?" if guess else _remedy(column, record, in_memory=": row " in where),
             )
 
 
-def _remedy(column: str, record: Mapping[str, Any]) -> str:
+def _remedy(column: str, record: Mapping[str, Any], in_memory: bool) -> str:
     """Name the columns that could hold the question where the usual ones are missing."""
     texts = [name for name, value in record.items() if is_chat(value) or isinstance(value, str)]
     if column != _PROMPT or not texts:
         return f"say which holds the question and which the answer: question_column, answer_column; not {column!r}"
-    return f"say which holds the question: question_column: {' or '.join(texts[:6])}"
+    named = f"question_column: {' or '.join(texts[:6])}"
+    # Rows that a program hands over have no place for the key of a configuration.
+    return f"say which holds the question: {named}" + (
+        f"; in Python: InMemoryPrompts(ROWS, question_column={texts[0]!r})" if in_memory else ""
+    )
 
 
 def behind_hashes(text: str) -> str | None:

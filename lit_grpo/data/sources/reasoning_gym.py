@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_grpo.data.sources.base import PromptSource, Row
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 COLUMN = "reasoning_gym"
 """Column of a row that holds the task's name and its whole entry, for :class:`lit_grpo.rewards.ReasoningGymReward`."""

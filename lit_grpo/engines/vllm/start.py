@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from lit_grpo.engines.base import EngineError
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
+from lit_grpo.utils.spelling import nearest
 
 KEY = "data.engine"
 OTHER_ENGINE = f"{KEY}.name: transformers samples from the policy itself"

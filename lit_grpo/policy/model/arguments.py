@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lit_grpo.errors import UserError, nearest
+from lit_grpo.errors import UserError
 from lit_grpo.policy.config import PolicyConfig
 from lit_grpo.utils.secrets import MASK
+from lit_grpo.utils.spelling import nearest
 
 KEY = "model.policy.model_args"
 TRUST = f"{KEY}.trust_remote_code"

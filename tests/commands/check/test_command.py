@@ -106,7 +106,7 @@ def test_a_reward_that_breaks_is_a_line_of_the_table(config, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--prompts", "0"], "--prompts is 0"), (["--prompts", "many"], "invalid int value"),
+    [(["--prompts", "0"], "--prompts is 0"), (["--prompts", "many"], "--prompts takes a whole number"),
      (["--gold-format", "x"], "--gold-format has no {answer}"), (["--data.group_sise", "4"], "data.group_size"),
      (["--config", "nowhere.yaml"], "there is no configuration file nowhere.yaml")],
 )  # fmt: skip

@@ -1,0 +1,140 @@
+"""What to type in the place of a value of the wrong form: a right one for its very key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from lit_grpo.utils.examples import example_of, members_of
+
+EXAMPLES = {
+    "model.policy.model_args": "{revision: main}",
+    "model.optimizer.args": "{amsgrad: true}",
+    "model.optimizer.scheduler_args": "{step_size: 100}",
+    "data.format.chat_template_kwargs": "{enable_thinking: false}",
+    "data.engine.args": "{enforce_eager: true}",
+    "data.engine.init_args": '{url: "http://127.0.0.1:9000"}',
+    "data.engine.server.env": '{CUDA_VISIBLE_DEVICES: "1"}',
+    "data.engine.max_model_len": "4096",
+    "data.format.max_prompt_tokens": "1024",
+    "data.clean.decontaminate": "[{class_path: BenchmarkPrompts, init_args: {benchmark: gsm8k}}]",
+    "data.sampling.stop": '["</answer>"]',
+    "data.val": "{gsm8k: {limit: 100}}",
+    "data.test": "{gsm8k: {limit: 100}}",
+    "trainer.max_steps": "100",
+    "model.policy.path": "models/SmolLM2-135M-Instruct",
+    "model.objective.recipe": "grpo",
+    "model.optimizer.lr": "1e-6",
+    "data.engine.name": "vllm",
+    "data.group_size": "8",
+    "trainer.devices": "2",
+    "trainer.max_time": "00:08:00:00",
+}
+"""Values of keys whose type alone says too little."""
+
+_LIKELIEST = {
+    ("model.policy", "text"): "path",
+    ("model.policy.lora", "number"): "rank",
+    ("model.optimizer", "number"): "lr",
+    ("model.optimizer", "text"): "type",
+    ("data.sampling", "number"): "temperature",
+    ("data.format", "text"): "chat_template",
+    ("checkpoint", "number"): "every_n_rollouts",
+    ("checkpoint", "text"): "dirpath",
+    ("completions", "number"): "every",
+}
+"""Key that a number or a word is for which stands in the place of a whole group."""
+
+Types = Mapping[str, tuple[Any, Any]]
+"""Type and default of keys."""
+
+
+def right_value(key: str, type_and_default: tuple[Any, Any] | None, given: str | None) -> str | None:
+    """Return a right value of a key as YAML; None where none is known.
+
+    Args:
+        key: dotted key.
+        type_and_default: its type and its default, where they are known.
+        given: the wrong value, as text.
+    """
+    if key in EXAMPLES:
+        return EXAMPLES[key]
+    if type_and_default is None:
+        return None
+    hint, default = type_and_default
+    if key.startswith("model.objective.") and default is None:
+        default = _default_of_part(key.rpartition(".")[2])
+    return example_of(hint, default, given)
+
+
+def shown_as(key: str, value: str, where: str) -> str:
+    """Write a key and its value as they would be typed at the place of the wrong one.
+
+    Args:
+        key: key of a configuration, or the name of an argument below it.
+        value: as YAML.
+        where: place of the wrong one: an option of the command line, or a file and line.
+    """
+    if where.startswith("command line, --"):
+        option = where.removeprefix("command line, ").partition(" ")[0].partition("=")[0]
+        parent = option.rpartition(".")[0] if not option.endswith(key.rpartition(".")[2]) else ""
+        option = f"{parent}.{key}" if parent else option
+        return f"{option} {shlex.quote(value)}"
+    return f"{key.rpartition('.')[2]}: {value}"
+
+
+def takes_keys(type_and_default: tuple[Any, Any] | None) -> bool:
+    """Tell whether a key takes a dataclass, whose fields are keys below it."""
+    hint = type_and_default[0] if type_and_default is not None else None
+    return any(isinstance(one, type) and dataclasses.is_dataclass(one) for one in members_of(hint))
+
+
+def key_that_was_meant(group: str, given: str, types: Types) -> str | None:
+    """Return the key below a group to which a value belongs that was given for the whole group.
+
+    It is one of the choices of that key, such as ``vllm`` for ``name`` below ``data.engine``, or a number or text where
+    one key is the likeliest. None if no key is.
+    """
+    below = _below(group, types)
+    for name, (hint, _) in below.items():
+        if given in _words(hint):
+            return name
+    number = re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", given) is not None
+    likeliest = _LIKELIEST.get((group, "number" if number else "text"))
+    plain = number or re.fullmatch(r"[\w./~-]+", given) is not None
+    return likeliest if plain and likeliest in below else None
+
+
+def group_example(group: str, types: Types) -> tuple[str, str] | None:
+    """Return a key below a group and a right value for it."""
+    for name, known in _below(group, types).items():
+        if (value := right_value(f"{group}.{name}", known, None)) is not None:
+            return name, value
+    return None
+
+
+def _below(group: str, types: Types) -> dict[str, tuple[Any, Any]]:
+    """Return type and default of what stands below a group, by name, what is nearest first."""
+    found = {key.removeprefix(f"{group}."): known for key, known in types.items() if key.startswith(f"{group}.")}
+    # A dataclass that may be left out is one key, and its fields are none.
+    for cls in members_of(types[group][0]) if group in types else ():
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+            hints = typing.get_type_hints(cls, include_extras=True)
+            found |= {one.name: (hints[one.name], one.default) for one in dataclasses.fields(cls)}
+    return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
+
+
+def _words(hint: Any) -> list[str]:
+    found = [typing.get_args(one) for one in members_of(hint) if typing.get_origin(one) is typing.Literal]
+    return [word for words in found for word in words if isinstance(word, str)]
+
+
+def _default_of_part(name: str) -> Any:
+    # Heavy to import, and wanted on an error screen alone.
+    from lit_grpo.objectives.registry import default_of
+
+    return default_of(name)
