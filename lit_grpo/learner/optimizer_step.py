@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,12 @@ class StepCounters:
     """Steps that were taken with a gradient clipped to a norm that a callback named."""
     repeated_steps: int = 0
     """How often a step was done again in smaller micro-batches, since memory ran out."""
+
+    def restore(self, saved: StepCounters) -> None:
+        """Take over the counts of a checkpoint."""
+        # In place: an optimizer stepper that was made already adds to this very object.
+        for item in fields(self):
+            setattr(self, item.name, getattr(saved, item.name))
 
 
 def make_steps(
