@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -25,27 +24,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_grpo.context import LearnerRequirements, RunContext
-from lit_grpo.distributed import sharding as shards
 from lit_grpo.distributed.gradients import GradientExchange
-from lit_grpo.distributed.rank_callback import RankCallback
+from lit_grpo.distributed.rank_callback import watch_ranks
 from lit_grpo.distributed.reduction import RankReduction
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.errors import UserError
-from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
+from lit_grpo.evaluation.module import EvaluatedModule
 from lit_grpo.learner import batch as batches
 from lit_grpo.learner.advantages import compute_advantages
 from lit_grpo.learner.batch import make_experience
-from lit_grpo.learner.budget import RAISE_AFTER, GivesWay, MicroBatchBudget, remedies
+from lit_grpo.learner.budget import RAISE_AFTER, MicroBatchBudget, remedies
 from lit_grpo.learner.checkpoint_state import LearnerState, check_fits, load_state, save_state
 from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
 from lit_grpo.learner.description import batch_in_words, describe_models, memory_in_words
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
-from lit_grpo.learner.initial_entropy import measure_initial_entropy
+from lit_grpo.learner.initial_entropy import with_initial_entropy
 from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
-from lit_grpo.learner.models import ModelFactory
-from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, StepCounters, make_steps
+from lit_grpo.learner.models import ModelFactory, Models
+from lit_grpo.learner.optimizer_step import OptimizerStepper, StepCounters, make_bundles, make_steps
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
 from lit_grpo.learner.rollout_report import report_rollout, state_after_rollout
 from lit_grpo.learner.run_checks import (
@@ -57,7 +55,7 @@ from lit_grpo.learner.run_checks import (
     warmup_rollouts,
     with_monte_carlo_returns,
 )
-from lit_grpo.learner.run_objective import RunObjective, RunShape, with_untouched_entropy
+from lit_grpo.learner.run_objective import RunObjective, RunShape
 from lit_grpo.learner.step_size import measure_step
 from lit_grpo.learner.sync_check import SyncResult, check_engine
 from lit_grpo.learner.unscored import UnscoredRollouts
@@ -71,7 +69,6 @@ from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.given import as_optimizer, as_policy
 from lit_grpo.policy.model.load import check_policy, check_replay, load_tokenizer
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
-from lit_grpo.run.steps import counts_as_evaluation
 from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import no_data_module, refuse_spawning
 from lit_grpo.trainer.update_hooks import UpdateHooks
@@ -90,7 +87,7 @@ log = logging.getLogger(__name__)
 SHOWN_IN_PROGRESS_BAR = ("reward", "policy/entropy", "completions/length")
 
 
-class LitGRPO(pl.LightningModule):
+class LitGRPO(EvaluatedModule):
     """LightningModule that trains a language-model policy on rollouts.
 
     One Lightning batch is one rollout of whole groups, and ``training_step`` takes all of its optimizer steps.
@@ -199,10 +196,6 @@ class LitGRPO(pl.LightningModule):
         self.policy_version = 0
         """Number of rollouts trained on."""
         self.counters = StepCounters()
-        self._evaluator = Evaluator("val")
-        self._best_held_out: dict[str, dict[int, float]] = {}
-        self.evaluation: EvaluationResult | None = None
-        """Result of the last evaluation."""
         self.step_result: StepResult | None = None
         """The rollout under way or, between rollouts, the last one; for callbacks."""
         self._unscored_rollouts = UnscoredRollouts()
@@ -323,11 +316,8 @@ class LitGRPO(pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         # Inserted and not returned: it must be the first to know of an exception, and Lightning appends what it gets.
-        trainer = self._trainer
-        if trainer is not None and trainer.world_size > 1:
-            callbacks: list[Any] = cast(Any, trainer).callbacks
-            if not any(isinstance(callback, RankCallback) for callback in callbacks):
-                callbacks.insert(0, RankCallback(self.guards.max_rank_silence))
+        if self._trainer is not None:
+            watch_ranks(self._trainer, self.guards.max_rank_silence)
         return []
 
     def configure_model(self) -> None:
@@ -418,9 +408,7 @@ class LitGRPO(pl.LightningModule):
         with screen_if_out_of_memory(
             "preparing the models", self.device, where="model", remedies=remedies(self.device, activations=False)
         ):
-            self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
-            if self.critic is not None:
-                self.critic.verify_against_model_forward(self.layout)
+            self._models.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
             if self._needs("ref_logprobs") and self.reference_policy is None:
                 assert self._model_factory is not None
                 reference = self._model_factory.make_reference()
@@ -452,16 +440,20 @@ class LitGRPO(pl.LightningModule):
     @property
     def sharded(self) -> bool:
         """Whether the models are in shards. All ranks must then make the same forward passes in the same order."""
-        return shards.is_sharded(self._policy)
+        return self._models.sharded
 
     def reshard(self) -> None:
         """Put gathered weights of all models back into shards, see :func:`lit_grpo.distributed.sharding.reshard`."""
-        shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
+        self._models.reshard()
 
     @property
     def reference_policy(self) -> Policy | None:
         """The policy that KL terms compare with, frozen or refreshed; None where the objective has none."""
         return self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
+
+    @property
+    def _models(self) -> Models:
+        return Models(self._policy, self.critic, self.reference_policy)
 
     @property
     def _policy(self) -> Policy:
@@ -482,24 +474,13 @@ class LitGRPO(pl.LightningModule):
         if self._forward_runner is None:
             # A single update has nothing to replay: its experts are those of the old policy.
             single = self.updates_per_rollout * self.objective.passes == 1
-            self._forward_runner = ForwardRunner(
-                policy=self._policy,
-                reference=self.reference_policy,
-                critic=self.critic,
+            self._forward_runner = self._models.forward_runner(
                 micro_batches=self.micro_batches,
                 inputs=self.policy_inputs,
                 routing_replay="none" if self.routing_replay == "old" and single else self.routing_replay,
-                max_over_ranks=partial(shards.largest_counts, device=self.device) if self.sharded else None,
+                layout=self.layout,
+                budget=self.budget,
                 device=self.device,
-                gives_way=GivesWay(
-                    budget=self.budget,
-                    tokens_of=lambda batch, rows: batches.policy_input(batch, rows, self.layout, device="cpu").tokens,
-                    recover=partial(shards.recover, self._policy, self.critic, self.reference_policy),
-                    refuses=shards.why_not_repeatable(self._policy),
-                    device=self.device,
-                    # Not of rank 0 alone: memory may run out on any.
-                    say=partial(log.warning, "%s"),
-                ),
             )
         return self._forward_runner
 
@@ -521,24 +502,14 @@ class LitGRPO(pl.LightningModule):
             reduce=self.ranks.sum_or_none,
         )
 
-    def _optimizer_bundles(self) -> list[OptimizerBundle]:
-        """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""
-        optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
-        if self.critic_config is None:
-            return [OptimizerBundle("optim/", optimizers, schedulers, self.max_grad_norm)]
-        limits = (("optim/", self.max_grad_norm), ("critic/", self.critic_config.max_grad_norm))
-        return [
-            OptimizerBundle(prefix, optimizer, scheduler, limit)
-            for (prefix, limit), optimizer, scheduler in zip(limits, optimizers, schedulers, strict=True)
-        ]
-
     @property
     def _stepper(self) -> OptimizerStepper:
         if self._optimizer_stepper is None:
-            hooks = UpdateHooks(self.trainer, self)
+            hooks, critic = UpdateHooks(self.trainer, self), self.critic_config
+            limits = [self.max_grad_norm] if critic is None else [self.max_grad_norm, critic.max_grad_norm]
             self._optimizer_stepper = OptimizerStepper(
                 forward=self.forward_runner,
-                bundles=self._optimizer_bundles(),
+                bundles=make_bundles(self.optimizers(), self.lr_schedulers(), limits),
                 counters=self.counters,
                 backward=self.manual_backward,
                 veto=hooks.veto,
@@ -565,8 +536,7 @@ class LitGRPO(pl.LightningModule):
                 self.updates_per_rollout * self.objective.passes,
                 self.minibatch_prompts,
             )
-        models = (self._policy, self.critic, self.reference, *self._frozen_reference)
-        facts["memory"] = memory_in_words(models, self.optimizer_config)
+        facts["memory"] = memory_in_words(self._models.all, self.optimizer_config)
         return facts
 
     # ---------------------------------------------------------------------------------------------- one rollout
@@ -624,7 +594,9 @@ class LitGRPO(pl.LightningModule):
         self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
         # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
         self.policy_version += 1
-        self._refresh_reference()
+        every = self.reference_config.refresh_every
+        if self.reference is not None and every is not None and self.policy_version % every == 0:
+            self._models.refresh_reference()
         if self.ranks.several:
             self.budget.agree(self.ranks.max)
         self._log(batch, metrics, staleness, time.perf_counter() - started)
@@ -640,22 +612,13 @@ class LitGRPO(pl.LightningModule):
 
         Returns those of the first step.
         """
-        experience, advantages = steps[0].experience, steps[0].advantages
-        first_update = FirstUpdate(batch, experience, steps[0].rows, self.policy_version)
+        first_update = FirstUpdate(batch, steps[0].experience, steps[0].rows, self.policy_version)
         try:
             for number, step in enumerate(steps):
                 self._stepper.step(batch, step, metrics, first_update if number == 0 else None)
         finally:
             # Also where a guard ends the run, so that the flight record holds what it found wrong.
-            logprobs, entropy = experience.old_logprobs, experience.entropy
-            snapshot = RolloutSnapshot(
-                batch,
-                experience,
-                advantages,
-                first_update.logprobs() if logprobs is None else logprobs,
-                first_update.entropy() if entropy is None else entropy,
-            )
-            self.step_result = StepResult(snapshot)
+            self.step_result = StepResult(first_update.rollout_snapshot(steps[0].advantages))
         return first_update
 
     def _measure_critic(
@@ -665,15 +628,6 @@ class LitGRPO(pl.LightningModule):
         if config is not None and config.measure_every and self.policy_version % config.measure_every == 0:
             state, reduce = self.objective_state, self.ranks.sum_or_none
             metrics.update(critic_after_update(self.forward_runner, batch, objective, experience, state, reduce))
-
-    @torch.no_grad()
-    def _refresh_reference(self) -> None:
-        every = self.reference_config.refresh_every
-        if self.reference is not None and every is not None and self.policy_version % every == 0:
-            # Shards are copied into shards: a weight that a forward pass left gathered has another shape.
-            self.reshard()
-            for old, new in zip(self.reference.model.parameters(), self._policy.model.parameters(), strict=True):
-                old.copy_(new)
 
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""
@@ -692,35 +646,6 @@ class LitGRPO(pl.LightningModule):
     def policy_inputs(self, batch: Rollout, rows: Tensor) -> PolicyInput:
         """Make the model input of some completions of a rollout."""
         return batches.policy_input(batch, rows, self.layout, device=self.device)
-
-    # ---------------------------------------------------------------------------------------------- evaluation
-
-    def on_validation_epoch_start(self) -> None:
-        self._evaluator = Evaluator("val", self.device, self._best_held_out)
-
-    def on_test_epoch_start(self) -> None:
-        self._evaluator = Evaluator("test", self.device)
-
-    def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return one record a completion under ``records``, as :meth:`predict_step` does."""
-        return {"records": self._evaluator.update(batch)}
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Return one record a completion: prompt id, question, completion, rewards."""
-        return records(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        self.evaluation = self._evaluator.compute()
-        # The numbers are alike on all ranks already, so that their mean over ranks changes none of them.
-        self.log_dict(self.evaluation.metrics(), sync_dist=True)
-
-        # A look at a few prompts before training says nothing of them all, and a test asks others.
-        if self._evaluator.stage == "val" and counts_as_evaluation(self.trainer):
-            self._best_held_out = self._evaluator.best
-
-    on_test_epoch_end = on_validation_epoch_end
 
     # ---------------------------------------------------------------------------------------------- logging
 
@@ -800,7 +725,7 @@ class LitGRPO(pl.LightningModule):
             policy_version=self.policy_version,
             counters=self.counters,
             objective=self.objective_state,
-            best_held_out=self._best_held_out,
+            best_held_out=self.best_held_out,
             logged_keys=self._logged_keys,
             budget=self.budget.state(),
         )
@@ -811,21 +736,16 @@ class LitGRPO(pl.LightningModule):
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
         check_fits(checkpoint, self.state_dict(), self.optimizer_config.type, fitting=fitting)
         loaded = load_state(checkpoint, fitting=fitting)
-        state, shape = loaded.state, replace(self._run_shape, trained_rollouts=loaded.state.policy_version)
-        self.policy_version = state.policy_version
+        state, before = loaded.state, checkpoint.get("hyper_parameters", {})
+        self.policy_version, self.objective_state = state.policy_version, state.objective
         self.counters.restore(state.counters)
-        self.objective_state = state.objective
-        before = checkpoint.get("hyper_parameters", {})
-        if fitting and before.get("objective") not in (None, self.hparams["objective"]):
-            # Another objective than it was saved with.
-            self.objective_state = shape.adopted(self.objective, self.objective_state)
         if fitting:
-            # Rewards, too, may be others than those it was saved with.
-            self.objective_state = shape.with_rewards(self.objective, self.objective_state)
+            changed = before.get("objective") not in (None, self.hparams["objective"])
+            self.objective_state = self._run_shape.resumed(self.objective, state.objective, changed=changed)
         # Who has set another bound since means that one.
         if before.get("micro_batch_tokens") == self.micro_batch_tokens and state.budget is not None:
             self.budget.restore(state.budget)
-        self._best_held_out = {name: dict(rewards) for name, rewards in state.best_held_out.items()}
+        self.best_held_out = {name: dict(rewards) for name, rewards in state.best_held_out.items()}
         self._logged_keys = set(state.logged_keys)
         self._restored_random_state = loaded.random
 
@@ -838,21 +758,12 @@ class LitGRPO(pl.LightningModule):
     def on_train_start(self) -> None:
         # Not earlier: making the loaders' iterators draws random numbers.
         self.restore_random_state()
-        self._measure_initial_entropy()
-
-    def _measure_initial_entropy(self) -> None:
-        """Measure <H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
-
-        Raises:
-            UserError: there is no data module to sample the completions, or the model has been trained on already and
-                the first rollout measured nothing.
-        """
-        if not self.objective.initial_entropy_prompts or self.objective_state.initial_entropy is not None:
-            return
-        # A run that is resumed under an objective that asks for it: the untouched model is gone.
-        if self.policy_version:
-            self.objective_state = with_untouched_entropy(self.objective, self.objective_state, self.policy_version)
-            return
-        completions = None if self._context is None else self._context.initial_completions
-        entropy = measure_initial_entropy(self.forward_runner, self.objective, completions, self.ranks.sum)
-        self.objective_state = self.objective_state.with_initial_entropy(entropy)
+        if self.objective.initial_entropy_prompts and self.objective_state.initial_entropy is None:
+            self.objective_state = with_initial_entropy(
+                self.objective,
+                self.objective_state,
+                self.policy_version,
+                self.forward_runner,
+                None if self._context is None else self._context.initial_completions,
+                self.ranks.sum,
+            )

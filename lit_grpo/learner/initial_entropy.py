@@ -10,8 +10,38 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lit_grpo.errors import UserError
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.metric_sums import Reduce
+from lit_grpo.learner.run_objective import with_untouched_entropy
 from lit_grpo.objectives.objective import Objective
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.types import Rollout
+
+
+def with_initial_entropy(
+    objective: Objective,
+    state: ObjectiveState,
+    rollouts: int,
+    forward: ForwardRunner,
+    completions: Callable[[int], Rollout] | None,
+    reduce_sum: Reduce,
+) -> ObjectiveState:
+    """Return the state of an objective with the mean entropy of the untouched model, measured if that is still there.
+
+    Args:
+        objective: compares with that entropy.
+        state: its histories.
+        rollouts: number of rollouts that the model has been trained on.
+        forward: the models.
+        completions: as of :func:`measure_initial_entropy`.
+        reduce_sum: likewise.
+
+    Raises:
+        UserError: nothing can sample the completions, or the model has been trained on already and the first rollout
+            measured nothing.
+    """
+    # A run that is resumed under an objective that asks for it: the untouched model is gone.
+    if rollouts:
+        return with_untouched_entropy(objective, state, rollouts)
+    return state.with_initial_entropy(measure_initial_entropy(forward, objective, completions, reduce_sum))
 
 
 def measure_initial_entropy(

@@ -66,6 +66,24 @@ class OptimizerBundle:
         return float(self.optimizer.param_groups[0]["lr"])
 
 
+def make_bundles(optimizers: Any, schedulers: Any, limits: Sequence[float | None]) -> list[OptimizerBundle]:
+    """Return the policy's optimizer with its schedule, then the critic's if there is one.
+
+    Args:
+        optimizers: as Lightning gives them: the one that there is, or a list.
+        schedulers: likewise.
+        limits: bound on the gradient norm of each; None: no clipping.
+    """
+    if len(limits) == 1:
+        optimizers, schedulers = [optimizers], [schedulers]
+    return [
+        OptimizerBundle(prefix, optimizer, scheduler, limit)
+        for prefix, optimizer, scheduler, limit in zip(
+            ("optim/", "critic/")[: len(limits)], optimizers, schedulers, limits, strict=True
+        )
+    ]
+
+
 @dataclass
 class StepCounters:
     """Counts of optimizer steps over the whole run; :class:`OptimizerStepper` adds to them."""

@@ -90,6 +90,21 @@ class RunShape:
         """
         return with_untouched_entropy(objective, objective.adopt_state(state), self.trained_rollouts)
 
+    def resumed(self, objective: Objective, saved: ObjectiveState, *, changed: bool) -> ObjectiveState:
+        """Return the state with which a run goes on from a checkpoint.
+
+        Args:
+            objective: the objective that it goes on under.
+            saved: the state in the checkpoint.
+            changed: whether the checkpoint was saved under another objective.
+
+        Raises:
+            UserError: as :meth:`adopted`.
+        """
+        state = self.adopted(objective, saved) if changed else saved
+        # Rewards, too, may be others than those it was saved with.
+        return self.with_rewards(objective, state)
+
 
 @dataclass(frozen=True)
 class RunObjective:

@@ -336,10 +336,7 @@ def test_a_norm_that_grows_with_the_share_of_groups_that_have_a_gradient_is_no_s
         steps = changed(lambda k: {})[:50] + changed(lambda k: {})[:10]
         for step, metrics in enumerate(steps):
             share = 0.1 if step < 50 else 0.7
-            metrics |= {
-                "groups/zero_advantage_frac": 1 - share,
-                "optim/grad_norm": rate * share if step >= 50 else share,
-            }
+            metrics |= {"groups/zero_advantage_frac": 1 - share, "optim/grad_norm": rate * share if step >= 50 else share}
         return [f for f in replay(make("GradientNormMonitor"), steps) if f.kind == "gradient_spikes"]
 
     assert run(1.0) == []
