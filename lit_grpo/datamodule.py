@@ -358,7 +358,8 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def log_prompt_report(self) -> None:
         """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
-        self._prompt_sets.report(self.format, self.learner.tokenizer)
+        for remark in self._prompt_sets.report(self.format, self.learner.tokenizer):
+            (rank_zero_warn if remark.warns else rank_zero_info)(remark.text)
         if self.clean.dropped_file is not None and self._current_trainer.is_global_zero:
             write_dropped(list(self._prompt_sets.sets.values()), self.clean.dropped_file)
 

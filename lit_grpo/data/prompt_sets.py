@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
-
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from lit_grpo.data.doubts import Doubt, doubts_of, shown_prompt
 from lit_grpo.data.prompt_set import PromptSet, in_both
@@ -19,6 +17,14 @@ TRAIN = "train"
 """Name of the training prompts; those of evaluation sets are called ``val/NAME`` and ``test/NAME``."""
 _SHOWN_CHARACTERS = 400
 """Most characters of the first prompt that a run shows at its beginning; ``lit-grpo check`` shows more."""
+
+
+class Remark(NamedTuple):
+    """One thing that a person is told about the prompts."""
+
+    text: str
+    warns: bool = False
+    """Whether it looks wrong."""
 
 
 class PromptSets:
@@ -99,20 +105,20 @@ class PromptSets:
         prompts = {prompt.token_ids: prompt for one in self.sets.values() for prompt in one.prompts}
         return [prompts[ids] for ids in sorted(prompts, key=lambda ids: (len(ids), ids))[:count]]
 
-    def report(self, form: PromptFormat, tokenizer: Any) -> None:
-        """Log how prompts are made, what looks wrong with them, and the first of them."""
-        rank_zero_info(f"prompts are made with {form.describe(tokenizer)}")
+    def report(self, form: PromptFormat, tokenizer: Any) -> Iterator[Remark]:
+        """Yield how prompts are made, what looks wrong with them, and the first of them."""
+        yield Remark(f"prompts are made with {form.describe(tokenizer)}")
         for sentence in form.warnings(tokenizer):
-            rank_zero_warn(f"data.format: {sentence}.")
+            yield Remark(f"data.format: {sentence}.", warns=True)
         for name, one in self.sets.items():
             for doubt in self._doubts[name]:
-                rank_zero_warn(f"{one.name}: {doubt.what}. Remedy: {doubt.remedy}.")
+                yield Remark(f"{one.name}: {doubt.what}. Remedy: {doubt.remedy}.", warns=True)
         if self.sets:
             first = self.sets.get(TRAIN) or next(iter(self.sets.values()))
-            rank_zero_info(shown_prompt(first.prompts[0], tokenizer, _SHOWN_CHARACTERS))
+            yield Remark(shown_prompt(first.prompts[0], tokenizer, _SHOWN_CHARACTERS))
         for name, held_out in self.sets.items() if TRAIN in self.sets else ():
             if name != TRAIN and (count := in_both(self.sets[TRAIN].prompts, held_out.prompts)):
-                rank_zero_info(
+                yield Remark(
                     f"{count:,} training questions are also in {held_out.name}; data.clean: {{held_out: true}} "
                     "leaves them out"
                 )
