@@ -164,7 +164,7 @@ class EngineConfig:
         """Name the engine, and say what of its settings matters at a glance."""
         if self.custom_engine is not None or not self.name.startswith("vllm"):
             return self.custom_engine or self.name
-        words = [self.name]
+        words: list[str] = [self.name]
         if self.dtype != "auto":
             words.append(self.dtype)
         if self.processes != 1:

@@ -63,4 +63,4 @@ def test_prompts_must_leave_room_for_completions():
         check_lengths(prompts, "data.prompts", samplings, vocabulary=20, positions=15)
     assert "max_prompt_tokens: 5" in str(error.value.remedy)
     with pytest.raises(UserError, match="stop_token_ids holds 20, and the tokenizer has 20 tokens"):
-        check_lengths(prompts, "data.prompts", [Sampling(stop_token_ids=[20])], vocabulary=20, positions=None)
+        check_lengths(prompts, "data.prompts", [Sampling(stop_token_ids=(20,))], vocabulary=20, positions=None)

@@ -16,7 +16,7 @@ from tests.paths import ROOT
 REINFORCE: Any = runpy.run_path(str(ROOT / "docs/examples/own_module.py"))["Reinforce"]
 
 
-class Evaluated(EvaluatedModule, REINFORCE):  # type: ignore[misc]
+class Evaluated(EvaluatedModule, REINFORCE):
     """The module of docs/examples/own_module.py, evaluated."""
 
 

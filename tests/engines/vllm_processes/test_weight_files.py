@@ -1,4 +1,4 @@
-"""Weights in files: whole, or adapters apart from what they belong to, for processes with and without the former ones."""
+"""Weights in files: whole, or with adapters apart from what they belong to."""
 
 from __future__ import annotations
 
