@@ -63,11 +63,11 @@ from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.given import as_objective_config
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
-from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary
+from lit_grpo.policy.critic import Critic, check_critic
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.given import as_optimizer, as_policy
-from lit_grpo.policy.model.load import check_policy, check_replay, load_tokenizer
+from lit_grpo.policy.model.load import check_policy, load_tokenizer
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.trainer.connect import connect
 from lit_grpo.trainer.refused import no_data_module, refuse_spawning
@@ -324,37 +324,15 @@ class LitGRPO(EvaluatedModule):
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
         if self.policy is not None:
             return
-        if self.routing_replay != "none":
-            check_replay(self.policy_config)
-        if (config := self.critic_config) is not None:
-            check_vocabulary(self.policy_config, config)
-        with screen_if_out_of_memory(
-            "loading the model",
-            self._target_device,
-            where="model.policy",
-            remedies=remedies(self._target_device, activations=False),
-        ):
-            self._load_models()
-
-    @property
-    def _target_device(self) -> torch.device:
-        """The device that the models go to; unlike ``device`` also before they are there."""
-        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
-
-    def _load_models(self) -> None:
-        # Not self.trainer: the property raises where there is none.
-        self._model_factory = factory = ModelFactory.for_run(
+        self._model_factory = ModelFactory(self.policy_config, self.critic_config, self.sharding_config)
+        models = self._model_factory.load(
+            # Not self.trainer: the property raises where there is none.
             self._trainer,
-            self.policy_config,
-            self.critic_config,
-            self.sharding_config,
-            needs_score_norms=self._needs("score_sqnorm"),
+            replay=self.routing_replay != "none",
+            score_norms=self._needs("score_sqnorm"),
+            reference=self._needs("ref_logprobs") and self.reference_config.refresh_every is not None,
         )
-        self.policy = factory.make_policy()
-        if self.critic_config is not None and self._policy.value_head is None:
-            self.critic = factory.make_critic()
-        if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
-            self.reference = factory.make_reference()
+        self.policy, self.critic, self.reference = models.policy, models.critic, models.reference
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the policy's model as transformers has it: ``module(input_ids).logits`` is [batch, tokens, vocabulary].
@@ -411,8 +389,7 @@ class LitGRPO(EvaluatedModule):
             self._models.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
             if self._needs("ref_logprobs") and self.reference_policy is None:
                 assert self._model_factory is not None
-                reference = self._model_factory.make_reference()
-                self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
+                self._frozen_reference.append(self._model_factory.make_reference(self.device))
         if self.sharded:
             self.reshard()
             # A checkpoint in shards needs optimizer states, also one that is saved before the first step.
@@ -559,9 +536,32 @@ class LitGRPO(EvaluatedModule):
         started = time.perf_counter()
         staleness = check_staleness(batch, self.policy_version, self.max_staleness)
         check_batch_verdicts(batch, self.objective)
-        metrics, experience = StepMetrics(), make_experience(batch, self.device)
+        metrics = StepMetrics()
         add_rollout_metrics(metrics, batch, self.trainer.world_size)
-        warmup = self.policy_version < self._warmup_rollouts
+        steps = self._prepare(batch, metrics)
+        steps_before = self.optimizer_steps
+        first_update = self._optimize(batch, steps, metrics)
+        # The engine may sample from this very model, whose routers must then choose for themselves.
+        self._policy.stop_replay()
+        self._measure(steps[0], first_update, metrics, moved=self.optimizer_steps > steps_before)
+        # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
+        self.policy_version += 1
+        every = self.reference_config.refresh_every
+        if self.reference is not None and every is not None and self.policy_version % every == 0:
+            self._models.refresh_reference()
+        if self.ranks.several:
+            self.budget.agree(self.ranks.max)
+        self._log(batch, metrics, staleness, time.perf_counter() - started)
+        if self.budget.end_rollout():
+            rank_zero_info(
+                f"memory has sufficed for {RAISE_AFTER} rollouts: micro-batches may have {self.budget.tokens:,} tokens "
+                "again. Where it runs out once more, the smaller bound stays"
+            )
+        self._unscored_rollouts.check(batch.index, self.step_metrics)
+
+    def _prepare(self, batch: Rollout, metrics: StepMetrics) -> list[OptimizerStep]:
+        """Compute log-probabilities, values and advantages of a rollout, and list its optimizer steps in order."""
+        experience, warmup = make_experience(batch, self.device), self.policy_version < self._warmup_rollouts
         objective = with_monte_carlo_returns(self.objective) if warmup else self.objective
         # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
         # every completion. Otherwise what has no gradient is known before the forward pass, and is left out of it.
@@ -582,30 +582,7 @@ class LitGRPO(EvaluatedModule):
         steps = make_steps(
             self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
         )
-        if not advantages_need_forward:
-            steps = self._stepper.old_forward(batch, steps, needed)
-        steps_before = self.optimizer_steps
-        first_update = self._optimize(batch, steps, metrics)
-        # The engine may sample from this very model, whose routers must then choose for themselves.
-        self._policy.stop_replay()
-        if self.step_kl_samples != 0 and self.optimizer_steps > steps_before:
-            seed = rng.derive_seed("step_kl", rng.run_seed(), batch.index)
-            metrics.update(measure_step(self.forward_runner, first_update, advantages, self.step_kl_samples, seed))
-        self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
-        # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
-        self.policy_version += 1
-        every = self.reference_config.refresh_every
-        if self.reference is not None and every is not None and self.policy_version % every == 0:
-            self._models.refresh_reference()
-        if self.ranks.several:
-            self.budget.agree(self.ranks.max)
-        self._log(batch, metrics, staleness, time.perf_counter() - started)
-        if self.budget.end_rollout():
-            rank_zero_info(
-                f"memory has sufficed for {RAISE_AFTER} rollouts: micro-batches may have {self.budget.tokens:,} tokens "
-                "again. Where it runs out once more, the smaller bound stays"
-            )
-        self._unscored_rollouts.check(batch.index, self.step_metrics)
+        return steps if advantages_need_forward else self._stepper.old_forward(batch, steps, needed)
 
     def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> FirstUpdate:
         """Take the optimizer steps of a rollout, and keep in ``step_result`` its log-probabilities from before them.
@@ -621,13 +598,18 @@ class LitGRPO(EvaluatedModule):
             self.step_result = StepResult(first_update.rollout_snapshot(steps[0].advantages))
         return first_update
 
-    def _measure_critic(
-        self, batch: Rollout, objective: Objective, experience: Experience, metrics: StepMetrics
+    def _measure(
+        self, first_step: OptimizerStep, first_update: FirstUpdate, metrics: StepMetrics, *, moved: bool
     ) -> None:
+        """Measure what the optimizer steps of a rollout did: how far the policy moved, what the critic learned."""
+        batch, runner = first_update.batch, self.forward_runner
+        if self.step_kl_samples != 0 and moved:
+            seed = rng.derive_seed("step_kl", rng.run_seed(), batch.index)
+            metrics.update(measure_step(runner, first_update, first_step.advantages, self.step_kl_samples, seed))
         config = self.critic_config
         if config is not None and config.measure_every and self.policy_version % config.measure_every == 0:
-            state, reduce = self.objective_state, self.ranks.sum_or_none
-            metrics.update(critic_after_update(self.forward_runner, batch, objective, experience, state, reduce))
+            objective, state, reduce = first_step.objective, self.objective_state, self.ranks.sum_or_none
+            metrics.update(critic_after_update(runner, batch, objective, first_step.experience, state, reduce))
 
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""

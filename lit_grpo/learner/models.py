@@ -15,14 +15,15 @@ from lit_grpo.distributed import sharding
 from lit_grpo.distributed.sharding import ShardingConfig
 from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.learner.batch import policy_input
-from lit_grpo.learner.budget import GivesWay, MicroBatchBudget
+from lit_grpo.learner.budget import GivesWay, MicroBatchBudget, remedies
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
-from lit_grpo.policy.critic import Critic, make_critic, make_head, model_settings
+from lit_grpo.policy.critic import Critic, check_vocabulary, make_critic, make_head, model_settings
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
-from lit_grpo.policy.model.load import load_model, resolve_backend
+from lit_grpo.policy.model.load import check_replay, load_model, resolve_backend
 from lit_grpo.types import Rollout
+from lit_grpo.utils.memory import screen_if_out_of_memory
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -122,82 +123,68 @@ class Models:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelFactory:
-    """Makes the models of a run from their settings, each time with the weights from before training."""
+    """Makes the models of a run from their settings, each time with the weights from before training.
 
-    policy_config: PolicyConfig
-    """Settings of the policy, as they were given."""
-    critic_config: CriticConfig | None
-    """Settings of the critic; None: there is none."""
-    resolved_policy: PolicyConfig
-    """Settings of the policy with everything left open decided, now that the devices are known."""
-    dtype: torch.dtype | None
-    """Number format of forward passes; None: that of the weights."""
-    device: str
-    """Type of the device of forward passes."""
-    mesh: DeviceMesh | None
-    """Devices over which models are sharded; None: each rank has them whole."""
-    sharding_config: ShardingConfig
-    """Settings of the shards."""
+    Args:
+        policy: settings of the policy.
+        critic: settings of the critic; None: there is none.
+        sharding_config: settings of the shards.
+    """
 
-    @classmethod
-    def for_run(
-        cls,
-        trainer: Trainer | None,
-        policy: PolicyConfig,
-        critic: CriticConfig | None,
-        sharding_config: ShardingConfig,
-        *,
-        needs_score_norms: bool,
-    ) -> ModelFactory:
-        """Decide where and in which number format the models compute.
+    def __init__(self, policy: PolicyConfig, critic: CriticConfig | None, sharding_config: ShardingConfig) -> None:
+        self.policy, self.critic, self.sharding_config = policy, critic, sharding_config
+        self.resolved_policy = policy
+        """The policy's settings with everything left open decided, once the models are loaded."""
+        self._mesh: DeviceMesh | None = None
+        """Devices over which models are sharded; None: each rank has them whole."""
+
+    def load(self, trainer: Trainer | None, *, replay: bool, score_norms: bool, reference: bool) -> Models:
+        """Load the models of a run, where and in the number format in which they compute. All ranks must call it.
 
         Args:
             trainer: the run's trainer; None: there is no run, and models are whole, on the CPU.
-            policy: settings of the policy.
-            critic: settings of the critic; None: there is none.
-            sharding_config: settings of the shards.
-            needs_score_norms: whether the objective needs the gradient norm of single completions.
+            replay: whether experts of the policy are to be replayed.
+            score_norms: whether the objective needs the gradient norm of single completions.
+            reference: whether a reference is loaded as well.
 
         Raises:
-            UserError: the strategy or the precision of the trainer does not go with shards.
+            UserError: settings contradict each other, or strategy and precision of the trainer do not go with shards.
+            MemoryShortageError: the device has too little memory.
         """
-        mesh = data_mesh(
-            trainer, sharding_config, quantized=policy.quantization is not None, needs_score_norms=needs_score_norms
-        )
-        full_precision = policy.dtype == "float32" and policy.tiny is None
-        dtype, device = compute_dtype_and_device(trainer, mesh, sharding_config, full_precision=full_precision)
-        return cls(
-            policy_config=policy,
-            critic_config=critic,
-            resolved_policy=resolve_backend(policy, dtype, device),
-            dtype=dtype,
-            device=device,
-            mesh=mesh,
-            sharding_config=sharding_config,
-        )
+        policy, critic = self.policy, self.critic
+        if replay:
+            check_replay(policy)
+        if critic is not None:
+            check_vocabulary(policy, critic)
+        target = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+        few = remedies(target, activations=False)
+        with screen_if_out_of_memory("loading the model", target, where="model.policy", remedies=few):
+            config, quantized = self.sharding_config, policy.quantization is not None
+            self._mesh = data_mesh(trainer, config, quantized=quantized, needs_score_norms=score_norms)
+            full = policy.dtype == "float32" and policy.tiny is None
+            dtype, device = compute_dtype_and_device(trainer, self._mesh, config, full_precision=full)
+            self.resolved_policy = resolve_backend(policy, dtype, device)
+            made, own_critic = self._placed(partial(self._new_policy, critic)), None
+            if critic is not None and made.value_head is None:
+                # From the settings as given: what is left open may be decided in another way for another model.
+                model = resolve_backend(model_settings(policy, critic), dtype, device)
+                own_critic = self._placed(partial(make_critic, model, critic))
+            return Models(made, own_critic, self.make_reference() if reference else None)
 
-    def make_policy(self) -> Policy:
-        """Make the policy, with a value head where the critic shares its backbone. All ranks must call it."""
-        return self._placed(partial(self._new_policy, self.critic_config))
+    def make_reference(self, device: torch.device | None = None) -> Policy:
+        """Make the policy as it was before training, whatever has been trained since; without gradient.
 
-    def make_critic(self) -> Critic:
-        """Make a critic with a backbone of its own. All ranks must call it."""
-        config = self.critic_config
-        assert config is not None
-        # From the settings as given: what is left open may be decided in another way for another model.
-        model = resolve_backend(model_settings(self.policy_config, config), self.dtype, self.device)
-        return self._placed(lambda: make_critic(model, config))
-
-    def make_reference(self) -> Policy:
-        """Make the policy as it was before training, whatever has been trained since; without gradient."""
-        return self._placed(lambda: self._new_policy(None).requires_grad_(False))
+        Args:
+            device: device that a whole model goes to; None: it stays where it is made.
+        """
+        made = self._placed(lambda: self._new_policy(None).requires_grad_(False))
+        return made if device is None or self._mesh is not None else made.to(device)
 
     def _placed(self, make: Callable[[], Model]) -> Model:
-        return make() if self.mesh is None else sharding.make_sharded(self.mesh, self.sharding_config, make)
+        return make() if self._mesh is None else sharding.make_sharded(self._mesh, self.sharding_config, make)
 
     def _new_policy(self, critic: CriticConfig | None) -> Policy:
         model = load_model(self.resolved_policy)
         head = make_head(model, critic) if critic is not None and critic.backbone == "shared" else None
-        return Policy(model, self.policy_config.logits_chunk, head)
+        return Policy(model, self.policy.logits_chunk, head)
