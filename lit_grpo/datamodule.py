@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -197,11 +197,11 @@ class RolloutDataModule(pl.LightningDataModule):
         if stage == "fit":
             self._set_up_training()
         elif stage == "validate":
-            self._set_up_evaluation("val", self.val, self.val_prompts, stage)
+            self._set_up_evaluation("val", self._resolved("val"), stage)
         else:
             # Without any test set predict answers the questions of data.prompts.
             without = stage != "test" and not (self.test or self.test_prompts)
-            self._set_up_evaluation("test", self.test, self.prompts if without else self.test_prompts, stage)
+            self._set_up_evaluation("test", self._resolved("test", self.prompts if without else None), stage)
         for key, sets in self.evaluations.items():
             for one in sets:
                 self._encode(f"{key}/{one.name}", one.source, one.where, one.format or self.format)
@@ -230,7 +230,7 @@ class RolloutDataModule(pl.LightningDataModule):
             )
         )
         check_prompts_per_rollout(self.prompts_per_rollout, trainer.world_size)
-        self._resolve("val", self.val, self.val_prompts)
+        self.evaluations["val"] = self._resolved("val")
         if self.prompts is None:
             raise no_training_prompts()
         # Supervised fine-tuning may never need its engine.
@@ -238,11 +238,10 @@ class RolloutDataModule(pl.LightningDataModule):
             self._begin_engine()
         self.prepare_train_prompts(self.prompts)
 
-    def _set_up_evaluation(
-        self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None, stage: str
-    ) -> None:
-        """Choose the sets that a stage evaluates, and begin the engine."""
-        if not self._resolve(key, sets, single):
+    def _set_up_evaluation(self, key: str, sets: list[ResolvedSet], stage: str) -> None:
+        """Take the sets that a stage evaluates, and begin the engine."""
+        self.evaluations[key] = sets
+        if not sets:
             raise no_evaluation_set(key, stage)
         self._begin_engine()
 
@@ -256,19 +255,20 @@ class RolloutDataModule(pl.LightningDataModule):
         """Number of rollouts that are sampled before their turn: the staleness that the learner allows."""
         return self._requirements.max_staleness if self._fitting else 0
 
-    def _resolve(self, key: str, sets: dict[str, EvaluationSet], single: PromptSource | None) -> list[ResolvedSet]:
+    def _resolved(self, key: Literal["val", "test"], single: PromptSource | None = None) -> list[ResolvedSet]:
+        """Return the evaluation sets under a key; ``single``: source of one more set, instead of ``KEY_prompts``."""
+        sets, own = (self.val, self.val_prompts) if key == "val" else (self.test, self.test_prompts)
         primary = primary_reward(self.rewards)
-        self.evaluations[key] = resolve_sets(
+        return resolve_sets(
             key,
             sets,
-            single,
+            own if single is None else single,
             samples=self.eval_group_size,
             sampling=self.eval_sampling,
             training=self.sampling,
             selectors=[reward.name for reward in self.rewards],
             primary_reward=None if primary is None else primary.name,
         )
-        return self.evaluations[key]
 
     @property
     def _max_new_tokens(self) -> int:
@@ -308,6 +308,10 @@ class RolloutDataModule(pl.LightningDataModule):
         taught = training and self._supervised
         if self._prompt_sets.holds(key, form, tokenizer, taught=taught):
             return
+        held_out: list[PromptSource] = []
+        if training and self.clean.held_out:
+            # Of all evaluation sets, also those that this stage does not use.
+            held_out = [one.source for one in (*self._resolved("val"), *self._resolved("test"))]
         found = prepare(
             source,
             where,
@@ -315,7 +319,7 @@ class RolloutDataModule(pl.LightningDataModule):
             tokenizer=tokenizer,
             rewards=self.rewards,
             clean=self.clean if training else None,
-            held_out=self._held_out() if training and self.clean.held_out else (),
+            held_out=held_out,
         )
         check_lengths(
             found,
@@ -347,14 +351,6 @@ class RolloutDataModule(pl.LightningDataModule):
         """Ids that end a training completion."""
         own = end_token_ids(self.learner.policy_config, self.learner.tokenizer)
         return (*own, *self.sampling.stop_token_ids)
-
-    def _held_out(self) -> list[PromptSource]:
-        """Return the sources of all evaluation sets, also of those that this stage does not use."""
-        # _resolve keeps what it resolves, and what is kept is evaluated: this stage's own sets are put back.
-        before = dict(self.evaluations)
-        sets = [*self._resolve("val", self.val, self.val_prompts), *self._resolve("test", self.test, self.test_prompts)]
-        self.evaluations = before
-        return [one.source for one in sets]
 
     def log_prompt_report(self) -> None:
         """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
