@@ -7,7 +7,6 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_grpo.context import LearnerRequirements, RolloutLearner, RunContext, as_learner
@@ -33,7 +32,7 @@ from lit_grpo.rollout.dynamic_sampling import GlooExchange, OnShort, no_exchange
 from lit_grpo.rollout.engine_start import EngineStarter
 from lit_grpo.rollout.generator import SYNC_PROMPTS, RolloutGenerator, RolloutSource
 from lit_grpo.rollout.loader import EvaluationLoader, RolloutLoader, evaluation_prompts
-from lit_grpo.rollout.prompt_order import make_order
+from lit_grpo.rollout.prompt_order import first_drawn
 from lit_grpo.rollout.setting_checks import (
     check_answers_are_extracted,
     check_engine_sleep,
@@ -333,24 +332,19 @@ class RolloutDataModule(pl.LightningDataModule):
                 f"{where}: there are {len(found.prompts)} prompts and data.prompts_per_rollout is "
                 f"{self.prompts_per_rollout}, so that prompts come up several times in one rollout."
             )
+        ends = end_token_ids(self.learner.policy_config, tokenizer)
         if taught:
-            ends = end_token_ids(self.learner.policy_config, tokenizer)
             limit = self.sampling.max_new_tokens
             self._solutions = encode_demonstrations(
                 self.demonstrations, found.prompts, tokenizer, ends, limit, found.locations
             )
             # Prompts whose solution is too long got none, and are left out under that reason.
             found.keep(self._solutions, "with a solution that is too long")
-        self._prompt_sets.put(key, found, form, tokenizer, self._end_tokens, taught=taught)
+        ends = (*ends, *self.sampling.stop_token_ids)
+        self._prompt_sets.put(key, found, form, tokenizer, ends, taught=taught)
         read = (source, *(self.clean.decontaminate if training else ()))
         for line in (*(line for one in read for line in one.columns_taken()), *found.summary_lines()):
             rank_zero_info(line)
-
-    @property
-    def _end_tokens(self) -> tuple[int, ...]:
-        """Ids that end a training completion."""
-        own = end_token_ids(self.learner.policy_config, self.learner.tokenizer)
-        return (*own, *self.sampling.stop_token_ids)
 
     def log_prompt_report(self) -> None:
         """Log how the prompts are made and what looks wrong with them; write the questions that were left out."""
@@ -385,7 +379,7 @@ class RolloutDataModule(pl.LightningDataModule):
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
-            engine = self.engine_starter.finish(context, self._target_device)
+            engine = self.engine_starter.finish(context, self._current_trainer.strategy.root_device)
             self._producer = RolloutGenerator(
                 engine,
                 learner,
@@ -451,8 +445,8 @@ class RolloutDataModule(pl.LightningDataModule):
         """
         # The purpose gives them random numbers of their own: training samples the same with and without them.
         prompts = self.train_prompts
-        order = make_order(prompts, self.producer.seed, self.train_set.weights)
-        chosen = [prompts[order[place]] for place in range(min(n_prompts, len(prompts)))]
+        first = first_drawn(prompts, self.producer.seed, self.train_set.weights, n_prompts)
+        chosen = [prompts[number] for number in first]
         return self.producer.produce(chosen, self.sampling, self.group_size, index=0, purpose="initial")
 
     def teardown(self, stage: str) -> None:
@@ -478,6 +472,9 @@ class RolloutDataModule(pl.LightningDataModule):
         )
         overfitted = bool(getattr(self._current_trainer, "overfit_batches", 0))
         prompts = self._overfitted() if overfitted else self.train_prompts
+        curriculum = None
+        if self.curriculum is not None:
+            curriculum = Curriculum(self.curriculum, prompts, self.rewards, self.producer.seed)
         return RolloutLoader(
             source,
             prompts,
@@ -493,7 +490,7 @@ class RolloutDataModule(pl.LightningDataModule):
             on_short=self.on_incomplete_rollout,
             gather=GlooExchange() if self._current_trainer.world_size > 1 else no_exchange,
             weights=None if overfitted else self.train_set.weights,
-            curriculum=self._make_curriculum(prompts),
+            curriculum=curriculum,
             num_prefetch=self._num_prefetch,
         )
 
@@ -502,14 +499,9 @@ class RolloutDataModule(pl.LightningDataModule):
         batches = getattr(self._current_trainer, "overfit_batches", 0)
         # As Lightning reads it: a whole number counts batches, a fraction is a share of them.
         count = batches if isinstance(batches, int) else max(1, int(batches * self.rollouts))
-        needed = min(count * self.prompts_per_rollout, len(self.train_prompts))
-        order = make_order(self.train_prompts, rng.run_seed(), self.train_set.weights)
-        return [self.train_prompts[number] for number in dict.fromkeys(order[place] for place in range(needed))]
-
-    def _make_curriculum(self, prompts: list[Prompt]) -> Curriculum | None:
-        if self.curriculum is None:
-            return None
-        return Curriculum(self.curriculum, prompts, self.rewards, self.producer.seed)
+        prompts, weights = self.train_prompts, self.train_set.weights
+        first = first_drawn(prompts, rng.run_seed(), weights, count * self.prompts_per_rollout)
+        return [prompts[number] for number in dict.fromkeys(first)]
 
     def val_dataloader(self) -> list[EvaluationLoader]:
         return self._evaluation("val")
@@ -523,10 +515,6 @@ class RolloutDataModule(pl.LightningDataModule):
     @property
     def _current_trainer(self) -> pl.Trainer:
         return cast(pl.Trainer, self.trainer)
-
-    @property
-    def _target_device(self) -> torch.device:
-        return torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
 
     def _evaluation(self, key: str) -> list[EvaluationLoader]:
         """Make one loader for each way of sampling each set."""
