@@ -209,8 +209,7 @@ class LitGRPO(EvaluatedModule):
         self._restored_random_state: dict[str, Any] | None = None
         self._forward_runner: ForwardRunner | None = None
         self._optimizer_stepper: OptimizerStepper | None = None
-        self._model_factory: ModelFactory | None = None
-        """Makes models where this run computes; None before the first of them is made."""
+        self._model_factory = ModelFactory(policy, self.critic_config, sharding)
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -324,7 +323,6 @@ class LitGRPO(EvaluatedModule):
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
         if self.policy is not None:
             return
-        self._model_factory = ModelFactory(self.policy_config, self.critic_config, self.sharding_config)
         models = self._model_factory.load(
             # Not self.trainer: the property raises where there is none.
             self._trainer,
@@ -388,7 +386,6 @@ class LitGRPO(EvaluatedModule):
         ):
             self._models.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
             if self._needs("ref_logprobs") and self.reference_policy is None:
-                assert self._model_factory is not None
                 self._frozen_reference.append(self._model_factory.make_reference(self.device))
         if self.sharded:
             self.reshard()
