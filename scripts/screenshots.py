@@ -16,7 +16,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lit_grpo.utils.ports import free_port  # noqa: E402
 from tests.report.browser import MISSING, Browser, browser  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -71,9 +71,7 @@ def train(work: Path, rollouts: int) -> None:
 @contextlib.contextmanager
 def server(command: Sequence[str], work: Path, path: str = "/") -> Iterator[str]:
     """A server of pages; ``{port}`` in its command is where it listens. Gives its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [word.replace("{port}", str(port)) for word in command]
     with (work / "server.log").open("w") as log:
         process = subprocess.Popen(words, cwd=work, stdout=log, stderr=log, start_new_session=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import warnings
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lit_grpo.utils.ports import free_port
 from tests.paths import ROOT
 
 WORLD = 2
@@ -45,7 +45,7 @@ def on_two_ranks(job: Callable[[int, str], Any], folder: Path) -> list[Any]:
 
 def on_ranks(count: int, job: Callable[[int, str], Any], folder: Path) -> list[Any]:
     """What ``job(rank, folder)`` gave on each of so many ranks. It is a function of a module that can be imported."""
-    port = _free_port()
+    port = free_port()
     codes = _run([(_rank, (rank, port, str(folder), job, dict(os.environ))) for rank in range(count)])
     assert codes == [0] * count, f"the ranks ended with {codes}; their errors are above"
     # The tests' own files, so any type may be in them.
@@ -101,9 +101,3 @@ def _rank(rank: int, port: int, folder: str, job: Callable[[int, str], Any], env
     torch.save(job(rank, folder), f"{folder}/{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

@@ -193,13 +193,15 @@ class GradientNormMonitor(ThresholdMonitor):
 
     def _sizes(self, key: str) -> list[float]:
         """Return the last norms as multiples of their median, or of that of norms a group where this is smaller."""
-        norms, steps = (series[-self.window - 1 :] for series in (self.history.values[key], self.history.steps[key]))
+        history, flat = self.history, "groups/zero_advantage_frac"
+        norms, steps = history.values[key][-self.window - 1 :], history.steps[key][-self.window - 1 :]
         usual = median(norms[:-1])
         if not usual:
             return []
-        history, flat = self.history, "groups/zero_advantage_frac"
         # A critic learns from every group.
-        zero = {} if key == "critic/grad_norm" else dict(zip(history.steps[flat], history.values[flat], strict=True))
+        zero: dict[int, float] = {}
+        if key != "critic/grad_norm":
+            zero = dict(zip(history.steps[flat], history.values[flat], strict=True))
         a_group = [norm / max(1 - zero.get(step, 0.0), LEAST_SIGNAL) for step, norm in zip(steps, norms, strict=True)]
         usual_a_group = median(a_group[:-1])
         return [min(norm / usual, one / usual_a_group) for norm, one in zip(norms, a_group, strict=True)]

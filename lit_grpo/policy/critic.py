@@ -14,6 +14,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.policy.config import CriticConfig, PolicyConfig
 from lit_grpo.policy.forward.attention import probe_ids
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
+from lit_grpo.policy.forward.onednn import use_onednn
 from lit_grpo.policy.forward.policy import backbone, hidden_states, switch_off_dropout
 from lit_grpo.policy.model.arguments import arguments_of_another
 from lit_grpo.policy.model.compiling import eagerly, is_compiled
@@ -68,6 +69,7 @@ class Critic(nn.Module):
         self.config = config
         self.head = make_head(base, config)
         switch_off_dropout(base)
+        use_onednn(base)
         keep_base_out_of_checkpoints(self)
 
     def forward(self, batch: PolicyInput) -> Tensor:

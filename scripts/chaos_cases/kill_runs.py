@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from lit_grpo.callbacks import FlightRecorder  # noqa: F401 - imported once, bef
 from lit_grpo.callbacks.monitors.monitor import Monitor
 from lit_grpo.rewards import Reward
 from lit_grpo.types import Score
+from lit_grpo.utils.ports import free_port
 
 LIMIT = 300.0
 """Seconds after which a run that has not ended is a hang."""
@@ -216,7 +216,7 @@ def serve(config: Path, cases: Callable[[Callable[..., list[int]]], None]) -> No
 
     def fork_here(cli: Any) -> None:
         def run(folder: Path, point: Point | None = None, ranks: int = 1, **changes: str) -> list[int]:
-            port, processes = _free_port() if ranks > 1 else 0, []
+            port, processes = free_port() if ranks > 1 else 0, []
             for rank in range(ranks):
                 pid = os.fork()
                 if pid == 0:
@@ -312,12 +312,6 @@ def _leave_out_pages() -> None:
     from lit_grpo.evaluation.writer import EvaluationWriter
 
     TrainingCLI._result_writers = lambda self: [EvaluationWriter()]  # type: ignore[method-assign]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def import_everything(store: Path) -> None:

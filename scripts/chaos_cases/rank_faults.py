@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.utils.ports import free_port
 from scripts.chaos_cases.forked_runs import CONFIG, Run, start
 
 ROLLOUTS = 400
@@ -42,13 +42,6 @@ class Outcome:
     def messages(self) -> list[str]:
         """The lines that name a rank."""
         return [line for line in self.text.splitlines() if line.startswith("lit-grpo: rank")]
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def start_ranks(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from lit_grpo.callbacks.diagnosis.actions import read_journal
 from lit_grpo.callbacks.monitors.monitor import REARM
 from lit_grpo.callbacks.notify import FIELDS, Notifier
 from lit_grpo.errors import StopRun, UserError
+from lit_grpo.utils.ports import free_port
 from tests.paths import ROOT
 from tests.tracking.stand_in import StandIn, StandInLoader, make_trainer
 from tests.waiting import PATIENCE, wait_until
@@ -225,9 +225,7 @@ def test_a_server_that_refuses_is_logged_once_and_without_the_secret(tmp_path, c
 
 
 def test_a_server_that_is_not_there(tmp_path, caplog):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     fit(tmp_path, many(), notify=Notify(f"http://127.0.0.1:{port}/{SECRET}"))
     said = warnings_of(caplog)
     assert len(said) == 1

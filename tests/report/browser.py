@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.utils.ports import free_port
 from tests.waiting import PATIENCE, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -98,9 +99,7 @@ class Browser:
 def browser(profile: Path, width: int = 1280, height: int = 900, phone: bool = False) -> Iterator[Browser]:
     """A fresh browser that is gone at the end."""
     assert DRIVER is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     session = None
     try:

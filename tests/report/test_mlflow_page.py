@@ -1,13 +1,13 @@
 """MLflow's own page in a real browser, at the address that a run names: the reward is on its first screen."""
 
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
 
 import pytest
 
+from lit_grpo.utils.ports import free_port
 from tests.report.browser import MISSING, browser
 from tests.waiting import PATIENCE, wait_until
 
@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.slo
 @pytest.fixture
 def server(mlflow_runs):
     """An MLflow server on the store of this test."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{mlflow_runs}/mlflow.db",
                "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]  # fmt: skip
     with (mlflow_runs / "server.log").open("w") as log:

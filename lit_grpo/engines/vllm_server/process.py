@@ -24,6 +24,7 @@ from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY, check_installed
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
+from lit_grpo.utils.ports import free_port
 
 if TYPE_CHECKING:
     from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
@@ -263,6 +264,8 @@ def _as_options(args: Mapping[str, Any]) -> list[str]:
 
 
 def _free_port(port: int) -> int:
+    if port == 0:
+        return free_port(HOST)
     with socket.socket() as probe:
         # A server that ended just now does not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -274,4 +277,4 @@ def _free_port(port: int) -> int:
                 where=f"{KEY}.server.port",
                 remedy=f"set it to 0 (any free one); if a vLLM server runs there, set {KEY}.server.url to use it",
             ) from error
-        return int(probe.getsockname()[1])
+        return port

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from lit_grpo.policy.forward.onednn import is_linear, linear, takes_onednn
 from lit_grpo.policy.model import compiling
 
 
@@ -78,7 +78,7 @@ def _is_plain(head: nn.Module) -> bool:
 
     Adapters, 4 bits, hooks, shards and automatic casting all change what calling the module gives.
     """
-    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
+    if not is_linear(head) or type(head.weight) is not nn.Parameter or "forward" in vars(head):
         return False
     hooks = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
     return not any(hooks) and not torch.is_autocast_enabled(head.weight.device.type)
@@ -115,7 +115,7 @@ class _ChunkedHead(torch.autograd.Function):
         compiled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         outputs = [
-            _stats(functional.linear(hidden[span], weight, bias), target[span], temperature, entropy, squares, compiled)
+            _stats(linear(hidden[span], weight, bias), target[span], temperature, entropy, squares, compiled)
             for span in _chunks(len(target), chunk)
         ]
         logprobs, entropies, squared, log_total, scaled = (torch.cat([o[k] for o in outputs]) for k in range(5))
@@ -135,7 +135,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for span in _chunks(len(target), ctx.chunk):
             grad_logits = _gradient(
-                functional.linear(hidden[span], weight, bias),
+                linear(hidden[span], weight, bias),
                 target[span],
                 log_total[span],
                 scaled[span],
@@ -145,7 +145,9 @@ class _ChunkedHead(torch.autograd.Function):
                 ctx.temperature,
                 ctx.compiled,
             )
-            if grad_hidden is not None:
+            if grad_hidden is not None and takes_onednn(grad_logits, weight):
+                grad_hidden[span] = linear(grad_logits, weight.T)
+            elif grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[span])
             if grad_weight is not None:
                 # beta 0 for the first chunk: what the empty tensor holds is not read.

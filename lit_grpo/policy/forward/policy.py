@@ -17,6 +17,7 @@ from lit_grpo.policy.forward.attention import NAMES, masks_by_layer_type, probe_
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.head import head_stats
 from lit_grpo.policy.forward.logits import OwnLogits, changes_logits
+from lit_grpo.policy.forward.onednn import use_onednn
 from lit_grpo.policy.forward.routing import Routers
 from lit_grpo.policy.model import lora
 from lit_grpo.policy.model.compiling import eagerly, is_compiled, mark_varying
@@ -78,6 +79,7 @@ class Policy(nn.Module):
         # Compiled code makes no float32 copies of the logits, so more of them fit, and larger products are faster.
         self.logits_chunk = logits_chunk or max(1, 2 ** (28 if self.compiled else 26) // vocabulary)
         switch_off_dropout(model)
+        use_onednn(model)
         self._routers: Routers | None = None
         base = backbone(model)
         self._own_logits = OwnLogits(model, base) if changes_logits(model, base) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.callbacks import HealthMonitor, monitors
+from lit_grpo.callbacks import Finding, HealthMonitor, monitors
 from lit_grpo.callbacks.diagnosis.diagnosis import merge
 from lit_grpo.callbacks.diagnosis.kinds import finding_kind
 from lit_grpo.callbacks.monitors.rules import RULES
@@ -335,8 +335,8 @@ def test_a_norm_that_grows_with_the_share_of_groups_that_have_a_gradient_is_no_s
     def run(rate: float) -> list[Finding]:
         steps = changed(lambda k: {})[:50] + changed(lambda k: {})[:10]
         for step, metrics in enumerate(steps):
-            share = 0.1 if step < 50 else 0.7
-            metrics |= {"groups/zero_advantage_frac": 1 - share, "optim/grad_norm": rate * share if step >= 50 else share}
+            share, per_group = (0.1, 1.0) if step < 50 else (0.7, rate)
+            metrics |= {"groups/zero_advantage_frac": 1 - share, "optim/grad_norm": per_group * share}
         return [f for f in replay(make("GradientNormMonitor"), steps) if f.kind == "gradient_spikes"]
 
     assert run(1.0) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from lit_grpo.engines.vllm.start import place_among_processes
 from lit_grpo.types import Request, Sampling
+from lit_grpo.utils.ports import free_port
 
 
 def test_vllm_is_told_rank_and_device_as_torchrun_would_and_only_while_it_starts(monkeypatch: Any) -> None:
@@ -40,10 +40,7 @@ def test_each_rank_samples_its_own_number_of_tokens(tmp_path: Path) -> None:
     from tests.engines.vllm.vllm_fixtures import make_model
 
     make_model(True, 0).save_pretrained(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_sample, args=(str(tmp_path), port), nprocs=2)
+    torch.multiprocessing.spawn(_sample, args=(str(tmp_path), free_port()), nprocs=2)
 
 
 def _sample(rank: int, folder: str, port: int) -> None:
