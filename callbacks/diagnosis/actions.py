@@ -168,7 +168,7 @@ def _told(diagnosis: Diagnosis, new: Sequence[Finding], action: Action) -> str:
     before = [f for f in diagnosis.findings if f not in new and f.about.diagnosis.name == diagnosis.name]
     if action == "log" and any(f.severity == diagnosis.severity for f in before):
         numbers = ", ".join(numbers_of(new, diagnosis.step)) or "; ".join(f.explanation for f in new)
-        title = before[0].about.diagnosis.title or before[0].explanation
+        title = before[0].about.title or before[0].explanation
         return f"{title}, as since step {diagnosis.onset}; new: {numbers}."
     remedy = f" Remedy: {diagnosis.remedies[0]}." if diagnosis.remedies else ""
     return f"{diagnosis.explanation}.{remedy}"

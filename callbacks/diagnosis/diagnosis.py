@@ -69,6 +69,7 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     Among the gravest findings the one that comes first in the order of decision
     (:attr:`lit_grpo.callbacks.FindingKind.rank`) gives the name. If that is a symptom, the first cause that holds at
     the same time, and had begun when the symptom was raised, gives the name instead, even where it is only a warning.
+    Title and likely cause are those of the finding that gives the name.
     The severity stays that of the gravest finding, and all findings are evidence.
     """
     if not findings:
@@ -77,17 +78,20 @@ def merge(findings: Sequence[Finding]) -> Diagnosis | None:
     severity = worst([finding.severity for finding in findings])
     ranked = sorted(findings, key=lambda f: f.about.rank)
     named = next(f for f in ranked if f.severity == severity)
-    kind = (_cause_of(named, ranked) or named).about.diagnosis
-    own = [f for f in ranked if f.about.diagnosis.name == kind.name]
-    ordered = (*own, *(f for f in ranked if f.about.diagnosis.name != kind.name))
+    naming = _cause_of(named, ranked) or named
+    about = naming.about
+    own = [f for f in ranked if f.about.diagnosis.name == about.diagnosis.name]
+    # What gave the name gives the words too, so its numbers come first.
+    own = [naming, *(f for f in own if f is not naming)]
+    ordered = (*own, *(f for f in ranked if f.about.diagnosis.name != about.diagnosis.name))
     onset = min(f.onset for f in own)
     step = max(f.step for f in findings)
     numbers = numbers_of(ordered, step)
-    explanation = f"{kind.title or own[0].explanation}, began at step {onset}"
+    explanation = f"{about.title or naming.explanation}, began at step {onset}"
     explanation += f"; {', '.join(numbers)}" if numbers else ""
-    explanation += f"; likely cause: {kind.likely_cause}" if kind.likely_cause else ""
+    explanation += f"; likely cause: {about.likely_cause}" if about.likely_cause else ""
     return Diagnosis(
-        name=kind.name,
+        name=about.diagnosis.name,
         step=step,
         onset=onset,
         severity=severity,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind, finding_kind, is_declared
@@ -80,8 +80,8 @@ class Finding:
             "remedies": list(self.remedies),
             "about": {
                 "diagnosis": self.about.diagnosis.name,
-                "title": self.about.diagnosis.title,
-                "likely_cause": self.about.diagnosis.likely_cause,
+                "title": self.about.title,
+                "likely_cause": self.about.likely_cause,
                 "rank": self.about.rank,
             },
         }
@@ -128,8 +128,11 @@ def worst(severities: list[Severity]) -> Severity:
 
 def _kind(name: str, about: dict[str, Any] | None) -> FindingKind:
     """Return the kind of a finding that was written down; the declared one, which knows more, if there is one."""
-    if about is None or is_declared(name):
+    if about is None:
         return finding_kind(name)
+    if is_declared(name):
+        # One kind may be said in other words where it is graver or milder.
+        return replace(finding_kind(name), title=about["title"], likely_cause=about["likely_cause"])
     diagnosis = DiagnosisKind(about["diagnosis"], about["title"], about["likely_cause"])
     return FindingKind(name, diagnosis, about["rank"])
 

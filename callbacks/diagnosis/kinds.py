@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 
@@ -41,16 +41,24 @@ class FindingKind:
         rank: its place in the order of decision. Among the gravest findings the one of the lowest rank gives the
             diagnosis its name; all that cannot be told apart otherwise keeps the order of the monitors.
         remedies: what to do, best first, where the finding does not say it itself.
+        title: what is wrong in a few words, where this finding says less, or other, than the title of the diagnosis.
+        likely_cause: the likely cause, where it is another than that of the diagnosis.
     """
 
     name: str
     diagnosis: DiagnosisKind = field(default_factory=lambda: DiagnosisKind(""))
     rank: int = LAST
     remedies: tuple[str, ...] = ()
+    title: str = ""
+    likely_cause: str = ""
 
     def __post_init__(self) -> None:
         if not self.diagnosis.name:
             object.__setattr__(self, "diagnosis", DiagnosisKind(self.name))
+        # A spike of the gradient, say, speaks for updates that are too large, and is not yet one: what is written is
+        # what the finding knows.
+        object.__setattr__(self, "title", self.title or self.diagnosis.title)
+        object.__setattr__(self, "likely_cause", self.likely_cause or self.diagnosis.likely_cause)
 
 
 # The ranks, over all monitors: numbers that are none (100), then plumbing, which makes all other signals unreliable
@@ -70,8 +78,8 @@ LEARNING_RATE_TOO_HIGH = DiagnosisKind(
 )
 NO_SIGNAL = DiagnosisKind(
     "no_signal",
-    "hardly any group has a gradient",
-    "the prompts are far too hard, or the rewards do not tell the answers to one prompt apart",
+    "many groups have no gradient",
+    "prompts that are too hard or too easy for so few answers, or rewards that do not tell the answers apart",
     outlives_rollback=True,
 )
 SOLVED = DiagnosisKind(
@@ -80,10 +88,16 @@ SOLVED = DiagnosisKind(
     "nothing is left to learn from them, or the reward pays for any answer",
     outlives_rollback=True,
 )
+NONE_RIGHT = DiagnosisKind(
+    "none_right",
+    "most prompts get no right answer",
+    "the prompts are too hard, or nothing that is answered counts as right (correct_threshold)",
+    outlives_rollback=True,
+)
 LENGTH_EXPLOSION = DiagnosisKind(
     "length_explosion",
-    "length explosion",
-    "long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
+    "long answers are paid",
+    "a part of the reward that grows with length",
 )
 
 _declared: dict[str, FindingKind] = {}
@@ -103,6 +117,11 @@ def is_declared(name: str) -> bool:
 def finding_kind(name: str) -> FindingKind:
     """Return the declared kind of this name, or else a kind that has nothing but the name."""
     return _declared.get(name) or FindingKind(name)
+
+
+def in_words(name: str, title: str, likely_cause: str) -> FindingKind:
+    """Return the declared kind of this name with another title and likely cause, where a finding knows more or less."""
+    return replace(finding_kind(name), title=title, likely_cause=likely_cause)
 
 
 def finding_kinds() -> list[FindingKind]:

@@ -6,62 +6,25 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 from typing import ClassVar
 
-from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
-from lit_grpo.callbacks.diagnosis.remedies import Remedy
+from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
+from lit_grpo.callbacks.diagnosis.kinds import FindingKind, finding_kind, in_words
 from lit_grpo.callbacks.monitors import statistics
+from lit_grpo.callbacks.monitors.collapse_kinds import (
+    BY_SIGN,
+    FINDINGS,
+    REMEDIES_NL,
+    REMEDIES_OTHER,
+    REMEDIES_PL,
+    REMEDIES_RATE,
+    WORSE,
+)
 from lit_grpo.callbacks.monitors.monitor import Monitor, Numbers, positive
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH_CRITICAL
 
-REMEDIES_PL = (
-    "return to the last checkpoint before the onset: the state does not recover on its own",
-    "add negatives (recipe grpo, or cl)",
-    "clip, with several minibatches a rollout",
-    "use a token or constant normaliser",
-)
-REMEDIES_NL = (
-    "return to the last checkpoint before the onset and halve the learning rate",
-    "lower the weight of negatives (recipe w_reinforce)",
-    "clip the ratio (recipe grpo), with a dual clip of 3",
-)
-
-REMEDIES_RATE = ("return to the last checkpoint before the onset and lower the learning rate", "lengthen the warm-up")
-REMEDIES_OTHER = (
-    "pay for right answers (entropy_reward: false)",
-    "let the rewards outweigh what else shapes the advantages",
-)
-
-# What is lacking is added to the objective, which keeps its filters, corrections and clips.
-ADD_THE_OTHER_SIGN = Remedy(0.5, adds="both_signs")
-PAY_FOR_THE_REWARD = Remedy(0.5, adds="pay_for_reward")
-COLLAPSES = (
-    ("C_PL", "C_PL collapse", "an objective that only reinforces what is correct, without clipping or negatives"),
-    ("C_NL", "C_NL collapse", "an objective that only pushes down what is wrong, without clipping"),
-    (
-        "TN_PL",
-        "C_PL collapse under token normalisation",
-        "a positives-only objective whose loss has a token normaliser",
-    ),
-    (
-        "TN_NL",
-        "C_NL collapse under token normalisation",
-        "a negatives-only objective whose loss has a token normaliser",
-    ),
-    (
-        "advantage_inverted",
-        "the advantages do not follow the rewards",
-        "the objective pays for something else, such as being certain (entropy_reward), more than for the reward",
-    ),
-)
-COLLAPSE_KINDS = {
-    name: DiagnosisKind(name, title, cause, PAY_FOR_THE_REWARD if name == "advantage_inverted" else ADD_THE_OTHER_SIGN)
-    for name, title, cause in COLLAPSES
-}
-
-
 EARLY_STEPS, GROWN_STEPS, LEAST_STEP = 8, 8.0, 5e-3
 """First rollouts whose steps are usual, multiple of them that has grown, and the least that counts, in nats a token."""
+HELD_OUT, PASSED_OVER = "val/reward", "curriculum/passed_over"
 MORE_CUT = 0.15
 """Growth of the share of truncated completions that is a sign of C_NL."""
 SURE_CUT = 3.5
@@ -139,16 +102,11 @@ class CollapseDetector(Monitor):
         "policy/advantage_abs_max",
         "sanity/inverted_advantage_frac",
         "policy/upward_frac",
-        "optim/update_to_weight_ratio",
+        "policy/step_kl",
+        HELD_OUT,
+        PASSED_OVER,
     )
-    findings: ClassVar[tuple[FindingKind, ...]] = (
-        *(FindingKind(name.lower(), COLLAPSE_KINDS[name], rank) for rank, (name, _, _) in enumerate(COLLAPSES, 510)),
-        FindingKind("unstable", LEARNING_RATE_TOO_HIGH, 566, REMEDIES_RATE),
-        # The same shapes under an objective that has a baseline and pushes both ways: they are what a collapse looks
-        # like and not why it came, so a cause that is seen as well gives the name.
-        FindingKind("minimal_entropy", COLLAPSE_KINDS["C_PL"], 567, REMEDIES_PL),
-        FindingKind("maximal_entropy", COLLAPSE_KINDS["C_NL"], 569, REMEDIES_NL),
-    )
+    findings: ClassVar[tuple[FindingKind, ...]] = FINDINGS
 
     def __init__(
         self,
@@ -218,20 +176,21 @@ class CollapseDetector(Monitor):
             if distinct is not None:
                 evidence.append(("groups/distinct_frac", self.window, distinct[1], distinct[0], distinct[0]))
             kind = ("tn_nl" if self._only("down") else "tn_pl") if self.token_normalised else "c_pl"
-            kind = "minimal_entropy" if self._pushes_both_ways() else kind
+            both = self._pushes_both_ways()
             yield self.finding(
-                kind,
+                "minimal_entropy" if both else kind,
                 "critical",
                 "entropy, length and diversity have fallen together: the policy says one short thing",
                 *evidence,
                 onset=self._turn("policy/entropy", high=True),
-                remedies=REMEDIES_NL if kind == "tn_nl" else REMEDIES_PL,
+                remedies=None if both else REMEDIES_NL if kind == "tn_nl" else REMEDIES_PL,
             )
             return
         shortest = self._then_and_now("completions/length", high=False)
         if self.token_normalised and entropy[1] < keep * entropy[0] and shortest is not None:
             longer = (1 + self.growth) * shortest[0]
-            if shortest[1] > longer and not self._only("down"):
+            # The other way of length is the shape of a loss of one sign alone.
+            if shortest[1] > longer and not self._only("down") and not self._pushes_both_ways():
                 yield self.finding(
                     "tn_pl",
                     "critical",
@@ -269,7 +228,8 @@ class CollapseDetector(Monitor):
             kind = "c_nl" if not self.token_normalised else "tn_nl" if self._only("down") else "tn_pl"
         if kind is None:
             return
-        kind = "maximal_entropy" if self._pushes_both_ways() else kind
+        both = self._pushes_both_ways()
+        kind = "maximal_entropy" if both else kind
         evidence: list[Numbers] = [
             ("policy/entropy", self.window, entropy[1], (1 + self.rise) * entropy[0], entropy[0]),
             ("completions/length", self.window, length[1], (1 + self.growth) * length[0], length[0])
@@ -283,10 +243,12 @@ class CollapseDetector(Monitor):
         yield self.finding(
             kind,
             "critical",
-            "entropy and length have exploded: the policy no longer knows what to say or when to end",
+            "entropy has exploded while completions became short: the policy no longer knows what to say"
+            if short and not long
+            else "entropy and length have exploded: the policy no longer knows what to say or when to end",
             *evidence,
             onset=self._turn("policy/entropy", high=False),
-            remedies=REMEDIES_PL if kind == "tn_pl" else REMEDIES_NL,
+            remedies=None if both else REMEDIES_PL if kind == "tn_pl" else REMEDIES_NL,
         )
 
     def _falling(self, step: int) -> Iterable[Finding]:
@@ -300,7 +262,7 @@ class CollapseDetector(Monitor):
         norm, usual = self.history.median("optim/grad_norm", 5), self.history.median("optim/grad_norm", 50, 5)
         if signs and norm and usual and norm > self.steeper * usual:
             share, errors, bound = *self.history.fall(key, recent=6), self.sure_steep
-        if share <= self.lost or errors <= bound:
+        if share <= self.lost or errors <= bound or self.history.may_have_jumped(step):
             return
         now, best = self.history.mean(key, 3) or 0.0, self.history.best(key, 8) or 0.0
         upward, inverted = (
@@ -309,6 +271,8 @@ class CollapseDetector(Monitor):
         )
         entropy = self._then_and_now("policy/entropy", high=False)
         remedies: tuple[str, ...]
+        severity: Severity = "critical"
+        about: FindingKind | None = None
         at_stake = best - statistics.floor_of(self.history.values[key])
         evidence: list[Numbers] = [(key, 3, now, best - self.lost * max(abs(best), at_stake), best)]
         if entropy is not None:
@@ -323,23 +287,62 @@ class CollapseDetector(Monitor):
         elif signs:
             rising = entropy is not None and entropy[1] > entropy[0]
             kind, what = "c_nl" if rising else "c_pl", "signs are learned from without a baseline"
+            about = in_words(kind, finding_kind(kind).title, BY_SIGN)
             remedies = REMEDIES_NL if rising else REMEDIES_PL
         else:
             kind, what, remedies = "unstable", "nothing but the size of the updates explains it", REMEDIES_RATE
-            if (size := self.history.mean("optim/update_to_weight_ratio", 3)) is not None:
-                evidence.append(("optim/update_to_weight_ratio", 3, size, size))
+            since, held = self._peak(), self._held_out_loss(key, best, now)
+            steps = [kl for at, kl in zip(*self._step_sizes(), strict=True) if at >= since]
+            if held is not None and held < share / 3:
+                kind, what, severity = "reward_lost", "the held-out reward has not", "warning"
+                evidence.append((f"{HELD_OUT} lost", 1, held, share / 3))
+            elif steps and fmean(steps) < LEAST_STEP:
+                kind, what = "reward_lost", "the updates were small"
+                # Where prompts that are solved are passed over, those that are left are harder.
+                severity = "warning" if self.history.count(PASSED_OVER) else "critical"
+                if held is not None:
+                    about = in_words(kind, finding_kind(kind).title, WORSE)
+                    evidence.append((f"{HELD_OUT} lost", 1, held, share / 3))
+                evidence.append(("policy/step_kl", len(steps), fmean(steps), LEAST_STEP))
+            elif steps:
+                evidence.append(("policy/step_kl", len(steps), fmean(steps), LEAST_STEP))
+            remedies = finding_kind(kind).remedies
         if self.token_normalised and kind in ("c_pl", "c_nl"):
-            kind = kind.replace("c_", "tn_")
-        if upward is not None:
+            kind, about = kind.replace("c_", "tn_"), None
+        if signs and upward is not None:
             evidence.append(("policy/upward_frac", 10, upward, 0.9 if upward > 0.5 else 0.1))
         yield self.finding(
             kind,
-            "critical",
+            severity,
             f"the reward has lost {share:.0%} of its best, {errors:.1f} standard errors, and {what}",
             *evidence,
             onset=self._peak(),
             remedies=remedies,
+            about=about,
         )
+
+    def _held_out_loss(self, key: str, best: float, now: float) -> float | None:
+        """Return the share of the held-out reward that was lost since the reward was best.
+
+        None without an evaluation from then and another from after half of what is lost was lost.
+        """
+        peak, rewards, at = self._peak(), self.history.values[key], self.history.steps[key]
+        half = (best + now) / 2
+        low = [at[k] for k in range(2, len(rewards)) if at[k] > peak and fmean(rewards[k - 2 : k + 1]) < half]
+        steps, values = self.history.steps[HELD_OUT], self.history.values[HELD_OUT]
+        before = [value for step, value in zip(steps, values, strict=True) if step <= peak + 1]
+        if not low or not before or not before[-1]:
+            return None
+        # Between two evaluations the last one's reward is logged again with every step.
+        known = [value for step, value in zip(steps, values, strict=True) if step <= low[0]]
+        after = [v for step, v in zip(steps, values, strict=True) if step > low[0] and v != known[-1]]
+        if not after:
+            return None
+        return (before[-1] - after[-1]) / abs(before[-1])
+
+    def _step_sizes(self) -> tuple[list[int], list[float]]:
+        key = "policy/step_kl"
+        return self.history.steps[key], self.history.values[key]
 
     def _longer(self, step: int) -> Iterable[Finding]:
         """Look for C_NL before the reward falls: entropy and length rise together where the loss only pushes down."""
@@ -427,8 +430,7 @@ class CollapseDetector(Monitor):
 
     def _pushes_both_ways(self) -> bool:
         """Tell whether the loss is known to push probabilities up and down, by advantages that have a baseline."""
-        # Token normalisers change the shapes, so that a shape names the two losses and nothing else.
-        if self.token_normalised or self._has_sign_advantages():
+        if self._has_sign_advantages():
             return False
         if self.history.mean("policy/upward_frac", 10) is None:
             return False

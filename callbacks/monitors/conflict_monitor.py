@@ -45,7 +45,14 @@ class ConflictMonitor(Monitor):
                 "take 1/length out of the loss (agg: token_mean, sum_const)",
             ),
         ),
-        FindingKind("conflicts", CONFLICT, 690, ("smaller groups: conflicts grow with the group size",)),
+        FindingKind(
+            "conflicts",
+            CONFLICT,
+            690,
+            ("smaller groups: conflicts grow with the group size",),
+            title="more tokens are in right and in wrong completions alike",
+            likely_cause="the answers to one prompt become more alike",
+        ),
     )
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
@@ -23,7 +24,7 @@ REMEDIES_FAULT = ("check that dropout is off and that values belong to the token
 CRITIC_FAILURE = DiagnosisKind(
     "critic_failure",
     "the critic's values are wrong",
-    "an unbounded value head, too few critic updates, or no warm-up",
+    "a critic's rate that is too high, an unbounded value head, too few critic updates, or no warm-up",
 )
 
 
@@ -43,9 +44,10 @@ class CriticMonitor(ThresholdMonitor):
     hope, always.
 
     Args:
-        lowest: smallest reward.
-        highest: largest reward. Where mean rewards above it are logged, rewards are of another scale, and it is two
-            standard deviations above the largest of them.
+        lowest: smallest reward, where the module does not know the range of its rewards, as ours does. Where mean
+            rewards below it are logged, rewards are of another scale, and it is two standard deviations below the
+            smallest of them.
+        highest: largest reward, likewise.
         margin: distance below ``lowest`` that a mean value may have, as a share of the range of the rewards.
         outside: share of tokens whose value may be outside the range of the rewards.
         unexplained: rollouts in a row after which an explained variance below ``worthless`` is a finding.
@@ -111,10 +113,11 @@ class CriticMonitor(ThresholdMonitor):
         self._after_warmup = [
             Rule(
                 "critic/value_incorrect",
+                # As the range of the rewards has it, see check.
                 below=lowest - margin * (highest - lowest),
                 for_rollouts=patience,
                 name="value_sign",
-                text=f"incorrect completions are valued {{value:.2g}}, and no reward is below {lowest:g}",
+                text="incorrect completions are valued {value:.2g}, and no reward is below {bound:.2g}",
                 statistic="median",
             ),
             Rule(
@@ -144,20 +147,24 @@ class CriticMonitor(ThresholdMonitor):
         for rule in self._always:
             yield from self.apply(rule)
         values = (self.history.median(key, self.patience) for key in ("critic/value_incorrect", "critic/value_correct"))
-        highest = self._highest()
-        distances = (abs(v - min(max(v, self.lowest), highest)) for v in values if v is not None)
-        far_off = max(distances, default=0.0) > highest - self.lowest
+        lowest, highest = self._range()
+        distances = (abs(v - min(max(v, lowest), highest)) for v in values if v is not None)
+        far_off = max(distances, default=0.0) > highest - lowest
         if step <= self.warmup and not far_off:
             return
         severity: Severity = "critical" if self.history.fallen(reward_key(self.history)) or far_off else "warning"
         for rule in self._after_warmup:
-            margin = self.margin * (highest - self.lowest)
-            found = self.apply(rule, severity)
-            if rule.name != "value_sign" or (found and found[0].evidence[0].value < self.lowest - margin):
-                yield from found
+            if rule.name == "value_sign":
+                rule = replace(rule, below=lowest - self.margin * (highest - lowest))
+            yield from self.apply(rule, severity)
 
-    def _highest(self) -> float:
-        seen = max(self.history.values["reward"], default=0.0)
-        if seen <= self.highest:
-            return self.highest
-        return seen + 2 * (self.history.median("reward/std", self.memory) or 0.0)
+    def _range(self) -> tuple[float, float]:
+        if self.facts.reward_range is not None:
+            return self.facts.reward_range
+        seen = self.history.values["reward"]
+        spread = 2 * (self.history.median("reward/std", self.memory) or 0.0)
+        least, most = min(seen, default=self.lowest), max(seen, default=self.highest)
+        return (
+            least - spread if least < self.lowest else self.lowest,
+            most + spread if most > self.highest else self.highest,
+        )

@@ -8,7 +8,7 @@ from statistics import median
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import SOLVED, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import SOLVED, DiagnosisKind, FindingKind, in_words
 from lit_grpo.callbacks.diagnosis.remedies import Remedy
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
@@ -31,17 +31,22 @@ REMEDIES_PUNISHED = ("raise entropy_coef to 0 or above, or drop entropy_reward: 
 ENTROPY_EXPLOSION = DiagnosisKind(
     "entropy_explosion",
     "entropy explosion",
-    "negatives that are pushed down without bound, or a bonus on entropy that outweighs the reward",
+    "negatives that are pushed down without bound, or steps that are too large",
     Remedy(0.5, adds="no_entropy_bonus"),
 )
 ENTROPY_COLLAPSE = DiagnosisKind(
     "entropy_collapse",
     "entropy collapse",
-    "entropy is minimised, or exploration is punished",
+    "what is likely is reinforced until nothing else is tried: few negatives, a tight upper clip, a penalty on entropy",
     Remedy(0.5, adds="exploration"),
 )
 
 
+UNJUDGED = (
+    "entropy is near 0, and no reward says whether the prompts are solved",
+    "the policy has settled on what it is paid for",
+)
+"""Title and likely cause of a low entropy where nobody knows whether prompts are left."""
 CROSSED = 1.2
 """Multiple of H_ini that an entropy above the threshold must have as well."""
 EARLY = 3
@@ -97,13 +102,51 @@ class EntropyMonitor(Monitor):
 
     keys: ClassVar[tuple[str, ...]] = ("policy/entropy", "policy/entropy_sequence", *REWARDS, *GROUPS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
-        FindingKind("entropy_paid", ENTROPY_EXPLOSION, 556, REMEDIES_PAID),
-        FindingKind("entropy_punished", ENTROPY_COLLAPSE, 557, REMEDIES_PUNISHED),
+        FindingKind(
+            "entropy_paid",
+            ENTROPY_EXPLOSION,
+            556,
+            REMEDIES_PAID,
+            title="entropy is paid for",
+            likely_cause="the objective's bonus on entropy outweighs the reward",
+        ),
+        FindingKind(
+            "entropy_punished",
+            ENTROPY_COLLAPSE,
+            557,
+            REMEDIES_PUNISHED,
+            title="entropy is minimised",
+            likely_cause="the objective pays for certainty: a negative entropy_coef, or entropy_reward",
+        ),
         FindingKind("entropy_low", ENTROPY_COLLAPSE, 560, REMEDIES_LOW),
-        FindingKind("entropy_high", ENTROPY_EXPLOSION, 564, REMEDIES_HIGH),
+        FindingKind(
+            "entropy_high",
+            ENTROPY_EXPLOSION,
+            564,
+            REMEDIES_HIGH,
+            title="entropy is far above its beginning",
+        ),
         FindingKind("exploration_over", SOLVED, 624, ("take harder prompts, or end the run",)),
-        FindingKind("entropy_spent", ENTROPY_COLLAPSE, 665, REMEDIES_LOW),
-        FindingKind("entropy_rising", ENTROPY_EXPLOSION, 700, REMEDIES_HIGH),
+        FindingKind(
+            "entropy_spent",
+            DiagnosisKind(
+                "entropy_spent",
+                "entropy has halved and the reward does not rise",
+                "the policy has settled: on the best that it can do, or too early (few negatives, a tight upper clip)",
+            ),
+            665,
+            REMEDIES_LOW,
+        ),
+        FindingKind(
+            "entropy_rising",
+            DiagnosisKind(
+                "entropy_rising",
+                "entropy rises",
+                "a bonus on it, negatives that are pushed down, or steps that are too large",
+            ),
+            700,
+            REMEDIES_HIGH,
+        ),
     )
     also_saved: ClassVar[tuple[str, ...]] = ("initial_entropy", "_initial_sum", "_initial_groups", "_initial_seen")
 
@@ -240,6 +283,7 @@ class EntropyMonitor(Monitor):
             f"exploration is over: entropy has been below {least:.3g} nats for {self.patience} rollouts" + where,
             *evidence,
             onset=self.history.began(self._key, lambda value: value < least, step),
+            about=None if left or solved else in_words("entropy_low", *UNJUDGED),
         )
 
     def _spent(self, step: int, initial: float) -> Iterable[Finding]:

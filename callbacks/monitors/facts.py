@@ -23,6 +23,8 @@ class Facts:
     """Whether the importance ratio is one number for a completion."""
     entropy_coef: float | None = None
     """Coefficient of the entropy in the loss: above 0 it is paid, below 0 it is punished; -1 where it is the reward."""
+    reward_range: tuple[float, float] | None = None
+    """Least and greatest total reward of a completion, where the rewards say it and the objective asks for it."""
     sampler_corrected: bool | None = None
     """Whether tokens are weighed against the mismatch of sampler and learner."""
 
@@ -43,7 +45,9 @@ def facts_of(module: Any) -> Facts:
     noise, aggregation = ask("shaping", "label_noise"), ask("aggregation", "kind")
     ratio, correction = ask("ratio"), ask("sampler", "kind")
     entropy = -1.0 if ask("shaping", "entropy_reward") else ask("regularizers", "entropy_coef")
+    bounds = getattr(getattr(module, "objective_state", None), "reward_range", None)
     return Facts(
+        reward_range=tuple(bounds) if isinstance(bounds, tuple | list) and len(bounds) == 2 else None,
         label_noise=None if noise is None else bool(noise),
         token_normalised=None if aggregation is None else aggregation in CONSTANT_TOKENS,
         sequence_ratio=ratio in ONE_RATIO_PER_SEQUENCE if isinstance(ratio, str) else None,

@@ -82,7 +82,14 @@ class GradientNormMonitor(ThresholdMonitor):
             rank=500,
             remedies=("lower the learning rate tenfold", "lengthen the warm-up"),
         ),
-        FindingKind("gradient_spikes", LEARNING_RATE_TOO_HIGH, 570, REMEDIES_SPIKES),
+        FindingKind(
+            "gradient_spikes",
+            LEARNING_RATE_TOO_HIGH,
+            587,
+            REMEDIES_SPIKES,
+            title="a gradient far larger than usual",
+            likely_cause="prompts or completions unlike those before; if it lasts, a learning rate that is too high",
+        ),
         FindingKind(
             "gradient_vanished",
             DiagnosisKind(

@@ -8,6 +8,10 @@ from statistics import fmean, median
 from typing import Any
 
 from lit_grpo.callbacks.monitors import statistics
+from lit_grpo.callbacks.monitors.jump import AFTER, NEEDED, Jump, find_jump
+
+REWARDS = ("sampling/reward", "reward")
+"""Mean reward of everything that was sampled, where it is logged, and of what was trained on."""
 
 
 class History:
@@ -27,14 +31,25 @@ class History:
         self.early: dict[str, list[float]] = {}
         """The first values of a run, by key, for the keys that were watched with ``early``."""
         self._early_length: dict[str, int] = {}
+        self.jump: Jump | None = None
+        """The last jump of the reward that no update can have made; what came before it is forgotten."""
+        if any(key in REWARDS for key in self.values):
+            self._watch_for_jumps()
 
     def watch(self, key: str, early: int = 0) -> None:
         """Remember this key as well, and for good its first ``early`` values."""
         self.steps.setdefault(key, [])
         self.values.setdefault(key, [])
+        if key in REWARDS:
+            self._watch_for_jumps()
         if early:
             self.early.setdefault(key, [])
             self._early_length[key] = max(early, self._early_length.get(key, 0))
+
+    def _watch_for_jumps(self) -> None:
+        for name in NEEDED:
+            self.steps.setdefault(name, [])
+            self.values.setdefault(name, [])
 
     def push(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add what the step logged. A key it lacks, or has as NaN or infinity, keeps its history as it is."""
@@ -46,6 +61,29 @@ class History:
                 del values[: -self.length], self.steps[key][: -self.length]
                 if len(self.early.get(key, ())) < self._early_length.get(key, 0):
                     self.early[key].append(float(value))
+        self._forget_other_rewards(step)
+
+    def _forget_other_rewards(self, step: int) -> None:
+        """Forget the rewards from before a jump: they were of other prompts, or judged otherwise."""
+        found = self._jump_of(AFTER, step)
+        if found is None:
+            return
+        self.jump = found
+        # Evaluations are judged by the same verifier.
+        for name in [name for name in self.values if name.startswith(("reward", "sampling/reward", "val/reward"))]:
+            old = len(self.values[name]) - len(self.steps_since(name, found.step + 1))
+            del self.values[name][:old], self.steps[name][:old]
+
+    def _jump_of(self, after: int, step: int) -> Jump | None:
+        key = next((key for key in REWARDS if self.values.get(key)), None)
+        if key is None or self.steps[key][-1] != step:
+            return None
+        others = {name: (self.steps[name], self.values[name]) for name in NEEDED}
+        return find_jump(self.steps[key], self.values[key], others, after)
+
+    def may_have_jumped(self, step: int) -> bool:
+        """Tell whether the newest rewards look like a jump, which one or two more rollouts will show."""
+        return any(self._jump_of(after, step) is not None for after in range(1, AFTER))
 
     def count(self, key: str) -> int:
         """Return the number of values of this key that are remembered."""
@@ -171,6 +209,8 @@ class History:
             "steps": {key: list(value) for key, value in self.steps.items()},
             "values": {key: list(value) for key, value in self.values.items()},
         }
+        if self.jump is not None:
+            state["jump"] = list(self.jump)
         return state | ({"early": {key: list(value) for key, value in self.early.items()}} if self.early else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,3 +222,4 @@ class History:
             self.values[key] = list(state["values"].get(key, []))
         for key in self.early:
             self.early[key] = list(state.get("early", {}).get(key, []))
+        self.jump = Jump(*state["jump"]) if "jump" in state else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import LENGTH_EXPLOSION, DiagnosisKind, FindingKind, in_words
 from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
@@ -19,7 +19,9 @@ REMEDIES_LONG = (
     "look at what is truncated",
 )
 TRUNCATION = DiagnosisKind(
-    "truncation", "completions hit the length limit", "the limit is too low, or the policy cannot end"
+    "truncation",
+    "completions hit the length limit",
+    "the limit is too low, the engine does not know the end token, or the policy does not end",
 )
 REMEDIES_LIMIT = (
     "raise the length limit (max_new_tokens)",
@@ -33,11 +35,20 @@ MOST, NONE_RIGHT = 0.5, 0.95
 """Share of truncated completions, and of groups without a correct one, that all rollouts so far exceed."""
 
 
+def into_the_limit() -> FindingKind:
+    """Return the kind of a growth into the length limit, whatever the reward does."""
+    return in_words(
+        "length_growing",
+        "more and more completions reach the length limit",
+        "long answers are paid, or nothing is paid for an answer that ends",
+    )
+
+
 class LengthMonitor(Monitor):
     """Monitor of the mean length, its gap between incorrect and correct completions, and the share that is truncated.
 
     Findings: ``length_growing`` (``growth`` times what it was ``trend`` rollouts ago while the reward is not
-    better; critical where the reward has fallen beyond doubt or ``truncation_once`` of the completions are cut;
+    better; critical where ``truncation_once`` of the completions are cut;
     more and more completions that are cut, a quarter of all more than before; and growth into the limit with rising
     entropy, which is critical whatever the reward says, for it may be paid), ``length_falling`` (below ``fall`` of
     what it was, or below ``floor``; critical where the reward has fallen as well), ``length_gap`` (incorrect
@@ -76,18 +87,36 @@ class LengthMonitor(Monitor):
         "policy/entropy",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
-        FindingKind("length_growing", LENGTH_EXPLOSION, 600, REMEDIES_LONG),
+        FindingKind(
+            "length_growing",
+            LENGTH_EXPLOSION,
+            600,
+            REMEDIES_LONG,
+            title="completions grow, and the reward has not visibly risen",
+            likely_cause="long answers are paid, or wrong long ones are punished too little (1/length in the loss)",
+        ),
         FindingKind(
             "length_falling",
             DiagnosisKind(
-                "length_collapse", "length collapse", "short answers are paid, or the limit punishes long ones"
+                "length_collapse",
+                "completions have become much shorter",
+                "short answers are paid or get more right, or the limit punishes long ones",
             ),
             rank=605,
             remedies=("add negatives or an entropy bonus", "check that the reward does not pay for brevity"),
         ),
         FindingKind("never_ended", TRUNCATION, 503, REMEDIES_LIMIT),
         FindingKind("truncated", TRUNCATION, 640),
-        FindingKind("length_gap", LENGTH_EXPLOSION, 650, REMEDIES_LONG),
+        FindingKind(
+            "length_gap",
+            DiagnosisKind(
+                "length_gap",
+                "wrong completions are longer than right ones",
+                "wrong long ones are punished too little (1/length in the loss), or hard prompts take longer",
+            ),
+            650,
+            REMEDIES_LONG,
+        ),
     )
 
     def __init__(
@@ -146,15 +175,17 @@ class LengthMonitor(Monitor):
         longer, shorter = (self.history.errors_between("completions/length", then, now) for then in (low, high))
         cut = self.history.median("completions/truncated_frac", 3) or 0.0
         if low and now > self.growth * low and longer > sure and not self._has_gained(size):
-            bad = (fallen or cut > self.truncation_once) and longer > surer
+            # Not where the reward has fallen: harder prompts have longer answers and fewer right ones.
+            bad = cut > self.truncation_once and longer > surer
             start = self.history.steps["completions/length"][-size:][values.index(min(values))]
             yield self.finding(
                 "length_growing",
                 "critical" if bad else "warning",
-                f"completions grew from {low:.3g} to {now:.3g} tokens and the reward did not",
+                f"completions grew from {low:.3g} to {now:.3g} tokens and the reward has not visibly risen",
                 ("completions/length", size, now, self.growth * low, low),
                 ("reward lost", 3, lost, 0.15),
                 onset=start,
+                about=into_the_limit() if cut > self.truncation_once else None,
             )
         if now < self.floor or (now < self.fall * high and shorter > sure):
             start = self.history.steps["completions/length"][-size:][values.index(max(values))]
@@ -197,6 +228,7 @@ class LengthMonitor(Monitor):
                 ("policy/entropy", size, unsure, self.sudden_entropy * calm, calm),
                 onset=history.began("completions/truncated_frac", lambda value: value > 0, step),
                 remedies=("check that no reward pays for length", *REMEDIES_LONG),
+                about=into_the_limit(),
             )
 
     def _more_cut(self) -> Iterable[Finding]:
@@ -215,6 +247,7 @@ class LengthMonitor(Monitor):
             (key, 5, cuts.now, cuts.before + MORE_CUT, cuts.before),
             onset=history.steps[key][-min(self.trend, history.count(key)) :][cuts.place],
             remedies=("check that no reward pays for length", *REMEDIES_LONG),
+            about=into_the_limit(),
         )
 
     def _gap(self, step: int) -> Iterable[Finding]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Evidence, Finding
 from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.monitors import statistics
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 
 REMEDIES = (
@@ -20,12 +21,14 @@ REMEDIES = (
 SAMPLER_MISMATCH = DiagnosisKind(
     "stale_or_mismatched_sampler",
     "engine and learner disagree",
-    "the engine holds old weights, another template, temperature or number format, or log-probabilities are shifted by "
-    "a token",
+    "the engine holds old weights, another template, temperature or number format, or tokens are taken for others: "
+    "log-probabilities shifted by one, completions of other prompts",
     outlives_rollback=True,
 )
 
 
+CUT_FOR, LEAST_CUT = 5, 2e-3
+"""Rollouts in a row, and the least share of the policy's probability, that the engine leaves out."""
 DRIFT = 2.5
 """Multiple of the first rollout's mean gap that is a warning if it lasts. Healthy recorded runs have 0.8 to 1.2."""
 
@@ -35,7 +38,10 @@ class MismatchMonitor(Monitor):
 
     Findings: ``sampler_mismatch`` (a bound below is left; critical on-policy, where both sides should hold the same
     weights, or where the effective sample size falls below ``ess_stop``), ``impossible_tokens`` (the engine was sure of
-    tokens that the learner holds for impossible: wrong template, tokenizer or weights).
+    tokens that the learner holds for impossible: wrong template, tokenizer or weights), ``support_cut`` (a warning: the
+    mean weight c = pi_old / pi_sampler is below 1 beyond chance and no weight is above it, for five rollouts. Under any
+    sampler that may draw every token, whatever its temperature or age, the mean of c is 1; what it lacks is the
+    probability of the tokens that are never drawn).
 
     Where the objective corrects for the mismatch (truncated or masked importance sampling), a difference that can be
     corrected is what it is there for: sampling in another number format is run that way. So a bound that is left is
@@ -70,12 +76,24 @@ class MismatchMonitor(Monitor):
     keys: ClassVar[tuple[str, ...]] = (
         "sampler_mismatch/logprob_abs_diff",
         "sampler_mismatch/kl_k3",
+        "sampler_mismatch/weight",
     )
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("sampler_mismatch", SAMPLER_MISMATCH, 200, REMEDIES),
         FindingKind("impossible_tokens", SAMPLER_MISMATCH, 210, REMEDIES),
+        FindingKind(
+            "support_cut",
+            SAMPLER_MISMATCH,
+            212,
+            (
+                "set top_p 1, top_k 0 and min_p 0 in the engine: does it read the model's generation_config?",
+                *REMEDIES[1:],
+            ),
+            title="the engine leaves out tokens that the policy would sample",
+            likely_cause="top_p, top_k, min_p or banned tokens in the engine, of which the learner does not know",
+        ),
     )
-    also_saved: ClassVar[tuple[str, ...]] = ("_first_gap", "_left_for")
+    also_saved: ClassVar[tuple[str, ...]] = ("_first_gap", "_left_for", "_cut_for")
 
     def __init__(
         self,
@@ -99,6 +117,8 @@ class MismatchMonitor(Monitor):
         self.perplexity, self.impossible, self.impossible_tokens = perplexity, impossible, impossible_tokens
         self.growth, self.least, self.ess_stop, self.patience = growth, least, ess_stop, patience
         self._first_gap: float | None = None
+        self._cut_for = 0
+        """Rollouts in a row in which the sampler left out a part of the policy's probability."""
         self._left_for = 0
         """Rollouts in a row in which some bound was left."""
 
@@ -142,6 +162,8 @@ class MismatchMonitor(Monitor):
                 # Old weights are meant where rollouts are stale: to correct for them is then the first remedy.
                 remedies=REMEDIES[-1:] + REMEDIES[:-1] if stale else None,
             )
+        if not left:
+            yield from self._cut(step, metrics)
         share = metrics.get("sampler_mismatch/impossible_frac", 0.0)
         tokens = metrics.get("completions/tokens", math.inf)
         if share > 0 and share * tokens >= self.impossible_tokens:
@@ -150,6 +172,29 @@ class MismatchMonitor(Monitor):
                 "critical" if share > self.impossible and not stale and not self._is_corrected(metrics) else "warning",
                 f"{share:.2%} of the tokens were likely for the engine and impossible for the learner",
                 ("sampler_mismatch/impossible_frac", 1, share, self.impossible),
+            )
+
+    def _cut(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        """Look for probability of the policy's that the sampler never draws from."""
+        key, nan = "sampler_mismatch/weight", math.nan
+        mean, square = metrics.get(key, nan), metrics.get("sampler_mismatch/weight_sq", nan)
+        tokens = metrics.get("completions/tokens", 0.0)
+        # Where no weight is above 1 no square is above its weight; weights of old or hot samples are.
+        if not square <= mean or not tokens:
+            self._cut_for = 0
+            return
+        error = math.sqrt(max(0.0, square - mean * mean) / tokens)
+        sure = statistics.bound(statistics.RUN_LENGTH_CRITICAL, 1, round(tokens)) * error
+        self._cut_for = self._cut_for + 1 if 1 - mean > max(LEAST_CUT, sure) else 0
+        if self._cut_for >= CUT_FOR:
+            values = self.history.window(key, CUT_FOR)
+            share = 1 - sum(values) / len(values)
+            yield self.finding(
+                "support_cut",
+                "warning",
+                f"{share:.1%} of the policy's probability lies on tokens that the engine never draws",
+                (key, CUT_FOR, 1 - share, 1 - LEAST_CUT),
+                onset=step - self._cut_for + 1,
             )
 
     def _bounds_left(self, metrics: Mapping[str, float]) -> list[Evidence]:

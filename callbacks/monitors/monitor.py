@@ -183,8 +183,9 @@ class Monitor(pl.Callback):
         self.history.load_state_dict(state_dict["history"])
         self._active = {kind: (Finding.from_dict(f), seen) for kind, (f, seen) in state_dict["active"].items()}
         self._holding.restore(state_dict["holding"])
+        # What an older version did not save begins anew, as the history of a key that was not watched then.
         for name in self.also_saved:
-            setattr(self, name, state_dict[name])
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
 
 
 def trained_rollouts(trainer: Trainer) -> int:

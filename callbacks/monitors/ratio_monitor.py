@@ -61,8 +61,22 @@ class RatioMonitor(ThresholdMonitor):
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("first_update_ratio", PLUMBING_RATIO, 240, REMEDIES_FAULT),
         FindingKind("first_update_clip", PLUMBING_RATIO, 250, REMEDIES_FAULT),
-        FindingKind("policy_change", LEARNING_RATE_TOO_HIGH, 580, REMEDIES),
-        FindingKind("clipping", LEARNING_RATE_TOO_HIGH, 720, REMEDIES),
+        FindingKind(
+            "policy_change",
+            LEARNING_RATE_TOO_HIGH,
+            580,
+            REMEDIES,
+            title="the policy moves far on one rollout",
+            likely_cause="many updates on each rollout, or a learning rate that is too high for so many",
+        ),
+        FindingKind(
+            "clipping",
+            DiagnosisKind(
+                "clipping", "many tokens are clipped", "the updates of a rollout move the policy to the clip's bounds"
+            ),
+            720,
+            REMEDIES,
+        ),
     )
 
     def __init__(

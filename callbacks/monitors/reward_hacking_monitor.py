@@ -36,6 +36,24 @@ REWARD_HACKING = DiagnosisKind(
 )
 
 
+OVERFITTING = DiagnosisKind(
+    "overfitting",
+    "the held-out reward falls and the training reward does not",
+    "few prompts that are learned by heart, or a reward that can be had without solving the task",
+)
+FORMAT_LOST = DiagnosisKind(
+    "format_lost",
+    "the form of the answers is being lost",
+    "an early sign of a collapse, or the form is paid too little",
+)
+REMEDIES_HELD_OUT = (
+    "return to the best held-out checkpoint and stop there",
+    "train on more prompts: on how many different ones does the run learn?",
+    "compare held-out with training prompts: is it the same task?",
+    "read 20 completions with a high reward: what do they have in common?",
+)
+
+
 class RewardHackingMonitor(Monitor):
     """Monitor of reward terms against each other, of training against held-out reward, and of the format reward.
 
@@ -70,16 +88,18 @@ class RewardHackingMonitor(Monitor):
     keys: ClassVar[tuple[str, ...]] = (*REWARDS, HELD)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("reward_terms_diverge", REWARD_HACKING, 550, REMEDIES),
-        FindingKind("held_out_falls", REWARD_HACKING, 555, REMEDIES),
+        # A symptom: steps that are too large, or a term that can be had without the task, explain it.
+        FindingKind("held_out_falls", OVERFITTING, 586, REMEDIES_HELD_OUT),
         FindingKind(
             "held_out_flat",
-            REWARD_HACKING,
+            OVERFITTING,
             rank=655,
-            remedies=("compare held-out with training prompts: is it the same task?", *REMEDIES),
+            remedies=REMEDIES_HELD_OUT,
+            title="the training reward rises and the held-out reward hardly does",
         ),
         FindingKind(
             "format_lost",
-            REWARD_HACKING,
+            FORMAT_LOST,
             rank=660,
             remedies=("look at the entropy: it turns at the same time", "weigh conflicting tokens (recipe gtpo)"),
         ),
@@ -151,7 +171,8 @@ class RewardHackingMonitor(Monitor):
         lost = statistics.fall(whole, 3, min(self.smooth, max(3, len(whole) - 3)))
         if lost.share > 0.05 and lost.errors > EACH:
             return
-        terms = {key: self.history.window(key, self.window) for key in self.history.values if key.startswith("reward/")}
+        names = [key for key in self.history.values if key.startswith("reward/") and key not in NO_TERMS]
+        terms = {key: self.history.window(key, self.window) for key in names}
         for down, low in terms.items():
             before = min(self.smooth, max(3, len(low) - 3))
             fell = statistics.fall(low, 3, before)
@@ -219,6 +240,9 @@ class RewardHackingMonitor(Monitor):
 
     def _paired_fall(self, held: list[float], metrics: Mapping[str, float], looks: int) -> statistics.Change | None:
         """Return the change since the best evaluation on the same questions, if chance does not explain the fall."""
+        # The best evaluation may be from before a jump, and was then judged otherwise.
+        if self.history.jump is not None:
+            return None
         sets = [key for key in metrics if key.startswith("val/") and key.endswith("/reward/change")]
         for key in sets:
             change, error = metrics[key], metrics.get(f"{key}/se", math.nan)

@@ -8,24 +8,41 @@ from statistics import fmean
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import DiagnosisKind, FindingKind, finding_kind, in_words
 from lit_grpo.callbacks.monitors import statistics
-from lit_grpo.callbacks.monitors.monitor import Monitor, positive
+from lit_grpo.callbacks.monitors.jump import AFTER
+from lit_grpo.callbacks.monitors.monitor import REARM, Monitor, positive
 from lit_grpo.callbacks.monitors.sampled import GROUPS, REWARDS, reward_key, unsolved_key
 from lit_grpo.callbacks.monitors.statistics import NEWEST, RUN_LENGTH, RUN_LENGTH_CRITICAL
 
 NO_PROGRESS = DiagnosisKind(
     "no_progress",
     "the reward does not rise",
-    "the learning rate is too low, hardly any group has a gradient, or the reward does not tell better from worse",
+    "the learning rate is too low, a penalty holds the policy, few groups have a gradient, or the reward does not tell "
+    "better from worse (answers of other prompts?)",
 )
 REWARD_FALLS = DiagnosisKind(
-    "reward_falls", "the reward falls", "steps are too large, or the objective pulls elsewhere"
+    "reward_falls",
+    "the reward falls",
+    "steps are too large, the objective pulls elsewhere, or the prompts become harder",
 )
 REWARD_CHAOTIC = DiagnosisKind(
     "reward_chaotic",
     "the reward jumps more than its batch explains",
     "steps are too large, or the prompts of a rollout are no fair sample of all",
+)
+
+
+DEAD = (
+    "from one rollout to the next no completion is right, or all get the same reward",
+    "a verifier that fails or accepts everything, or prompts out of reach: the policy has moved too little for it",
+)
+"""Title and likely cause of a jump after which nothing tells right from wrong."""
+REWARDS_CHANGED = DiagnosisKind(
+    "rewards_changed",
+    "the reward jumps further than the policy has moved",
+    "a verifier that fails or was exchanged, or prompts of another difficulty",
+    outlives_rollback=True,
 )
 
 
@@ -43,7 +60,10 @@ class RewardMonitor(Monitor):
     below the best of as many in a row by more standard errors than chance gives once in 10,000 rollouts, and by more
     than ``fall`` of it), ``reward_chaotic`` (over ``chaos_rollouts`` the reward scatters more than ``chaos`` times as
     much as the mean of its groups can, ``reward/std`` / sqrt(``groups/count``), even if all completions of a group were
-    equal; a noisy or chaotic reward curve is a clear sign that something is wrong, S1).
+    equal; a noisy or chaotic reward curve is a clear sign that something is wrong, S1), ``reward_jumped`` (from one
+    rollout to the next the reward has changed by more than the update between them can have done, see
+    :func:`lit_grpo.callbacks.monitors.jump.find_jump`: the verifier or the prompts are others, and every comparison
+    with earlier rewards begins anew; critical where all groups are uniform from then on, so that nothing is learned).
 
     Args:
         flat_rollouts: rollouts in which the reward must rise.
@@ -58,8 +78,18 @@ class RewardMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = (*REWARDS, "reward/std", "groups/count", *GROUPS)
+    keys: ClassVar[tuple[str, ...]] = (*REWARDS, "reward/std", "groups/count", "groups/zero_std_frac", *GROUPS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
+        FindingKind(
+            "reward_jumped",
+            REWARDS_CHANGED,
+            rank=330,
+            remedies=(
+                "judge completions from before the jump again: has the verifier changed its mind?",
+                "look at the verifier's log and at the data at this rollout",
+                "if harder or easier prompts begin here on purpose, nothing",
+            ),
+        ),
         FindingKind(
             "reward_gone",
             REWARD_FALLS,
@@ -114,6 +144,7 @@ class RewardMonitor(Monitor):
         self._has_risen = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        yield from self._jumped(step)
         yield from self._gone()
         key = reward_key(self.history)
         values = self.history.values[key]
@@ -126,6 +157,35 @@ class RewardMonitor(Monitor):
         yield from self._chaotic()
         yield from self._flat(key, values)
 
+    def _jumped(self, step: int) -> Iterable[Finding]:
+        jump, history = self.history.jump, self.history
+        if jump is None:
+            return
+        dead = False
+        for key in ("groups/zero_std_frac", unsolved_key(history)):
+            if (size := len(history.steps_since(key, jump.step + 1))) >= AFTER:
+                dead |= min(history.values[key][-size:]) == 1.0
+        if step - jump.step > AFTER + REARM and not dead:
+            return
+        about = finding_kind("reward_jumped")
+        if dead:
+            about = in_words("reward_jumped", *DEAD)
+        yield self.finding(
+            "reward_jumped",
+            "critical" if dead else "warning",
+            f"the reward jumped from {jump.before:.3g} to {jump.after:.3g}, of which the updates explain"
+            f" {jump.explained:.2g} at most",
+            (
+                reward_key(self.history),
+                AFTER,
+                jump.after,
+                jump.before + math.copysign(jump.explained, jump.after - jump.before),
+                jump.before,
+            ),
+            onset=jump.step + 1,
+            about=about,
+        )
+
     def _gone(self) -> Iterable[Finding]:
         history = self.history
         key, groups = unsolved_key(history), history.last("groups/count")
@@ -133,6 +193,9 @@ class RewardMonitor(Monitor):
         lost = next((n for n, share in enumerate(reversed(wrong)) if share < 1), len(wrong))
         before = wrong[max(0, len(wrong) - lost - NEWEST) : len(wrong) - lost]
         if not groups or lost < self.gone or not before:
+            return
+        # What the updates cannot have done is a jump, and no step that was too large.
+        if history.jump is not None and history.steps[key][-lost] == history.jump.step + 1:
             return
         # Groups that were all wrong before, at most as many as two standard errors allow: with few, anything may be.
         seen = groups * len(before)

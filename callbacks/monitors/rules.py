@@ -21,15 +21,19 @@ PLUMBING_GROUPS = DiagnosisKind(
     "group ids were shuffled or completions were reordered without them",
     outlives_rollback=True,
 )
-REPETITION = DiagnosisKind("repetition", "completions repeat themselves", "the policy has degenerated")
+REPETITION = DiagnosisKind(
+    "repetition",
+    "completions repeat themselves",
+    "the policy has degenerated, or a reward pays for what is repeated",
+)
 REMEDIES_REPETITION = (
     "return to the last checkpoint before the onset",
     "if it follows a weight sync, check that the engine got all weights",
 )
 TURNING_BACK = DiagnosisKind(
     "turning_back",
-    "each update undoes the one before",
-    "the step is too long, or rollouts are too old for the weights they train",
+    "updates point against the ones before",
+    "the step is too long, rollouts are too old for the weights they train, or a penalty pulls the policy back",
 )
 
 RULES: tuple[Rule, ...] = (

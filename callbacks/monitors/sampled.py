@@ -6,9 +6,10 @@ half while the policy learns or collapses. Whoever asks how good the policy is, 
 
 from __future__ import annotations
 
-from lit_grpo.callbacks.monitors.history import History
+from lit_grpo.callbacks.monitors.history import REWARDS, History
 
-REWARDS = ("sampling/reward", "reward")
+__all__ = ["GROUPS", "REWARDS", "reward_key", "unsolved", "unsolved_key"]
+
 GROUPS = (
     "groups/all_wrong_frac",
     "groups/all_correct_frac",

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding
-from lit_grpo.callbacks.diagnosis.kinds import NO_SIGNAL, SOLVED, DiagnosisKind, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import (
+    NO_SIGNAL,
+    NONE_RIGHT,
+    SOLVED,
+    DiagnosisKind,
+    FindingKind,
+    finding_kind,
+    in_words,
+)
 from lit_grpo.callbacks.monitors.monitor import positive
 from lit_grpo.callbacks.monitors.sampled import GROUPS, unsolved_key
 from lit_grpo.callbacks.monitors.statistics import RUN_LENGTH, binomial_tail
@@ -19,6 +27,11 @@ REWARD_NOISE = DiagnosisKind(
     "a random or broken verifier: equal completions are judged differently",
     outlives_rollback=True,
 )
+ADVANTAGES_DIFFER = (
+    "equal completions to one prompt have different advantages",
+    "labels that are changed, or rewards that are mixed up, between reward and advantage",
+)
+"""Title and likely cause where the rewards of equal completions are equal."""
 SMALL_BATCH = DiagnosisKind(
     "small_batch",
     "few groups have a gradient",
@@ -39,9 +52,11 @@ class SignalMonitor(ThresholdMonitor):
     Findings: ``zero_gradient`` (the share of groups with equal rewards is above ``zero_gradient``: half of the compute
     is lost), ``solved`` (the same, where most of these groups have right answers alone: only ``info``, unless hardly
     any group has had a gradient for ``patience`` rollouts, for such a run learns nothing more), ``all_wrong`` (the
-    share without any correct completion is above ``all_wrong``; critical above ``hopeless`` for ``patience`` rollouts,
-    unless other rewards still give most of these groups a gradient), ``small_batch`` (fewer than ``batch`` groups with
-    a gradient), ``reward_noise`` (equal completions to one prompt get different rewards, or different advantages),
+    share without any correct completion is above ``all_wrong``; critical above ``hopeless`` for ``patience``
+    rollouts), ``none_right`` (the same where other rewards, or parts of the marks, still give most groups a gradient:
+    only ``info``), ``source_uniform`` (of several sources one whose completions, of 64 groups or more, all got the same
+    reward), ``small_batch`` (fewer than ``batch`` groups with a gradient), ``reward_noise`` (equal completions to one
+    prompt get different rewards, or different advantages),
     ``reward_inverted`` (better completions get the smaller advantage), ``reward_failures`` (rewards time out or fail).
 
     The noise test is exact for a reward that depends on the completion alone: such a reward never contradicts itself,
@@ -95,12 +110,27 @@ class SignalMonitor(ThresholdMonitor):
             REWARD_NOISE,
             rank=320,
             remedies=("look for a flipped sign or flipped labels between the reward and the advantage",),
+            title="the advantages run against the rewards",
+            likely_cause="a flipped sign, or flipped labels, between reward and advantage",
         ),
         FindingKind(
             "all_wrong",
             NO_SIGNAL,
             rank=610,
             remedies=("take easier prompts, or filter them by pass rate", "take larger groups", "train format first"),
+            title="most prompts get no right answer, and have no gradient",
+            likely_cause="the prompts are far too hard, or the verifier accepts no answer to them",
+        ),
+        FindingKind(
+            "source_uniform",
+            DiagnosisKind(
+                "source_without_signal",
+                "all completions of one source get the same reward",
+                "its answers or its verifier do not fit it, or its prompts are out of reach or solved",
+                outlives_rollback=True,
+            ),
+            rank=615,
+            remedies=("read some of its completions, and what their reward says", "leave the source out"),
         ),
         FindingKind(
             "zero_gradient",
@@ -117,6 +147,12 @@ class SignalMonitor(ThresholdMonitor):
                 "sample until groups are mixed (recipe dapo)",
                 "filter prompts by pass rate",
             ),
+        ),
+        FindingKind(
+            "none_right",
+            NONE_RIGHT,
+            rank=707,
+            remedies=("lower the reward's correct_threshold if a part of the marks is right", "take easier prompts"),
         ),
         FindingKind("small_batch", SMALL_BATCH, 710, ("more prompts in each rollout (prompts_per_rollout)",)),
     )
@@ -149,8 +185,15 @@ class SignalMonitor(ThresholdMonitor):
         self.zero_gradient, self.all_wrong, self.hopeless, self.patience = zero_gradient, all_wrong, hopeless, patience
         self.batch, self.smooth, self.noise, self.pairs, self.failures = batch, smooth, noise, pairs, failures
 
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        for key in metrics:
+            if key.startswith("source/"):
+                self.history.watch(key)
+        return super().observe(step, metrics)
+
     def check(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         yield from self._groups(step)
+        yield from self._sources(metrics)
         yield from self._noise("sanity/reward_contradiction_frac", "rewards")
         # With a critic its values are in the advantages, and contradictions are the CriticMonitor's concern.
         # Labels that are flipped on purpose contradict themselves in the advantages, and nothing is broken.
@@ -177,12 +220,14 @@ class SignalMonitor(ThresholdMonitor):
         )
         assert zero is not None
         if wrong is not None and wrong > self.all_wrong:
+            # A run that learns the format first, or is paid for parts of an answer, has no right one for long, and yet
+            # learns.
+            learns = zero <= self.zero_gradient
             lasts = history.holds(wrong_key, max(self.patience, rollouts), lambda value: value > self.hopeless)
-            # A run that learns the format first has no right answer for long, and yet learns.
-            lasts = lasts and zero > self.zero_gradient
+            lasts = lasts and not learns
             yield self.finding(
-                "all_wrong",
-                "critical" if lasts else "warning",
+                "none_right" if learns else "all_wrong",
+                "critical" if lasts else "info" if learns else "warning",
                 f"{wrong:.0%} of the groups have no correct completion",
                 (wrong_key, size, wrong, self.hopeless if lasts else self.all_wrong),
                 onset=history.began(wrong_key, lambda value: value > self.all_wrong, step),
@@ -209,6 +254,32 @@ class SignalMonitor(ThresholdMonitor):
                 ("groups/count mixed", size, groups * (1 - zero), self.batch),
             )
 
+    def _sources(self, metrics: Mapping[str, float]) -> Iterable[Finding]:
+        """Look for a source whose completions all get one reward, where others are told apart."""
+        history, groups = self.history, self.history.last("groups/count")
+        shares = [key for key in metrics if key.startswith("source/") and key.endswith("/prompts_frac")]
+        if len(shares) < 2 or not groups:
+            return
+        for share in shares:
+            key = share.removesuffix("prompts_frac") + "reward"
+            seen, size, values = 0.0, 0, history.values.get(key, [])
+            parts = [part for part in history.values[share] if part > 0]
+            while (seen < 2 * self.batch or size < 3) and size < min(len(values), len(parts)):
+                size += 1
+                seen += groups * parts[-size]
+            # Means of a rollout that are all the same are means of rewards that are.
+            if seen < 2 * self.batch or size < 3 or len(set(values[-size:])) > 1:
+                continue
+            name = key.removeprefix("source/").removesuffix("/reward")
+            yield self.finding(
+                "source_uniform",
+                "warning",
+                f"all completions of {name}, of {seen:.0f} prompts, got a reward of {values[-1]:.3g}",
+                (key, size, values[-1], values[-1]),
+                onset=history.steps[key][-size],
+            )
+            return
+
     def _noise(self, key: str, what: str) -> Iterable[Finding]:
         history = self.history
         pairs = dict(zip(history.steps["groups/equal_pairs"], history.values["groups/equal_pairs"], strict=True))
@@ -219,12 +290,16 @@ class SignalMonitor(ThresholdMonitor):
         if against < self.pairs or not total:
             return
         share = against / total
+        about = finding_kind("reward_noise")
+        if what == "advantages":
+            about = in_words("reward_noise", *ADVANTAGES_DIFFER)
         yield self.finding(
             "reward_noise",
             "critical" if share > self.noise else "warning",
             f"{share:.1%} of the pairs of equal completions get different {what}",
             (key, len(recent), share, self.noise),
             onset=history.began(key, lambda value: value > 0, self.step),
+            about=about,
         )
 
     def _failures(self, metrics: Mapping[str, float]) -> Iterable[Finding]:

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import ClassVar
 
 from lit_grpo.callbacks.diagnosis.findings import Finding, Severity
-from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, FindingKind
+from lit_grpo.callbacks.diagnosis.kinds import LEARNING_RATE_TOO_HIGH, DiagnosisKind, FindingKind
 from lit_grpo.callbacks.monitors.monitor import Monitor, positive
 from lit_grpo.callbacks.monitors.sampled import REWARDS, reward_key
 
@@ -23,6 +23,26 @@ REMEDIES = (
 )
 
 
+STILL = 1e-8
+"""Divergence a rollout, in nats a token, below which a policy stands still: 1,000 such steps in one direction come to
+0.01 nats, what ten healthy ones do."""
+STILL_FOR = 10
+"""Rollouts in a row."""
+LITTLE_RATE = 1e-3
+"""Share of the highest rate so far below which a schedule is at its beginning or end, and small steps are meant."""
+POLICY_STILL = DiagnosisKind(
+    "policy_still",
+    "the policy does not move",
+    "a learning rate that is far too low, weights that no gradient reaches, or steps that are scaled away",
+    outlives_rollback=True,
+)
+REMEDIES_STILL = (
+    "raise the learning rate",
+    "check that the policy's weights need gradients, and that number format keeps such small steps",
+    "look at max_grad_norm and at the optimizer's eps: both scale steps down",
+)
+
+
 class StepSizeMonitor(Monitor):
     """Monitor of ``policy/step_kl``, the divergence of the policy from itself over the updates of one rollout.
 
@@ -31,7 +51,9 @@ class StepSizeMonitor(Monitor):
     and above ``share`` of the entropy, and a median above half of that (a mean alone follows the single tokens that a
     small model is sure of), or where one rollout is above twice ``huge``; critical where ``at_once`` rollouts in a row
     are above ``huge`` and the reward is not at its best. Steps that are ten times those of the first eight rollouts are
-    ``step_growing`` instead: a symptom, for a rate that is too high is so from the beginning.
+    ``step_growing`` instead: a symptom, for a rate that is too high is so from the beginning. ``policy_still``: ten
+    rollouts in a row have moved it by less than 1e-8 nats a token, though steps were taken and the rate is not at the
+    beginning or the end of its schedule.
 
     Recorded: Qwen2.5-Coder-0.5B on GSM8K has 2e-4 to 2e-3 in healthy runs (GRPO, DAPO, GSPO with four updates, PPO,
     LoRA, staleness 1), 0.01 to 0.1 at ten times the rate and 0.2 to 0.9 at thirty times. Character models that learn
@@ -47,10 +69,18 @@ class StepSizeMonitor(Monitor):
         actions: see :class:`Monitor`.
     """
 
-    keys: ClassVar[tuple[str, ...]] = (KEY, "policy/entropy", *REWARDS)
+    keys: ClassVar[tuple[str, ...]] = (KEY, "policy/entropy", "optim/lr", *REWARDS)
     findings: ClassVar[tuple[FindingKind, ...]] = (
         FindingKind("step_too_large", LEARNING_RATE_TOO_HIGH, 565, REMEDIES),
-        FindingKind("step_growing", LEARNING_RATE_TOO_HIGH, 568, REMEDIES),
+        FindingKind(
+            "step_growing",
+            LEARNING_RATE_TOO_HIGH,
+            568,
+            REMEDIES,
+            title="updates have grown",
+            likely_cause="a rate that is too high for what the policy has become, or whatever began before",
+        ),
+        FindingKind("policy_still", POLICY_STILL, 662, REMEDIES_STILL),
     )
 
     def __init__(
@@ -73,6 +103,7 @@ class StepSizeMonitor(Monitor):
         now = self.history.last(KEY)
         if now is None:
             return
+        yield from self._still(step)
         bound = max(self.large, self.share * (self.history.mean("policy/entropy", self.window) or 0.0))
         values = self.history.window(KEY, self.window)
         severity: Severity = "warning"
@@ -96,4 +127,19 @@ class StepSizeMonitor(Monitor):
             f"the updates of a rollout move the policy by {fmean(values):.2g} nats a token",
             (KEY, len(values), fmean(values), bound),
             onset=self.history.began(KEY, lambda value: value > bound / 2, step),
+        )
+
+    def _still(self, step: int) -> Iterable[Finding]:
+        if self.history.now(KEY, step) is None or not self.history.holds(KEY, STILL_FOR, lambda value: value < STILL):
+            return
+        rates = self.history.values["optim/lr"]
+        if rates and min(rates[-STILL_FOR:]) < LITTLE_RATE * max(rates):
+            return
+        size = self.history.mean(KEY, STILL_FOR) or 0.0
+        yield self.finding(
+            "policy_still",
+            "warning",
+            f"the updates of a rollout move the policy by {size:.1g} nats a token: nothing can be learned like this",
+            (KEY, STILL_FOR, size, STILL),
+            onset=self.history.began(KEY, lambda value: value < STILL, step),
         )

@@ -40,7 +40,17 @@ class ThroughputMonitor(ThresholdMonitor):
         FindingKind(
             "slow", SLOW_DOWN, 730, ("look at the phase that grew", "compare with the length of the completions")
         ),
-        FindingKind("memory", SLOW_DOWN, 740, ("lower micro_batch_tokens", "look for tensors that callbacks keep")),
+        FindingKind(
+            "memory",
+            DiagnosisKind(
+                "memory_grows",
+                "memory grows",
+                "completions that grow, or tensors that are kept from rollout to rollout",
+                outlives_rollback=True,
+            ),
+            740,
+            ("lower micro_batch_tokens", "look for tensors that callbacks keep"),
+        ),
     )
 
     def __init__(

@@ -90,7 +90,8 @@ def add_audit_metrics(
         with_verdict = torch.tensor(scored) if batch.judged is None else torch.tensor(scored) & batch.judged
         verdicts = [bool(c) if known else None for c, known in zip(batch.correct, with_verdict, strict=True)]
         tokens = [len(c.token_ids) for c in batch.completions]
-        metrics.add("groups/reward_length_corr", *reward_length_correlation(rewards, tokens, verdicts, size))
+        terms = [values.tolist() for values in batch.rewards.values()]
+        metrics.add("groups/reward_length_corr", *reward_length_correlation(rewards, tokens, verdicts, size, terms))
         for name, chosen in (("correct", batch.correct & with_verdict), ("incorrect", ~batch.correct & with_verdict)):
             metrics.add(f"completions/{name}_truncated_frac", (truncated & chosen).sum(), chosen.sum())
     if experience.token_ids is not None:
@@ -99,19 +100,27 @@ def add_audit_metrics(
 
 
 def reward_length_correlation(
-    rewards: Sequence[float], lengths: Sequence[float], verdicts: Sequence[bool | None], group_size: int
+    rewards: Sequence[float],
+    lengths: Sequence[float],
+    verdicts: Sequence[bool | None],
+    group_size: int,
+    terms: Sequence[Sequence[float]] | None = None,
 ) -> tuple[float, int]:
     """Sum up how reward goes with length among completions of one prompt and one verdict.
 
     A reward that says no more than what is right is equal among them. One that pays for length grows with it. A form
     that is kept or not goes with length too, most often, and is no pay for it: such rewards take few values, so that
-    only sets count in which the reward tells as many completions apart as their length does.
+    only sets count in which the reward tells as many completions apart as their length does. The sum of a form and of a
+    pay for brevity does so too, and grows with length where the form is the longer one; so one reward alone must grow
+    with length. Where no completion is correct the verdict holds nothing equal, and a reward that pays for parts of an
+    answer is no pay for its length.
 
     Args:
         rewards: total reward of each completion, groups after one another.
         lengths: tokens of each completion.
         verdicts: whether each completion is correct; None where nobody knows, which leaves it out.
         group_size: completions of each prompt.
+        terms: each reward of each completion, of which ``rewards`` is the weighted sum; None: that is the only one.
 
     Returns:
         Sum of Pearson's correlations over the sets of completions of one prompt and one verdict that have at least
@@ -119,6 +128,8 @@ def reward_length_correlation(
         :data:`FEWEST_SETS`, for three completions alone go with one another by chance.
     """
     total, count = 0.0, 0
+    if True not in verdicts:
+        return 0.0, 0
     for start in range(0, len(rewards), group_size):
         for verdict in (True, False):
             chosen = [i for i in range(start, start + group_size) if verdicts[i] is verdict]
@@ -130,8 +141,17 @@ def reward_length_correlation(
             values = len({round(r / scale) for r in paid}) if scale else 0
             if values < 3 or not 1 < len(set(long)) <= values:
                 continue
-            total, count = total + correlation(paid, long), count + 1
+            alone = [correlation([term[i] for i in chosen], long) for term in terms or () if _grades(term, chosen)]
+            if terms is not None and not alone:
+                continue
+            total, count = total + min([correlation(paid, long), max(alone, default=1.0)]), count + 1
     return (total, count) if count >= FEWEST_SETS else (0.0, 0)
+
+
+def _grades(term: Sequence[float], chosen: Sequence[int]) -> bool:
+    """Tell whether a reward gives some completions at least three different values."""
+    values = [term[i] for i in chosen]
+    return all(map(math.isfinite, values)) and len(set(values)) >= 3
 
 
 def peak_memory(device: torch.device) -> float:

@@ -14,7 +14,7 @@ from scripts.diagnosis.recording import read_trace
 from scripts.diagnosis.scoring import judge, reward_fall
 from scripts.diagnosis.second_cases import CASES, SecondCase
 
-COUNTS = frozenset({"truncation", "no_signal", "solved", "small_batch"})
+COUNTS = frozenset({"truncation", "no_signal", "none_right", "solved", "small_batch"})
 """Warnings that state an exact count, such as that most completions were cut: they are true of healthy runs too, so
 they are no false alarms, and no detection of anything else."""
 

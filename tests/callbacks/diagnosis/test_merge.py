@@ -85,7 +85,7 @@ def test_the_cause_comes_first_and_its_onset_is_that_of_the_diagnosis():
     assert diagnosis.onset == 7
     assert [f.kind for f in diagnosis.findings] == ["entropy_paid", "repetition"]
     assert diagnosis.remedies == ("mend entropy_paid", "mend repetition")
-    assert diagnosis.explanation.startswith("entropy explosion, began at step 7; entropy_paid 1 (bound 0.5)")
+    assert diagnosis.explanation.startswith("entropy is paid for, began at step 7; entropy_paid 1 (bound 0.5)")
 
 
 def test_a_number_of_an_earlier_step_says_so():

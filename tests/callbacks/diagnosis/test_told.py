@@ -33,7 +33,7 @@ def test_a_diagnosis_that_holds_on_is_told_by_what_is_new(caplog: pytest.LogCapt
     first, second = found("all_wrong", "warning", 10), found("zero_gradient", "warning", 14)
     assert first.about.diagnosis == second.about.diagnosis
     whole = told(caplog, [first], [])
-    title = first.about.diagnosis.title
+    title = first.about.title
     assert whole.startswith(f"warning at step 10: {title}, began at step 8; all_wrong 1 (bound 0.5)")
     assert "Remedy: " in whole
     assert told(caplog, [second], [first]) == (

@@ -184,7 +184,8 @@ def test_under_dynamic_sampling_a_reward_that_is_lost_is_seen_in_what_was_sample
     def step(t: int) -> Step:
         return DAPO | {"sampling/reward": (0.7 if t < 60 else 0.2) + 0.01 * (-1) ** t, "sampling/prompts": 320.0}
 
-    assert ("unstable", "critical") in found(monitors.CollapseDetector(), step)
+    fallen = [kind for kind, _ in found(monitors.CollapseDetector(), step)]
+    assert {"unstable", "reward_lost"} & set(fallen)
     assert found(monitors.CollapseDetector(), lambda t: DAPO) == []
 
 
