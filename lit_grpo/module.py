@@ -15,8 +15,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
-from functools import partial
+from dataclasses import asdict, is_dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -25,76 +24,70 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lit_grpo.context import LearnerRequirements, RunContext
-from lit_grpo.distributed import sharding as shards
 from lit_grpo.distributed.gradients import GradientExchange
-from lit_grpo.distributed.rank_callback import RankCallback
+from lit_grpo.distributed.rank_callback import watch_ranks
+from lit_grpo.distributed.reduction import RankReduction
 from lit_grpo.distributed.sharding import ShardingConfig
-from lit_grpo.distributed.strategy import compute_dtype_and_device, data_mesh
 from lit_grpo.errors import UserError
-from lit_grpo.evaluation.evaluator import EvaluationResult, Evaluator, records
+from lit_grpo.evaluation.module import EvaluatedModule
 from lit_grpo.learner import batch as batches
-from lit_grpo.learner.batch import gather_rows, make_experience, scored_rows
-from lit_grpo.learner.budget import RAISE_AFTER, GivesWay, MicroBatchBudget, remedies
-from lit_grpo.learner.checkpoint_state import check_fits, load_state, save_state
+from lit_grpo.learner.advantages import compute_advantages
+from lit_grpo.learner.batch import make_experience
+from lit_grpo.learner.budget import RAISE_AFTER, MicroBatchBudget, remedies
+from lit_grpo.learner.checkpoint_state import LearnerState, check_fits, load_state, save_state
 from lit_grpo.learner.compile_ahead import Passes, compile_ahead
 from lit_grpo.learner.critic_metrics import critic_after_update
-from lit_grpo.learner.description import batch_in_words, memory_in_words, parameter_count
+from lit_grpo.learner.description import batch_in_words, describe_models, memory_in_words
 from lit_grpo.learner.engine_agreement import FirstUpdate, GuardConfig
 from lit_grpo.learner.forward import ForwardResults, ForwardRunner, OptimizerStep
-from lit_grpo.learner.metric_sums import Reduce, StepMetrics, add_rollout_metrics
-from lit_grpo.learner.optimizer_step import OptimizerBundle, OptimizerStepper, StepCounters, make_steps
+from lit_grpo.learner.initial_entropy import with_initial_entropy
+from lit_grpo.learner.metric_sums import StepMetrics, add_rollout_metrics
+from lit_grpo.learner.models import ModelFactory, Models
+from lit_grpo.learner.optimizer_step import OptimizerStepper, StepCounters, make_bundles, make_steps
 from lit_grpo.learner.rollout_metrics import add_audit_metrics
+from lit_grpo.learner.rollout_report import report_rollout, state_after_rollout
 from lit_grpo.learner.run_checks import (
     check_batch,
     check_batch_verdicts,
-    check_critic_settings,
     check_minibatches,
-    check_objective,
-    check_verdicts,
+    check_staleness,
     resolve_objective,
     warmup_rollouts,
     with_monte_carlo_returns,
-    with_reward_range,
-    with_untouched_entropy,
 )
+from lit_grpo.learner.run_objective import RunObjective, RunShape
 from lit_grpo.learner.step_size import measure_step
 from lit_grpo.learner.sync_check import SyncResult, check_engine
 from lit_grpo.learner.unscored import UnscoredRollouts
-from lit_grpo.objectives import ObjectiveConfig, diagnostics
+from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.given import as_objective_config
 from lit_grpo.objectives.objective import Objective
-from lit_grpo.objectives.safeguards import Safeguard, changes_that_add
-from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.config import CriticConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
-from lit_grpo.policy.critic import Critic, check_critic, check_vocabulary, make_critic, make_head, model_settings
+from lit_grpo.policy.critic import Critic, check_critic
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.given import as_optimizer, as_policy
-from lit_grpo.policy.model.load import check_policy, check_replay, load_model, load_tokenizer, resolve_backend
+from lit_grpo.policy.model.load import check_policy, load_tokenizer
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
-from lit_grpo.run.steps import counts_as_evaluation
 from lit_grpo.trainer.connect import connect
-from lit_grpo.trainer.refused import refuse_spawning
+from lit_grpo.trainer.refused import no_data_module, refuse_spawning
+from lit_grpo.trainer.update_hooks import UpdateHooks
 from lit_grpo.types import Experience, Rollout, RolloutSnapshot, StepResult, WeightForm
 from lit_grpo.utils import random as rng
 from lit_grpo.utils.arguments import explained
 from lit_grpo.utils.bounds import Bound, check_arguments, check_fields
 from lit_grpo.utils.dataclasses import from_arguments
-from lit_grpo.utils.logging import log_level
 from lit_grpo.utils.memory import screen_if_out_of_memory
 from lit_grpo.utils.secrets import masked
-from lit_grpo.utils.spelling import nearest
 
 __all__ = ["LitGRPO"]
 
 log = logging.getLogger(__name__)
 
-RANK_ZERO_LOGGER = "lightning.pytorch.utilities.rank_zero"
-"""The logger that ``rank_zero_info`` writes to."""
 SHOWN_IN_PROGRESS_BAR = ("reward", "policy/entropy", "completions/length")
 
 
-class LitGRPO(pl.LightningModule):
+class LitGRPO(EvaluatedModule):
     """LightningModule that trains a language-model policy on rollouts.
 
     One Lightning batch is one rollout of whole groups, and ``training_step`` takes all of its optimizer steps.
@@ -156,43 +149,29 @@ class LitGRPO(pl.LightningModule):
         super().__init__()
         # A batch takes several optimizer steps, each of which may be skipped; Lightning's own loop takes just one.
         self.automatic_optimization = False
-        self.policy_config = as_policy(policy, "model.policy")
-        self.objective_config = as_objective_config(objective, "model.objective")
-        self.optimizer_config = as_optimizer(optimizer, "model.optimizer")
-        self.reference_config = from_arguments(ReferenceConfig, reference, "model.reference")
-        self.critic_config = None if critic is None else from_arguments(CriticConfig, critic, "model.critic")
-        self.guards = from_arguments(GuardConfig, guards, "model.guards")
-        self.sharding_config = from_arguments(ShardingConfig, sharding, "model.sharding")
-        arguments: dict[str, Any] = {
-            "policy": self.policy_config,
-            "optimizer": self.optimizer_config,
-            "reference": self.reference_config,
-            "critic": self.critic_config,
-            "micro_batch_tokens": micro_batch_tokens,
-            "micro_batch_size": micro_batch_size,
-            "zero_advantage_samples": zero_advantage_samples,
-            "step_kl_samples": step_kl_samples,
-            "routing_replay": routing_replay,
-            "updates_per_rollout": updates_per_rollout,
-            "minibatch_prompts": minibatch_prompts,
-            "max_grad_norm": max_grad_norm,
-            "max_staleness": max_staleness,
-            "max_skipped_steps": max_skipped_steps,
-            "guards": self.guards,
-            "sharding": self.sharding_config,
-        }
-        check_arguments(LitGRPO.__init__, arguments, "model")
+        policy = as_policy(policy, "model.policy")
+        objective = as_objective_config(objective, "model.objective")
+        optimizer = as_optimizer(optimizer, "model.optimizer")
+        reference = from_arguments(ReferenceConfig, reference, "model.reference")
+        critic = None if critic is None else from_arguments(CriticConfig, critic, "model.critic")
+        guards = from_arguments(GuardConfig, guards, "model.guards")
+        sharding = from_arguments(ShardingConfig, sharding, "model.sharding")
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        check_arguments(LitGRPO.__init__, {k: v for k, v in arguments.items() if k != "objective"}, "model")
+        self.policy_config, self.objective_config, self.optimizer_config = policy, objective, optimizer
+        self.reference_config, self.critic_config = reference, critic
+        self.guards, self.sharding_config = guards, sharding
         # Its numbers are overrides, of which each part of the objective knows the bounds.
-        check_fields(self.objective_config, "model.objective", finite=False)
-        check_policy(self.policy_config)
-        check_optimizer(self.optimizer_config)
-        self.objective: Objective = resolve_objective(self.objective_config, max_staleness)
+        check_fields(objective, "model.objective", finite=False)
+        check_policy(policy)
+        check_optimizer(optimizer)
+        self.objective: Objective = resolve_objective(objective, max_staleness)
         if self.critic_config is None and self.objective.advantage.critic:
             self.critic_config = CriticConfig()
             rank_zero_info(
                 f"{self.objective.name} learns with a critic: model.critic is not set, so the default is used."
             )
-        check_critic(self.policy_config, self.critic_config)
+        check_critic(policy, self.critic_config)
         self.micro_batch_tokens, self.micro_batch_size = micro_batch_tokens, micro_batch_size
         self.budget = MicroBatchBudget(micro_batch_tokens, micro_batch_size)
         """The bounds in force: those that were set, or less once memory has run out."""
@@ -204,11 +183,9 @@ class LitGRPO(pl.LightningModule):
         self.max_staleness = max_staleness
         self.max_skipped_steps = max_skipped_steps
         # The critic may have become the default one since. Without secrets, since a checkpoint may be handed on.
-        arguments |= {"objective": self.objective_config, "critic": self.critic_config}
+        arguments["critic"] = self.critic_config
         plain = {name: asdict(cast(Any, value)) if is_dataclass(value) else value for name, value in arguments.items()}
         self.save_hyperparameters(masked(plain), logger=False)
-        self._resolved_policy_config = self.policy_config
-        """The policy's settings with everything left open decided, once the devices are known."""
         self.policy: Policy | None = None
         self.critic: Critic | None = None
         self.reference: Policy | None = None
@@ -219,10 +196,6 @@ class LitGRPO(pl.LightningModule):
         self.policy_version = 0
         """Number of rollouts trained on."""
         self.counters = StepCounters()
-        self._evaluator = Evaluator("val")
-        self._best_held_out: dict[str, dict[int, float]] = {}
-        self.evaluation: EvaluationResult | None = None
-        """Result of the last evaluation."""
         self.step_result: StepResult | None = None
         """The rollout under way or, between rollouts, the last one; for callbacks."""
         self._unscored_rollouts = UnscoredRollouts()
@@ -236,8 +209,7 @@ class LitGRPO(pl.LightningModule):
         self._restored_random_state: dict[str, Any] | None = None
         self._forward_runner: ForwardRunner | None = None
         self._optimizer_stepper: OptimizerStepper | None = None
-        self._make_model: Callable[[Callable[[], Any]], Any] = lambda make: make()
-        """Calls a function that makes a model; where the run is sharded, it keeps this rank's shards of that model."""
+        self._model_factory = ModelFactory(policy, self.critic_config, sharding)
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -279,31 +251,25 @@ class LitGRPO(pl.LightningModule):
         Raises:
             UserError: the objective, the updates and the shape of the rollouts contradict each other.
         """
-        objective = self._fit_to_run(self.objective, context)
+        shape = replace(self._run_shape, context=context)
+        objective = shape.fit(self.objective, context)
         check_minibatches(context.prompts_per_rollout, self.minibatch_prompts, self.updates_per_rollout)
-        self.objective_state = with_reward_range(objective, self.objective_state, context.reward_range)
+        self.objective_state = shape.with_rewards(objective, self.objective_state)
         self._context, self.objective = context, objective
 
-    def _fit_to_run(self, objective: Objective, context: RunContext) -> Objective:
-        for caution in objective.shaping.cautions(context.max_new_tokens):
-            rank_zero_warn(caution)
-        objective = objective.for_run(context.max_new_tokens, self.updates_per_rollout)
-        objective.check(
-            group_size=context.group_size,
+    @property
+    def _run_shape(self) -> RunShape:
+        return RunShape(
             updates_per_rollout=self.updates_per_rollout,
-            has_critic=self.critic_config is not None,
+            max_staleness=self.max_staleness,
+            critic=self.critic_config,
+            context=self._context,
+            trained_rollouts=self.policy_version,
         )
-        warmup = 0 if self.critic_config is None else warmup_rollouts(self.critic_config, objective)
-        check_objective(objective, self.updates_per_rollout * objective.passes, warmup)
-        check_verdicts(objective, context.primary_range)
-        check_critic_settings(
-            self.critic_config,
-            objective,
-            rollouts=context.rollouts,
-            max_new_tokens=context.max_new_tokens,
-            reward_range=context.reward_range,
-        )
-        return objective
+
+    @property
+    def _run_objective(self) -> RunObjective:
+        return RunObjective(self.objective_config, self.objective, self.objective_state)
 
     def change_objective(self, changes: dict[str, Any]) -> None:
         """Go on with another objective, between two rollouts and on all ranks; histories that both have are kept.
@@ -316,10 +282,10 @@ class LitGRPO(pl.LightningModule):
                 goes on as it was.
         """
         # A refused change must leave no trace: everything is made first, and assigned in the last lines.
-        config, objective, state = self._changed_objective(changes)
-        if "ref_logprobs" in objective.requires(self.updates_per_rollout) and self.reference_policy is None:
-            raise UserError(f"{objective.name} needs a reference model, and this run has made none")
-        self.objective_config, self.objective, self.objective_state = config, objective, state
+        other = self._run_objective.changed(changes, self._run_shape)
+        if "ref_logprobs" in other.objective.requires(self.updates_per_rollout) and self.reference_policy is None:
+            raise UserError(f"{other.objective.name} needs a reference model, and this run has made none")
+        self.objective_config, self.objective, self.objective_state = other.config, other.objective, other.state
         # Both are made anew: whether experts are replayed depends on the passes of the objective.
         self._forward_runner = self._optimizer_stepper = None
 
@@ -330,16 +296,13 @@ class LitGRPO(pl.LightningModule):
             The error that it would end with; None if the run fits the other objective.
         """
         # What a change warns of is said when it is made.
-        with warnings.catch_warnings(), log_level(RANK_ZERO_LOGGER, logging.WARNING):
-            warnings.simplefilter("ignore")
-            try:
-                _, objective, _ = self._changed_objective(changes)
-            except UserError as error:
-                return error
+        other = self._run_objective.try_changes(changes, self._run_shape)
+        if isinstance(other, UserError):
+            return other
         # Before the fit begins, the reference that the present objective needs is still to be made.
         has_reference = self.reference_policy is not None or self._needs("ref_logprobs")
-        if "ref_logprobs" in objective.requires(self.updates_per_rollout) and not has_reference:
-            return UserError(f"{objective.name} needs a reference model, and this run makes none")
+        if "ref_logprobs" in other.objective.requires(self.updates_per_rollout) and not has_reference:
+            return UserError(f"{other.objective.name} needs a reference model, and this run makes none")
         return None
 
     def changes_that_add(self, safeguard: str) -> dict[str, Any]:
@@ -348,87 +311,26 @@ class LitGRPO(pl.LightningModule):
         Args:
             safeguard: one of :data:`lit_grpo.objectives.safeguards.Safeguard`.
         """
-        changes = changes_that_add(cast(Safeguard, safeguard), self.objective)
-        # Settings of a part that is replaced are given up; most of them were never given.
-        return {k: v for k, v in changes.items() if v is not None or getattr(self.objective_config, k) is not None}
-
-    def _changed_objective(self, changes: dict[str, Any]) -> tuple[ObjectiveConfig, Objective, ObjectiveState]:
-        """Make what :meth:`change_objective` changes to, without changing anything."""
-        known = {field.name for field in fields(ObjectiveConfig)}
-        if unknown := next((key for key in changes if key not in known), None):
-            close = nearest(unknown, known)
-            raise UserError(f"unknown override {unknown!r}", where="model.objective",
-                            remedy=f"did you mean {close!r}?" if close else None)  # fmt: skip
-        config = replace(ObjectiveConfig() if "recipe" in changes else self.objective_config, **changes)
-        objective, state = resolve_objective(config, self.max_staleness), self.objective_state
-        if self._context is not None:
-            objective = self._fit_to_run(objective, self._context)
-            state = with_reward_range(objective, state, self._context.reward_range)
-        return config, objective, with_untouched_entropy(objective, objective.adopt_state(state), self.policy_version)
+        return self._run_objective.changes_that_add(safeguard)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         # Inserted and not returned: it must be the first to know of an exception, and Lightning appends what it gets.
-        trainer = self._trainer
-        if trainer is not None and trainer.world_size > 1:
-            callbacks: list[Any] = cast(Any, trainer).callbacks
-            if not any(isinstance(callback, RankCallback) for callback in callbacks):
-                callbacks.insert(0, RankCallback(self.guards.max_rank_silence))
+        if self._trainer is not None:
+            watch_ranks(self._trainer, self.guards.max_rank_silence)
         return []
 
     def configure_model(self) -> None:
         # Lightning calls this hook at the start of every fit, validate and test; the models are made once.
         if self.policy is not None:
             return
-        if self.routing_replay != "none":
-            check_replay(self.policy_config)
-        if (config := self.critic_config) is not None:
-            check_vocabulary(self.policy_config, config)
-        with screen_if_out_of_memory(
-            "loading the model",
-            self._target_device,
-            where="model.policy",
-            remedies=remedies(self._target_device, activations=False),
-        ):
-            self._load_models()
-
-    @property
-    def _target_device(self) -> torch.device:
-        """The device that the models go to; unlike ``device`` also before they are there."""
-        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.root_device
-
-    def _load_models(self) -> None:
-        policy, config = self.policy_config, self.critic_config
-        # Not self.trainer: the property raises where there is none.
-        mesh = data_mesh(
+        models = self._model_factory.load(
+            # Not self.trainer: the property raises where there is none.
             self._trainer,
-            self.sharding_config,
-            quantized=policy.quantization is not None,
-            needs_score_norms=self._needs("score_sqnorm"),
+            replay=self.routing_replay != "none",
+            score_norms=self._needs("score_sqnorm"),
+            reference=self._needs("ref_logprobs") and self.reference_config.refresh_every is not None,
         )
-        dtype, device = compute_dtype_and_device(
-            self._trainer,
-            mesh,
-            self.sharding_config,
-            full_precision=policy.dtype == "float32" and policy.tiny is None,
-        )
-        self._resolved_policy_config = resolve_backend(policy, dtype, device)
-        if mesh is not None:
-            self._make_model = partial(shards.make_sharded, mesh, self.sharding_config)
-        self.policy = self._make_model(lambda: self._new_policy(config))
-        if config is not None and self._policy.value_head is None:
-            model = resolve_backend(model_settings(policy, config), dtype, device)
-            self.critic = self._make_model(lambda: make_critic(model, config))
-        if self._needs("ref_logprobs") and self.reference_config.refresh_every is not None:
-            self.reference = self._initial_policy()
-
-    def _initial_policy(self) -> Policy:
-        """Make the policy as it was before training, whatever has been trained or restored since; without gradient."""
-        return cast(Policy, self._make_model(lambda: self._new_policy().requires_grad_(False)))
-
-    def _new_policy(self, critic: CriticConfig | None = None) -> Policy:
-        model = load_model(self._resolved_policy_config)
-        head = make_head(model, critic) if critic is not None and critic.backbone == "shared" else None
-        return Policy(model, self.policy_config.logits_chunk, head)
+        self.policy, self.critic, self.reference = models.policy, models.critic, models.reference
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the policy's model as transformers has it: ``module(input_ids).logits`` is [batch, tokens, vocabulary].
@@ -449,20 +351,20 @@ class LitGRPO(pl.LightningModule):
     # Lightning asks the module for loaders where there is no data module that has them.
 
     def train_dataloader(self) -> Any:
-        raise _no_data_module("fit")
+        raise no_data_module("fit")
 
     def val_dataloader(self) -> Any:
         if self.trainer.state.fn == "validate":
-            raise _no_data_module("validate")
+            raise no_data_module("validate")
         # A fit needs no held-out questions, and nobody has to be warned of having none.
         warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
         return []
 
     def test_dataloader(self) -> Any:
-        raise _no_data_module("test")
+        raise no_data_module("test")
 
     def predict_dataloader(self) -> Any:
-        raise _no_data_module("predict")
+        raise no_data_module("predict")
 
     def configure_optimizers(self) -> Any:
         # Not trainer.estimated_stepping_batches: it sets the loaders up before Lightning restores their state, and a
@@ -482,12 +384,9 @@ class LitGRPO(pl.LightningModule):
         with screen_if_out_of_memory(
             "preparing the models", self.device, where="model", remedies=remedies(self.device, activations=False)
         ):
-            self._policy.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
-            if self.critic is not None:
-                self.critic.verify_against_model_forward(self.layout)
+            self._models.verify_against_model_forward(self.layout, replay=self.routing_replay != "none")
             if self._needs("ref_logprobs") and self.reference_policy is None:
-                reference = self._initial_policy()
-                self._frozen_reference.append(reference if self.sharded else reference.to(self.device))
+                self._frozen_reference.append(self._model_factory.make_reference(self.device))
         if self.sharded:
             self.reshard()
             # A checkpoint in shards needs optimizer states, also one that is saved before the first step.
@@ -515,16 +414,20 @@ class LitGRPO(pl.LightningModule):
     @property
     def sharded(self) -> bool:
         """Whether the models are in shards. All ranks must then make the same forward passes in the same order."""
-        return shards.is_sharded(self._policy)
+        return self._models.sharded
 
     def reshard(self) -> None:
         """Put gathered weights of all models back into shards, see :func:`lit_grpo.distributed.sharding.reshard`."""
-        shards.reshard(self._policy, self.critic, self.reference, *self._frozen_reference)
+        self._models.reshard()
 
     @property
     def reference_policy(self) -> Policy | None:
         """The policy that KL terms compare with, frozen or refreshed; None where the objective has none."""
         return self.reference if self.reference is not None else next(iter(self._frozen_reference), None)
+
+    @property
+    def _models(self) -> Models:
+        return Models(self._policy, self.critic, self.reference_policy)
 
     @property
     def _policy(self) -> Policy:
@@ -545,24 +448,13 @@ class LitGRPO(pl.LightningModule):
         if self._forward_runner is None:
             # A single update has nothing to replay: its experts are those of the old policy.
             single = self.updates_per_rollout * self.objective.passes == 1
-            self._forward_runner = ForwardRunner(
-                policy=self._policy,
-                reference=self.reference_policy,
-                critic=self.critic,
+            self._forward_runner = self._models.forward_runner(
                 micro_batches=self.micro_batches,
                 inputs=self.policy_inputs,
                 routing_replay="none" if self.routing_replay == "old" and single else self.routing_replay,
-                max_over_ranks=partial(shards.largest_counts, device=self.device) if self.sharded else None,
+                layout=self.layout,
+                budget=self.budget,
                 device=self.device,
-                gives_way=GivesWay(
-                    budget=self.budget,
-                    tokens_of=lambda batch, rows: batches.policy_input(batch, rows, self.layout, device="cpu").tokens,
-                    recover=partial(shards.recover, self._policy, self.critic, self.reference_policy),
-                    refuses=shards.why_not_repeatable(self._policy),
-                    device=self.device,
-                    # Not of rank 0 alone: memory may run out on any.
-                    say=partial(log.warning, "%s"),
-                ),
             )
         return self._forward_runner
 
@@ -581,48 +473,36 @@ class LitGRPO(pl.LightningModule):
             sample=sample,
             version=self.policy_version,
             guards=self.guards,
-            reduce=self.reduce_or_none,
+            reduce=self.ranks.sum_or_none,
         )
-
-    def _optimizer_bundles(self) -> list[OptimizerBundle]:
-        """Return the policy's optimizer with its schedule and clipping, then the critic's if there is one."""
-        optimizers, schedulers = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
-        if self.critic_config is None:
-            return [OptimizerBundle("optim/", optimizers, schedulers, self.max_grad_norm)]
-        limits = (("optim/", self.max_grad_norm), ("critic/", self.critic_config.max_grad_norm))
-        return [
-            OptimizerBundle(prefix, optimizer, scheduler, limit)
-            for (prefix, limit), optimizer, scheduler in zip(limits, optimizers, schedulers, strict=True)
-        ]
 
     @property
     def _stepper(self) -> OptimizerStepper:
         if self._optimizer_stepper is None:
+            hooks, critic = UpdateHooks(self.trainer, self), self.critic_config
+            limits = [self.max_grad_norm] if critic is None else [self.max_grad_norm, critic.max_grad_norm]
             self._optimizer_stepper = OptimizerStepper(
                 forward=self.forward_runner,
-                bundles=self._optimizer_bundles(),
+                bundles=make_bundles(self.optimizers(), self.lr_schedulers(), limits),
                 counters=self.counters,
                 backward=self.manual_backward,
-                veto=self._ask_callbacks_for_veto,
-                limit=self._ask_callbacks_for_limits,
+                veto=hooks.veto,
+                limit=hooks.limits,
                 gradients=GradientExchange.of(self.trainer.strategy, self.trainer.world_size),
-                reduce=self.reduce_or_none,
+                reduce=self.ranks.sum_or_none,
                 rank=self.global_rank,
                 guards=self.guards,
                 zero_advantage_samples=self.zero_advantage_samples,
                 max_skipped_steps=self.max_skipped_steps,
-                mends_lost_weights=self._do_callbacks_mend_lost_weights,
+                mends_lost_weights=hooks.mends_lost_weights,
             )
         return self._optimizer_stepper
 
     def describe_run(self) -> dict[str, str]:
         """Return what is trained and how, text by name, for whoever shows a run that begins."""
-        config, context = self.policy_config, self._context
+        context = self._context
         facts = {"recipe": self.objective.name}
-        found = {"model": self._policy.model, "critic": self.critic}
-        for name, model in ((name, model) for name, model in found.items() if model is not None):
-            facts[name] = parameter_count(model)
-        facts["model"] = f"{config.path or 'tiny, of random weights'}: {facts['model']}"
+        facts |= describe_models(self._policy.model, self.critic, self.policy_config.path)
         if context is not None:
             facts["batch"] = batch_in_words(
                 context.prompts_per_rollout,
@@ -630,8 +510,7 @@ class LitGRPO(pl.LightningModule):
                 self.updates_per_rollout * self.objective.passes,
                 self.minibatch_prompts,
             )
-        models = (self._policy, self.critic, self.reference, *self._frozen_reference)
-        facts["memory"] = memory_in_words(models, self.optimizer_config)
+        facts["memory"] = memory_in_words(self._models.all, self.optimizer_config)
         return facts
 
     # ---------------------------------------------------------------------------------------------- one rollout
@@ -652,11 +531,34 @@ class LitGRPO(pl.LightningModule):
 
     def _train_on(self, batch: Rollout) -> None:
         started = time.perf_counter()
-        staleness = self._check_staleness(batch)
+        staleness = check_staleness(batch, self.policy_version, self.max_staleness)
         check_batch_verdicts(batch, self.objective)
-        metrics, experience = StepMetrics(), make_experience(batch, self.device)
+        metrics = StepMetrics()
         add_rollout_metrics(metrics, batch, self.trainer.world_size)
-        warmup = self.policy_version < self._warmup_rollouts
+        steps = self._prepare(batch, metrics)
+        steps_before = self.optimizer_steps
+        first_update = self._optimize(batch, steps, metrics)
+        # The engine may sample from this very model, whose routers must then choose for themselves.
+        self._policy.stop_replay()
+        self._measure(steps[0], first_update, metrics, moved=self.optimizer_steps > steps_before)
+        # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
+        self.policy_version += 1
+        every = self.reference_config.refresh_every
+        if self.reference is not None and every is not None and self.policy_version % every == 0:
+            self._models.refresh_reference()
+        if self.ranks.several:
+            self.budget.agree(self.ranks.max)
+        self._log(batch, metrics, staleness, time.perf_counter() - started)
+        if self.budget.end_rollout():
+            rank_zero_info(
+                f"memory has sufficed for {RAISE_AFTER} rollouts: micro-batches may have {self.budget.tokens:,} tokens "
+                "again. Where it runs out once more, the smaller bound stays"
+            )
+        self._unscored_rollouts.check(batch.index, self.step_metrics)
+
+    def _prepare(self, batch: Rollout, metrics: StepMetrics) -> list[OptimizerStep]:
+        """Compute log-probabilities, values and advantages of a rollout, and list its optimizer steps in order."""
+        experience, warmup = make_experience(batch, self.device), self.policy_version < self._warmup_rollouts
         objective = with_monte_carlo_returns(self.objective) if warmup else self.objective
         # Where a single update needs fields already, advantages and plans are made from them, so they come first, of
         # every completion. Otherwise what has no gradient is known before the forward pass, and is left out of it.
@@ -668,145 +570,43 @@ class LitGRPO(pl.LightningModule):
         if advantages_need_forward:
             results = self.forward_runner.old_forward(batch, experience, needed)
             experience = results.added_to(experience)
-        advantages = self._compute_advantages(objective, batch, experience)
+        advantages, self.objective_state = compute_advantages(
+            objective, self.objective_state, batch, experience, self.ranks
+        )
         self.step_result = StepResult(RolloutSnapshot(batch, experience, advantages))
         by_verdict = "advantage" in objective.uses_correct
         add_audit_metrics(metrics, batch, experience, advantages, self.trainer.world_size, by_verdict)
         steps = make_steps(
             self.minibatches(batch), objective, self.objective_state, experience, advantages, results, warmup=warmup
         )
-        if not advantages_need_forward:
-            steps = self._stepper.old_forward(batch, steps, needed)
-        steps_before = self.optimizer_steps
-        first_update = self._optimize(batch, steps, metrics)
-        # The engine may sample from this very model, whose routers must then choose for themselves.
-        self._policy.stop_replay()
-        if self.step_kl_samples != 0 and self.optimizer_steps > steps_before:
-            seed = rng.derive_seed("step_kl", rng.run_seed(), batch.index)
-            metrics.update(measure_step(self.forward_runner, first_update, advantages, self.step_kl_samples, seed))
-        self._measure_critic(batch, steps[0].objective, steps[0].experience, metrics)
-        # Counted here and not in a hook: callbacks that save the run do so before the module's hooks.
-        self.policy_version += 1
-        self._refresh_reference()
-        if self.trainer.world_size > 1:
-            self._agree_on_budget()
-        self._log(batch, metrics, staleness, time.perf_counter() - started)
-        if self.budget.end_rollout():
-            rank_zero_info(
-                f"memory has sufficed for {RAISE_AFTER} rollouts: micro-batches may have {self.budget.tokens:,} tokens "
-                "again. Where it runs out once more, the smaller bound stays"
-            )
-        self._unscored_rollouts.check(batch.index, self.step_metrics)
-
-    def _agree_on_budget(self) -> None:
-        """Give all ranks the smallest bound on micro-batches that one of them came to."""
-        own = float("inf") if self.budget.tokens is None else float(self.budget.tokens)
-        least = -float(self.reduce_max(torch.tensor([-own], dtype=torch.float64)))
-        self.budget.lower_to(None if least == float("inf") else int(least))
-
-    def _compute_advantages(self, objective: Objective, batch: Rollout, experience: Experience) -> Tensor:
-        """Compute the advantages of a rollout, [N, T], and keep the state that the objective goes on with."""
-        # A completion that no reward scored has no part in any statistic: the objective never sees it.
-        scored = scored_rows(batch)
-        seen = experience if scored is None else experience.select(scored)
-        advantages, self.objective_state = objective.advantages(seen, self.objective_state, self.reduce_or_none)
-        if scored is not None:
-            advantages = gather_rows([(scored, advantages)], len(batch.completions))
-        # Ranks see different prompts, and each keeps the history of all of them. Whether there is a history is asked of
-        # the objective and not of the state: every rank must take part in the gather, or none.
-        if self.trainer.world_size > 1 and self.objective.advantage.state_fields:
-            states: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(states, self.objective_state)
-            self.objective_state = self.objective.merge_states(states)
-        return advantages
+        return steps if advantages_need_forward else self._stepper.old_forward(batch, steps, needed)
 
     def _optimize(self, batch: Rollout, steps: Sequence[OptimizerStep], metrics: StepMetrics) -> FirstUpdate:
         """Take the optimizer steps of a rollout, and keep in ``step_result`` its log-probabilities from before them.
 
         Returns those of the first step.
         """
-        experience, advantages = steps[0].experience, steps[0].advantages
-        first_update = FirstUpdate(batch, experience, steps[0].rows, self.policy_version)
+        first_update = FirstUpdate(batch, steps[0].experience, steps[0].rows, self.policy_version)
         try:
             for number, step in enumerate(steps):
                 self._stepper.step(batch, step, metrics, first_update if number == 0 else None)
         finally:
             # Also where a guard ends the run, so that the flight record holds what it found wrong.
-            logprobs, entropy = experience.old_logprobs, experience.entropy
-            snapshot = RolloutSnapshot(
-                batch,
-                experience,
-                advantages,
-                first_update.logprobs() if logprobs is None else logprobs,
-                first_update.entropy() if entropy is None else entropy,
-            )
-            self.step_result = StepResult(snapshot)
+            self.step_result = StepResult(first_update.rollout_snapshot(steps[0].advantages))
         return first_update
 
-    def _measure_critic(
-        self, batch: Rollout, objective: Objective, experience: Experience, metrics: StepMetrics
+    def _measure(
+        self, first_step: OptimizerStep, first_update: FirstUpdate, metrics: StepMetrics, *, moved: bool
     ) -> None:
+        """Measure what the optimizer steps of a rollout did: how far the policy moved, what the critic learned."""
+        batch, runner = first_update.batch, self.forward_runner
+        if self.step_kl_samples != 0 and moved:
+            seed = rng.derive_seed("step_kl", rng.run_seed(), batch.index)
+            metrics.update(measure_step(runner, first_update, first_step.advantages, self.step_kl_samples, seed))
         config = self.critic_config
         if config is not None and config.measure_every and self.policy_version % config.measure_every == 0:
-            state, reduce = self.objective_state, self.reduce_or_none
-            metrics.update(critic_after_update(self.forward_runner, batch, objective, experience, state, reduce))
-
-    def _ask_callbacks_for_veto(self, metrics: dict[str, float]) -> str | None:
-        """Return why a callback wants this step to be left out.
-
-        Callbacks answer by a method ``veto_update(trainer, module, metrics) -> str | None``, see
-        :attr:`lit_grpo.learner.optimizer_step.OptimizerStepper.veto`.
-        """
-        # All are asked, also after a first veto: a monitor that keeps a history must see every step.
-        reasons = [
-            callback.veto_update(self.trainer, self, metrics)
-            for callback in cast(Any, self.trainer).callbacks
-            if hasattr(callback, "veto_update")
-        ]
-        return next((reason for reason in reasons if reason), None)
-
-    def _ask_callbacks_for_limits(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the gradient norms that callbacks want this step to be clipped to, by the key of the norm.
-
-        Callbacks answer by a method ``limit_update(trainer, module, metrics) -> dict[str, float] | None``, see
-        :attr:`lit_grpo.learner.optimizer_step.OptimizerStepper.limit`. Of several limits the smallest holds.
-        """
-        limits: dict[str, float] = {}
-        for callback in cast(Any, self.trainer).callbacks:
-            if hasattr(callback, "limit_update"):
-                for key, limit in (callback.limit_update(self.trainer, self, metrics) or {}).items():
-                    limits[key] = min(limit, limits.get(key, limit))
-        return limits
-
-    def _do_callbacks_mend_lost_weights(self) -> bool:
-        """Ask the callbacks whether one of them will go back to a checkpoint when the weights are no longer finite.
-
-        Callbacks answer by a method ``mends_lost_weights(trainer) -> bool``.
-        """
-        return any(
-            callback.mends_lost_weights(self.trainer)
-            for callback in cast(Any, self.trainer).callbacks
-            if hasattr(callback, "mends_lost_weights")
-        )
-
-    @torch.no_grad()
-    def _refresh_reference(self) -> None:
-        every = self.reference_config.refresh_every
-        if self.reference is not None and every is not None and self.policy_version % every == 0:
-            # Shards are copied into shards: a weight that a forward pass left gathered has another shape.
-            self.reshard()
-            for old, new in zip(self.reference.model.parameters(), self._policy.model.parameters(), strict=True):
-                old.copy_(new)
-
-    def _check_staleness(self, batch: Rollout) -> int:
-        staleness = self.policy_version - batch.policy_version
-        if not 0 <= staleness <= self.max_staleness:
-            raise RuntimeError(
-                f"rollout {batch.index} was sampled with weights of version {batch.policy_version}, but the policy is "
-                f"at version {self.policy_version}: {staleness} rollouts old, allowed are {self.max_staleness}. "
-                "Lightning reads ahead of a loader without a length: use RolloutDataModule's loader or give yours one."
-            )
-        return staleness
+            objective, state, reduce = first_step.objective, self.objective_state, self.ranks.sum_or_none
+            metrics.update(critic_after_update(runner, batch, objective, first_step.experience, state, reduce))
 
     def minibatches(self, batch: Rollout) -> Iterator[Tensor]:
         """Yield the completions of each optimizer step, see :func:`lit_grpo.learner.batch.minibatches`."""
@@ -826,76 +626,25 @@ class LitGRPO(pl.LightningModule):
         """Make the model input of some completions of a rollout."""
         return batches.policy_input(batch, rows, self.layout, device=self.device)
 
-    # ---------------------------------------------------------------------------------------------- evaluation
-
-    def on_validation_epoch_start(self) -> None:
-        self._evaluator = Evaluator("val", self.device, self._best_held_out)
-
-    def on_test_epoch_start(self) -> None:
-        self._evaluator = Evaluator("test", self.device)
-
-    def validation_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Return one record a completion under ``records``, as :meth:`predict_step` does."""
-        return {"records": self._evaluator.update(batch)}
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Rollout, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Return one record a completion: prompt id, question, completion, rewards."""
-        return records(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        self.evaluation = self._evaluator.compute()
-        # The numbers are alike on all ranks already, so that their mean over ranks changes none of them.
-        self.log_dict(self.evaluation.metrics(), sync_dist=True)
-
-        # A look at a few prompts before training says nothing of them all, and a test asks others.
-        if self._evaluator.stage == "val" and counts_as_evaluation(self.trainer):
-            self._best_held_out = self._evaluator.best
-
-    on_test_epoch_end = on_validation_epoch_end
-
     # ---------------------------------------------------------------------------------------------- logging
 
     def _log(self, batch: Rollout, metrics: StepMetrics, staleness: int, seconds: float) -> None:
-        several_ranks = self.trainer.world_size > 1
-        if several_ranks:
-            metrics.agree(self.trainer.world_size)
-        values = metrics.compute(self.reduce_or_none, self.reduce_max if several_ranks else None)
-        values |= diagnostics.derive(values) | batch.metrics
-        values |= {
-            "optim/steps": float(self.optimizer_steps),
-            "optim/skipped_steps": float(self.skipped_steps),
-            "optim/clipped_steps": float(self.clipped_steps),
-            "optim/empty_steps": float(self.empty_steps),
-            "optim/repeated_steps": float(self.counters.repeated_steps),
-            "rollout/policy_version": float(self.policy_version),
-            "rollout/staleness": float(staleness),
-            "time/update": seconds,
-        }
-        for bundle in self._stepper.bundles:
-            values[f"{bundle.prefix}lr"] = bundle.lr
-        if self.budget.tokens is not None:
-            values["memory/micro_batch_tokens"] = float(self.budget.tokens)
-        if self.critic_config is not None:
-            values["critic/steps"] = float(self.critic_steps)
-        if self.objective_state.initial_entropy is not None:
-            values["policy/entropy_initial"] = self.objective_state.initial_entropy
-        if self.objective_state.beta is not None:
-            values["policy/kl_beta"] = self.objective_state.beta
-        entropy = values.get("policy/entropy_sequence")
-        if self.policy_version == 1 and entropy is not None:
-            self.objective_state = replace(self.objective_state, first_rollout_entropy=entropy)
-        # Beside the learner's work, sampling costs only what the learner waits for it.
-        phases = ("wait", "sync") if "time/learner_idle" in batch.metrics else ("generate", "reward", "sync")
-        busy = seconds + sum(batch.metrics.get(f"time/{phase}", 0.0) for phase in phases)
-        values["time/tokens_per_second"] = values["completions/tokens"] / busy if busy > 0 else 0.0
+        values = report_rollout(
+            batch,
+            metrics,
+            ranks=self.ranks,
+            counters=self.counters,
+            bundles=self._stepper.bundles,
+            budget=self.budget,
+            state=self.objective_state,
+            policy_version=self.policy_version,
+            staleness=staleness,
+            seconds=seconds,
+        )
         self._step_metrics = dict(values)
         assert self.step_result is not None
         self.step_result = replace(self.step_result, metrics=self._step_metrics)
-        self.objective_state = self.objective.end_of_rollout(
-            self.objective_state, approx_kl=values.get("policy/approx_kl_k3")
-        )
+        self.objective_state = state_after_rollout(self.objective, self.objective_state, values, self.policy_version)
         # Lightning would log the last known value of a key again where this rollout has none.
         values |= dict.fromkeys(self._logged_keys - values.keys(), float("nan"))
         self._logged_keys |= values.keys()
@@ -910,22 +659,9 @@ class LitGRPO(pl.LightningModule):
         return self._step_metrics
 
     @property
-    def reduce_or_none(self) -> Reduce | None:
-        """Function that sums a tensor over ranks; None where there is one process."""
-        return self.reduce_sum if self.trainer.world_size > 1 else None
-
-    def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over ranks, on the device of the tensor."""
-        return self._reduce(tensor, "sum")
-
-    def reduce_max(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise maximum of a tensor over ranks, on the device of the tensor."""
-        return self._reduce(tensor, "max")
-
-    def _reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        # The sums of metrics are CPU tensors, and NCCL reduces tensors on the GPU alone.
-        reduced = self.trainer.strategy.reduce(tensor.to(self.device), reduce_op=operation)
-        return cast(Tensor, reduced).to(tensor.device)
+    def ranks(self) -> RankReduction:
+        """Sums and maxima over the ranks of the run."""
+        return RankReduction(self.trainer.strategy, self.device, self.trainer.world_size)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -964,41 +700,33 @@ class LitGRPO(pl.LightningModule):
         return self._policy.named_weights(form)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        save_state(
-            checkpoint,
-            counters={"policy_version": self.policy_version, **asdict(self.counters)},
-            budget=self.budget.state(),
-            objective=self.objective_state.to_dict(),
-            best_held_out=self._best_held_out,
+        state = LearnerState(
+            policy_version=self.policy_version,
+            counters=self.counters,
+            objective=self.objective_state,
+            best_held_out=self.best_held_out,
             logged_keys=self._logged_keys,
-            world_size=self.trainer.world_size,
-            sharded=self.sharded,
+            budget=self.budget.state(),
         )
+        save_state(checkpoint, state, world_size=self.trainer.world_size, sharded=self.sharded)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Not self.trainer: the property raises where there is none.
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
         check_fits(checkpoint, self.state_dict(), self.optimizer_config.type, fitting=fitting)
-        state = load_state(checkpoint, fitting=fitting)
-        self.policy_version = state.counters.get("policy_version", 0)
-        for name in asdict(self.counters):
-            setattr(self.counters, name, state.counters.get(name, 0))
-        self.objective_state = ObjectiveState.from_dict(state.objective)
-        before = checkpoint.get("hyper_parameters", {}).get("objective")
-        if fitting and before is not None and before != self.hparams["objective"]:
-            # Another objective than it was saved with: what both know of the run is kept.
-            adopted = self.objective.adopt_state(self.objective_state)
-            self.objective_state = with_untouched_entropy(self.objective, adopted, self.policy_version)
-        if fitting and self._context is not None:
-            # Rewards, too, may be others than those it was saved with.
-            self.objective_state = with_reward_range(self.objective, self.objective_state, self._context.reward_range)
+        loaded = load_state(checkpoint, fitting=fitting)
+        state, before = loaded.state, checkpoint.get("hyper_parameters", {})
+        self.policy_version, self.objective_state = state.policy_version, state.objective
+        self.counters.restore(state.counters)
+        if fitting:
+            changed = before.get("objective") not in (None, self.hparams["objective"])
+            self.objective_state = self._run_shape.resumed(self.objective, state.objective, changed=changed)
         # Who has set another bound since means that one.
-        same_bound = checkpoint.get("hyper_parameters", {}).get("micro_batch_tokens") == self.micro_batch_tokens
-        if same_bound and state.budget is not None:
+        if before.get("micro_batch_tokens") == self.micro_batch_tokens and state.budget is not None:
             self.budget.restore(state.budget)
-        self._best_held_out = state.best_held_out
+        self.best_held_out = {name: dict(rewards) for name, rewards in state.best_held_out.items()}
         self._logged_keys = set(state.logged_keys)
-        self._restored_random_state = state.random
+        self._restored_random_state = loaded.random
 
     def restore_random_state(self) -> None:
         """Set this rank's random state to that of the checkpoint loaded last; a second call for it does nothing."""
@@ -1009,41 +737,12 @@ class LitGRPO(pl.LightningModule):
     def on_train_start(self) -> None:
         # Not earlier: making the loaders' iterators draws random numbers.
         self.restore_random_state()
-        self._measure_initial_entropy()
-
-    def _measure_initial_entropy(self) -> None:
-        """Measure <H> of the untouched model, for objectives that compare with it: once in a run, resumed or not.
-
-        Raises:
-            UserError: there is no data module to sample the completions, or the model has been trained on already and
-                the first rollout measured nothing.
-        """
-        count = self.objective.initial_entropy_prompts
-        if not count or self.objective_state.initial_entropy is not None:
-            return
-        # A run that is resumed under an objective that asks for it: the untouched model is gone.
-        if self.policy_version:
-            self.objective_state = with_untouched_entropy(self.objective, self.objective_state, self.policy_version)
-            return
-        completions = None if self._context is None else self._context.initial_completions
-        if completions is None:
-            raise UserError(
-                f"{self.objective.name} compares with the entropy of the untouched model, "
-                "which only RolloutDataModule lets it measure",
-                where="model.objective.initial_entropy",
-                remedy="set initial_entropy to the measured mean, in nats",
+        if self.objective.initial_entropy_prompts and self.objective_state.initial_entropy is None:
+            self.objective_state = with_initial_entropy(
+                self.objective,
+                self.objective_state,
+                self.policy_version,
+                self.forward_runner,
+                None if self._context is None else self._context.initial_completions,
+                self.ranks.sum,
             )
-        entropy = self.forward_runner.sequence_entropy(completions(count)).double()
-        # Sum and number travel in one collective, and the mean is taken after it: ranks may hold different numbers.
-        sums = torch.stack([entropy.sum(), entropy.new_tensor(float(len(entropy)))])
-        total, number = self.reduce_sum(sums).tolist()
-        self.objective_state = self.objective_state.with_initial_entropy(total / number)
-        rank_zero_info(f"entropy of the untouched model: {total / number:.4f} nats, over {number:.0f} completions")
-
-
-def _no_data_module(command: str) -> UserError:
-    return UserError(
-        "there is no data module, which samples and scores completions",
-        where=f"trainer.{command}",
-        remedy=f"trainer.{command}(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION]))",
-    )

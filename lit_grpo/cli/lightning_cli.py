@@ -42,8 +42,9 @@ from lit_grpo.terminal.log_file import LogFile
 from lit_grpo.terminal.progress import RunProgress
 from lit_grpo.tracking import RunSummary
 from lit_grpo.tracking.completions import CompletionTable
-from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
+from lit_grpo.tracking.mlflow_logger import RunLogger
 from lit_grpo.tracking.predictions import PredictionWriter
+from lit_grpo.tracking.run_note import RUN_FILE
 from lit_grpo.tracking.save_config import SaveRunConfig
 from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.trainer.checkpoint_words import WORDS, Word, begins_anew, check_is_there, no_checkpoint

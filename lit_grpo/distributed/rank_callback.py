@@ -207,3 +207,15 @@ def _is_of_a_collective(exception: BaseException) -> bool:
     text = f"{type(exception).__name__} {exception}".lower()
     words = ("gloo", "nccl", "connection closed", "connection reset", "dist", "tcpstore", "broken pipe", "peer")
     return isinstance(exception, RuntimeError | OSError) and any(word in text for word in words)
+
+
+def watch_ranks(trainer: Trainer, silence: float | None) -> None:
+    """Put a :class:`RankCallback` before all callbacks of a Trainer with several processes that has none.
+
+    Args:
+        trainer: the run's trainer.
+        silence: seconds without a sign of life after which a rank counts as lost; None: they are not watched.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.world_size > 1 and not any(isinstance(callback, RankCallback) for callback in callbacks):
+        callbacks.insert(0, RankCallback(silence))

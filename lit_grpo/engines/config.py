@@ -159,3 +159,14 @@ class EngineConfig:
     progress_seconds: Annotated[float, Bound(above=0)] = 300.0
     args: dict[str, Any] = field(default_factory=dict)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def in_words(self) -> str:
+        """Name the engine, and say what of its settings matters at a glance."""
+        if self.custom_engine is not None or not self.name.startswith("vllm"):
+            return self.custom_engine or self.name
+        words: list[str] = [self.name]
+        if self.dtype != "auto":
+            words.append(self.dtype)
+        if self.processes != 1:
+            words.append(f"{self.processes} processes")
+        return ", ".join(words)

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from lit_grpo.evaluation.metrics import MajAtK as MajAtK
     from lit_grpo.evaluation.metrics import PassAtK as PassAtK
     from lit_grpo.evaluation.metrics import PromptMean as PromptMean
+    from lit_grpo.evaluation.module import EvaluatedModule as EvaluatedModule
     from lit_grpo.evaluation.sets import EvaluationSet as EvaluationSet
     from lit_grpo.evaluation.writer import EvaluationWriter as EvaluationWriter
 
 _MODULES = {
     "AvgAtK": "metrics",
     "BestOfK": "metrics",
+    "EvaluatedModule": "module",
     "EvaluationResult": "evaluator",
     "EvaluationSet": "sets",
     "EvaluationWriter": "writer",

@@ -77,6 +77,12 @@ class MicroBatchBudget:
         if tokens is not None and (self.tokens is None or tokens < self.tokens):
             self._lower(tokens, 2 * tokens if self.tokens is None else self.tokens)
 
+    def agree(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """Take the smallest bound on tokens that a rank came to; all ranks call it, with a maximum over them."""
+        own = float("inf") if self.tokens is None else float(self.tokens)
+        least = -float(reduce_max(torch.tensor([-own], dtype=torch.float64)))
+        self.lower_to(None if least == float("inf") else int(least))
+
     def _lower(self, tokens: int, before: int) -> None:
         first = self.highest is None and not self.raised
         self.highest = None if self.raised else before if first else self.highest

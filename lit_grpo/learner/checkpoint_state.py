@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,48 +11,45 @@ import torch.distributed
 
 from lit_grpo.distributed.optimizer_state import to_plain, to_quantized
 from lit_grpo.errors import UserError
+from lit_grpo.learner.optimizer_step import StepCounters
+from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.utils import random as rng
 
 KEY = "lit_grpo"
 """Key of the learner's state in a Lightning checkpoint."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LearnerState:
-    """The learner's state as it comes out of a checkpoint."""
+    """What a run remembers besides weights and optimizers, as it goes into a checkpoint and comes out of it."""
 
-    counters: Mapping[str, int]
-    objective: dict[str, Any]
-    best_held_out: dict[str, dict[int, float]]
+    policy_version: int
+    """Number of rollouts that the weights have been trained on."""
+    counters: StepCounters
+    objective: ObjectiveState
+    best_held_out: Mapping[str, Mapping[int, float]]
     """Reward of each held-out prompt in the best evaluation so far, by set."""
-    logged_keys: frozenset[str]
+    logged_keys: Collection[str]
     """Keys that any rollout has logged."""
     budget: Mapping[str, Any] | None
     """Bound on micro-batches that the run had come to, as of ``MicroBatchBudget.state``; None: not known."""
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """The learner's state as a rank reads it from a checkpoint."""
+
+    state: LearnerState
     random: dict[str, Any] | None
     """Random state of this rank. None where the saved run had fewer ranks: the rank keeps what it was seeded with."""
 
 
-def save_state(
-    checkpoint: dict[str, Any],
-    *,
-    counters: Mapping[str, int],
-    objective: Any,
-    best_held_out: Mapping[str, Mapping[int, float]],
-    logged_keys: Iterable[str],
-    budget: Mapping[str, Any],
-    world_size: int,
-    sharded: bool,
-) -> None:
+def save_state(checkpoint: dict[str, Any], state: LearnerState, *, world_size: int, sharded: bool) -> None:
     """Put the state into a checkpoint that Lightning has begun. All ranks must call it.
 
     Args:
         checkpoint: checkpoint of Lightning that the state is added to.
-        counters: how far the run is, by name.
-        objective: histories of the objective, in plain types.
-        best_held_out: reward of each held-out prompt in the best evaluation so far, by set.
-        logged_keys: keys that any rollout has logged.
-        budget: bound on the tokens of a micro-batch, as of ``MicroBatchBudget.state``.
+        state: the state of this rank, which is that of all but for their random numbers.
         world_size: number of ranks.
         sharded: whether optimizer states are written as shards, in a format of their own.
     """
@@ -62,19 +59,20 @@ def save_state(
         random_states = [None] * world_size
         torch.distributed.all_gather_object(random_states, rng.get_state())
     checkpoint[KEY] = {
-        **counters,
-        "objective": objective,
-        "best_held_out": _plain(best_held_out),
+        "policy_version": state.policy_version,
+        **asdict(state.counters),
+        "objective": state.objective.to_dict(),
+        "best_held_out": _plain(state.best_held_out),
         # In order: that of a set changes from process to process.
-        "logged_keys": sorted(logged_keys),
-        "budget": dict(budget),
+        "logged_keys": sorted(state.logged_keys),
+        "budget": None if state.budget is None else dict(state.budget),
         "rng": random_states,
     }
     if not sharded and "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [to_plain(state) for state in checkpoint["optimizer_states"]]
+        checkpoint["optimizer_states"] = [to_plain(one) for one in checkpoint["optimizer_states"]]
 
 
-def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
+def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LoadedState:
     """Return the state of a checkpoint, whose optimizer states are prepared for Lightning to load.
 
     Args:
@@ -82,18 +80,22 @@ def load_state(checkpoint: dict[str, Any], *, fitting: bool) -> LearnerState:
         fitting: whether a fit begins, so that Lightning will load the optimizers.
     """
     if "optimizer_states" in checkpoint and fitting:
-        checkpoint["optimizer_states"] = [to_quantized(state) for state in checkpoint["optimizer_states"]]
-    state = checkpoint[KEY]
-    others = ("objective", "best_held_out", "logged_keys", "budget", "rng")
-    counters = {name: value for name, value in state.items() if name not in others}
+        checkpoint["optimizer_states"] = [to_quantized(one) for one in checkpoint["optimizer_states"]]
+    saved = checkpoint[KEY]
     # A checkpoint from before each rank had its own random state holds a single one.
-    random_states = state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
+    random_states = saved["rng"] if isinstance(saved["rng"], list) else [saved["rng"]]
     # Not Trainer.global_rank: a checkpoint is also loaded without a Trainer.
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if distributed else 0
-    random = random_states[rank] if rank < len(random_states) else None
-    best, logged_keys = _plain(state.get("best_held_out", {})), frozenset(state.get("logged_keys", ()))
-    return LearnerState(counters, state["objective"], best, logged_keys, state.get("budget"), random)
+    state = LearnerState(
+        policy_version=saved.get("policy_version", 0),
+        counters=StepCounters(**{field.name: saved.get(field.name, 0) for field in fields(StepCounters)}),
+        objective=ObjectiveState.from_dict(saved["objective"]),
+        best_held_out=_plain(saved.get("best_held_out", {})),
+        logged_keys=frozenset(saved.get("logged_keys", ())),
+        budget=saved.get("budget"),
+    )
+    return LoadedState(state, random_states[rank] if rank < len(random_states) else None)
 
 
 def check_fits(checkpoint: Mapping[str, Any], own: Mapping[str, Any], optimizer: str, *, fitting: bool) -> None:

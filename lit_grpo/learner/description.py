@@ -13,6 +13,18 @@ _MOMENTS = {"torch.optim.AdamW": 2, "torch.optim.Adam": 2}
 """Number of values that an optimizer keeps of each weight, by its import path; of others it is not known."""
 
 
+def describe_models(policy: nn.Module, critic: nn.Module | None, path: str | None) -> dict[str, str]:
+    """Say what is trained, text by name: ``model`` and, where there is one, ``critic``.
+
+    Args:
+        policy: the policy's model.
+        critic: a critic with a backbone of its own; None: there is none.
+        path: folder or name of the policy's model; None: it is a tiny one.
+    """
+    facts = {"model": f"{path or 'tiny, of random weights'}: {parameter_count(policy)}"}
+    return facts if critic is None else facts | {"critic": parameter_count(critic)}
+
+
 def parameter_count(model: nn.Module) -> str:
     """Count the parameters of a model, over all ranks, and those that are trained if they are not all."""
     parameters = list(model.parameters())

@@ -17,7 +17,7 @@ from lit_grpo.learner.batch import gather_rows
 from lit_grpo.learner.metric_sums import Reduce
 from lit_grpo.objectives.tensors import masked
 from lit_grpo.policy.forward.attention import to_device
-from lit_grpo.types import Experience, Rollout
+from lit_grpo.types import Experience, Rollout, RolloutSnapshot
 from lit_grpo.utils.bounds import Bound
 
 # Rounding alone gives about 1e-6 in float32 and 1e-2 in bfloat16.
@@ -150,6 +150,17 @@ class FirstUpdate:
         """Return the entropies of the whole rollout in nats, [N, T]; NaN and None as in :meth:`logprobs`."""
         known = [(rows, entropy) for rows, _, entropy in self._micro_batches if entropy is not None]
         return self._gathered(known) if len(known) == len(self._micro_batches) else None
+
+    def rollout_snapshot(self, advantages: Tensor) -> RolloutSnapshot:
+        """Return the rollout for callbacks, with its log-probabilities and entropies from before the first update."""
+        experience = self.experience
+        return RolloutSnapshot(
+            self.batch,
+            experience,
+            advantages,
+            self.logprobs() if experience.old_logprobs is None else experience.old_logprobs,
+            self.entropy() if experience.entropy is None else experience.entropy,
+        )
 
     def _gathered(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor | None:
         count = len(self.batch.completions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,24 @@ class OptimizerBundle:
         return float(self.optimizer.param_groups[0]["lr"])
 
 
+def make_bundles(optimizers: Any, schedulers: Any, limits: Sequence[float | None]) -> list[OptimizerBundle]:
+    """Return the policy's optimizer with its schedule, then the critic's if there is one.
+
+    Args:
+        optimizers: as Lightning gives them: the one that there is, or a list.
+        schedulers: likewise.
+        limits: bound on the gradient norm of each; None: no clipping.
+    """
+    if len(limits) == 1:
+        optimizers, schedulers = [optimizers], [schedulers]
+    return [
+        OptimizerBundle(prefix, optimizer, scheduler, limit)
+        for prefix, optimizer, scheduler, limit in zip(
+            ("optim/", "critic/")[: len(limits)], optimizers, schedulers, limits, strict=True
+        )
+    ]
+
+
 @dataclass
 class StepCounters:
     """Counts of optimizer steps over the whole run; :class:`OptimizerStepper` adds to them."""
@@ -84,6 +102,12 @@ class StepCounters:
     """Steps that were taken with a gradient clipped to a norm that a callback named."""
     repeated_steps: int = 0
     """How often a step was done again in smaller micro-batches, since memory ran out."""
+
+    def restore(self, saved: StepCounters) -> None:
+        """Take over the counts of a checkpoint."""
+        # In place: an optimizer stepper that was made already adds to this very object.
+        for item in fields(self):
+            setattr(self, item.name, getattr(saved, item.name))
 
 
 def make_steps(

@@ -12,7 +12,6 @@ from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
 from lit_grpo.objectives.sampler_correction import TisToken
-from lit_grpo.objectives.state import ObjectiveState
 from lit_grpo.policy.config import CriticConfig
 from lit_grpo.types import Rollout
 
@@ -56,6 +55,27 @@ def check_batch(batch: Any) -> None:
             remedy="trainer.fit(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION])): its loader "
             "samples with the weights of the step before",
         )
+
+
+def check_staleness(batch: Rollout, version: int, most: int) -> int:
+    """Return how many rollouts the weights that sampled a batch are older than the policy.
+
+    Args:
+        batch: the rollout.
+        version: number of rollouts that the policy has been trained on.
+        most: greatest age that is allowed.
+
+    Raises:
+        RuntimeError: the weights are older than that, or newer than the policy.
+    """
+    staleness = version - batch.policy_version
+    if not 0 <= staleness <= most:
+        raise RuntimeError(
+            f"rollout {batch.index} was sampled with weights of version {batch.policy_version}, but the policy is "
+            f"at version {version}: {staleness} rollouts old, allowed are {most}. "
+            "Lightning reads ahead of a loader without a length: use RolloutDataModule's loader or give yours one."
+        )
+    return staleness
 
 
 def check_batch_verdicts(batch: Rollout, objective: Objective) -> None:
@@ -231,36 +251,6 @@ def check_critic_settings(
 def warmup_rollouts(config: CriticConfig, objective: Objective) -> int:
     """Return the number of rollouts that train the critic alone: as set, or else as the recipe was published with."""
     return objective.critic_warmup_rollouts if config.warmup_rollouts is None else config.warmup_rollouts
-
-
-def with_reward_range(objective: Objective, state: ObjectiveState, reward_range: tuple[float, float]) -> ObjectiveState:
-    """Return the objective's state with the range of the shaped reward, where it keeps one and the rewards tell it."""
-    low, high = objective.shaping.bounds(*reward_range)
-    if "reward_range" in objective.state_fields and math.isfinite(low) and math.isfinite(high):
-        return state.with_reward_range(low, high)
-    return state
-
-
-def with_untouched_entropy(objective: Objective, state: ObjectiveState, rollouts: int) -> ObjectiveState:
-    """Return the state of an objective that is switched to after ``rollouts`` rollouts, with H_init if it needs that.
-
-    Raises:
-        UserError: the objective needs the entropy of the untouched model, of which nothing was measured.
-    """
-    # Before the first rollout the model is untouched, and the entropy is measured as in any run.
-    if not objective.initial_entropy_prompts or state.initial_entropy is not None or not rollouts:
-        return state
-    if state.first_rollout_entropy is None:
-        raise UserError(
-            f"{objective.name} compares with the entropy of the untouched model, and the first rollout measured none",
-            where="model.objective.initial_entropy",
-            remedy="give initial_entropy, in nats, or entropy_gate: .inf, under which the filter always acts",
-        )
-    rank_zero_info(
-        f"entropy of the untouched model: {state.first_rollout_entropy:.4f} nats, over the completions of the first "
-        "rollout, since the objective was switched on in mid-run."
-    )
-    return state.with_initial_entropy(state.first_rollout_entropy)
 
 
 def with_monte_carlo_returns(objective: Objective) -> Objective:

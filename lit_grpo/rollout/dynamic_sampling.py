@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -45,6 +46,20 @@ MOST_AT_ONCE = 3
 def no_exchange(value: Any) -> list[Any]:
     """Return the value of the only rank: the :data:`Gather` of a run of one process."""
     return [value]
+
+
+class GlooExchange:
+    """The :data:`Gather` of several ranks, by gloo: every rank calls it and gets the values of all."""
+
+    def __init__(self) -> None:
+        # A process group of its own: a thread may use it beside the learner's collectives.
+        self._group = torch.distributed.new_group(backend="gloo")
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        out: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(out, value, group=self._group)
+        return out
 
 
 @dataclass(frozen=True)

@@ -351,3 +351,18 @@ class EvaluationLoader:
 
     def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
         return self.producer.request(0, prompt.id, prompt, self.group_size, 0, self.purpose).seeds
+
+
+def evaluation_prompts(prompts_per_rollout: int, group_size: int, samples: int, world_size: int) -> int:
+    """Return the evaluation prompts that a rank samples at once: as many completions as in training, or more.
+
+    An engine's throughput grows with the completions that it has at once, and each batch waits for its longest.
+
+    Args:
+        prompts_per_rollout: training prompts of a rollout, over all ranks.
+        group_size: completions of each training prompt.
+        samples: completions of each evaluation prompt.
+        world_size: number of ranks.
+    """
+    completions = prompts_per_rollout // world_size * group_size
+    return max(prompts_per_rollout, -(-completions // samples))

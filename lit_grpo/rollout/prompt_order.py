@@ -94,6 +94,15 @@ def make_order(prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float
     return MixedOrder(list(members.values()), list(weights.values()), seed)
 
 
+def first_drawn(prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float] | None, count: int) -> list[int]:
+    """Return the numbers of the prompts at the first positions of a run's order, of no more than there are prompts.
+
+    With weights the same prompt may come up several times.
+    """
+    order = make_order(prompts, seed, weights)
+    return [order[position] for position in range(min(count, len(prompts)))]
+
+
 class PromptCursor:
     """The prompts from a position of an order on, without those that are passed over.
 

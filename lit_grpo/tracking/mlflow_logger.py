@@ -6,15 +6,12 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import sys
-import threading
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,18 +30,21 @@ from lit_grpo.run.folder import (
     new_folder,
     shown,
 )
-from lit_grpo.run.lock import LOCK_FILE, FolderLock
-from lit_grpo.tracking.earlier_lines import EarlierLines
+from lit_grpo.run.lock import FolderLock
+from lit_grpo.tracking.dead_runs import close_dead_runs
+from lit_grpo.tracking.lazy_client import LazyClient
 from lit_grpo.tracking.mlflow_target import PARAM_LENGTH, MlflowTarget
 from lit_grpo.tracking.no_store import NO_STORE, NoStore
-from lit_grpo.tracking.sender import Sender, Target
-from lit_grpo.tracking.spool import FILE_NAME, STAMPS, Spool, mend, step_of
+from lit_grpo.tracking.repeated_steps import RepeatedSteps, forget_job
+from lit_grpo.tracking.run_note import RunNote, read_note
+from lit_grpo.tracking.sender import Sender
+from lit_grpo.tracking.spool import FILE_NAME, STAMPS, LastLine, Spool, mend
+from lit_grpo.tracking.store_address import StoreAddress
 from lit_grpo.utils.files import OWNER_ALONE, write_atomically
 from lit_grpo.utils.secrets import masked, masked_text
 
 log = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
 PARAMS_FILE = "params.json"
 QUIET_SECONDS = 30.0
 """Seconds after which a run is made in MLflow if nothing was logged yet: importing it takes from a run's own start."""
@@ -112,34 +112,31 @@ class RunLogger(Logger, RunRecord):
         self._reported = 0
         self._run_id: str | None = None
         self._default_name: str | None = None
-        self._spool_failed = self._note_failed = False
-        self._note_lock = threading.Lock()
+        self._spool_failed = False
         self._lock: FolderLock | None = None
+        self._note = RunNote(self._make_run_dir, lambda: self._lock is not None and self._lock.held, self._sent)
         self._ended = False
         """Whether the run was finalized, and nothing was recorded since."""
-        self._earlier: EarlierLines | None = None
-        """Lines that this run may make again; None before :meth:`continue_from`, and where there are none."""
-        self._last_line: dict[str, Any] = {}
+        self._repeated: RepeatedSteps | None = None
+        """Steps that this run may make again; None before :meth:`continue_from`."""
+        self._last_line = LastLine()
         """What this process has written of the last step."""
 
     # The folder of the run.
 
     def _set_root(self, root: Path) -> None:
         self.root = root.absolute()
-        given = self._given_uri
-        # Read now, not at import: a program may set the variable after importing us.
-        self.tracking_uri = given or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.root}/mlflow.db"
-        self._shown_uri = masked_text(self.tracking_uri)
-        is_address = "://" in self.tracking_uri or self.tracking_uri in ("databricks", NO_STORE)
-        if self.tracking_uri.startswith("file:") or not is_address:
-            raise UserError(
-                f"MLflow no longer keeps runs in plain files: {self._shown_uri!r}",
-                where="RunLogger.tracking_uri" if given else "environment variable MLFLOW_TRACKING_URI",
-                remedy="leave it out, or give sqlite:///path/mlflow.db or the address of a server",
-            )
-        self.artifact_location = self._given_location
-        if self._given_location is None and self.tracking_uri.startswith("sqlite:"):
-            self.artifact_location = (self.root / "artifacts").as_uri()
+        self._store = StoreAddress.choose(self.root, self._given_uri, self._given_location)
+
+    @property
+    def tracking_uri(self) -> str:
+        """Address of the MLflow store or server; ``none``: the run is kept in its folder alone."""
+        return self._store.uri
+
+    @property
+    def artifact_location(self) -> str | None:
+        """Place where a new experiment keeps its artifacts; None: the server chooses."""
+        return self._store.artifact_location
 
     def place_below(self, folder: Path) -> None:
         """Keep the runs in ``folder/runs``, unless a root was given or the run has its folder already.
@@ -177,7 +174,9 @@ class RunLogger(Logger, RunRecord):
             self._run_dir.mkdir(parents=True, exist_ok=True)
             # A run that has ended may be asked for its folder, which another process may have by now.
             if not self._ended:
-                self._lock_folder(self._run_dir)
+                self._lock = self._lock or FolderLock(self._run_dir)
+                if not self._lock.held:
+                    self._lock.take()
         except OSError as error:
             raise UserError(
                 f"the folder of the run cannot be written: {error}",
@@ -185,12 +184,6 @@ class RunLogger(Logger, RunRecord):
                 remedy="choose a place that can be written, with room on its disk (trainer.logger.root)",
             ) from error
         return self._run_dir
-
-    def _lock_folder(self, folder: Path) -> None:
-        if self._lock is None:
-            self._lock = FolderLock(folder)
-        if not self._lock.held:
-            self._lock.take()
 
     def _folder_name(self) -> str:
         self._default_name = self._default_name or folder_name()
@@ -201,7 +194,7 @@ class RunLogger(Logger, RunRecord):
 
         The name of that run itself is none of another: the configuration that a named run leaves behind holds it.
         """
-        own_name = self._run_name in (None, folder.name, _read_json(folder / RUN_FILE).get("run_name"))
+        own_name = self._run_name in (None, folder.name, read_note(folder).get("run_name"))
         if self._run_dir is None and own_name:
             self._run_dir = folder
 
@@ -244,20 +237,20 @@ class RunLogger(Logger, RunRecord):
 
         Its calls wait for the server. Use it with :attr:`run_id`, after :meth:`flush` has returned True.
         """
-        return _LazyClient(self) if _is_rank_zero() else None
+        return LazyClient(lambda: self._open()[2]) if _is_rank_zero() else None
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line to the spool and queue it for the server; takes well under a millisecond and never raises."""
         record: dict[str, Any] = {"step": int(step or 0), "wall_time": time.time()}
         record.update({key: float(value) for key, value in metrics.items()})
-        record = self._without_repeated(record)
+        record = self._last_line.new_part(record)
         if not record.keys() - STAMPS:
             return
         spool, sender, _ = self._open()
         # The disk comes first: what is there can be sent later, even by a resumed run.
         try:
-            if self._earlier is not None and not self._is_new(record, self._earlier):
+            if self._repeated is not None and not self._repeated.is_new(record):
                 return
             length = spool.append(record)
         except OSError as error:
@@ -268,18 +261,6 @@ class RunLogger(Logger, RunRecord):
             sender.put(lambda target: target.metrics([record]))
         else:
             sender.wrote(length)
-
-    def _without_repeated(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what this process has just written under the same step, and note the rest as written."""
-        if self._last_line.get("step") != record["step"]:
-            self._last_line = dict(record)
-            return record
-        last = self._last_line
-        # Values compare by repr, for NaN is not equal to itself.
-        new = {k: v for k, v in record.items() if k in STAMPS or k not in last or repr(last[k]) != repr(v)}
-        self._last_line = {**last, **record}
-        # What tells the epoch alone tells nothing.
-        return new if new.keys() - STAMPS - {"epoch"} else {}
 
     @rank_zero_only
     def continue_from(self, step: int) -> None:
@@ -292,57 +273,17 @@ class RunLogger(Logger, RunRecord):
         if not spool.path.exists() or self._last_line:
             return
         # It trains again, so why it stopped before is not how it ends.
-        tags = self._read_note().get("tags", {})
+        tags = self._note.read().get("tags", {})
         if ended := [name for name in tags if name.startswith("stop.")]:
-            self._note(tags={name: value for name, value in tags.items() if name not in ended})
+            self._note.update(tags={name: value for name, value in tags.items() if name not in ended})
             sender.put(lambda target: target.remove_tags(ended))
-        earlier = EarlierLines(spool.path, step)
-        self._earlier = earlier or None
-        sender.wrote(earlier.confirmed)
+        self._repeated = RepeatedSteps(step, spool, sender, self._note)
 
     def _send_earlier_lines(self) -> None:
         """Send what an earlier process has left, where this one makes no step again, as after a last checkpoint."""
-        if self._opened is not None and self._earlier is None:
+        if self._opened is not None and (self._repeated is None or self._repeated.over):
             spool, sender, _ = self._opened
             sender.wrote(_size(spool.path))
-
-    def _is_new(self, record: dict[str, Any], earlier: EarlierLines) -> bool:
-        """Tell whether a record is to be written; the lines that it makes void are removed.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        assert self._opened is not None
-        spool, sender, _ = self._opened
-        if earlier.holds(record):
-            sender.wrote(earlier.confirmed)
-        elif void := earlier.replaced_by(record):
-            self._take_back(void[0].start, min(step_of(line.record) for line in void))
-            starts = {line.start for line in void}
-            spool.drop(lambda _, start: start in starts)
-            self._earlier = None
-            return True
-        else:
-            return True
-        if not earlier:
-            self._earlier = None
-        return False
-
-    def _take_back(self, offset: int, step: int) -> None:
-        """Remove from MLflow what it has of the file from ``offset`` on: the metrics of the steps from ``step`` on."""
-        assert self._opened is not None
-        sender = self._opened[1]
-        step = min(step, self._read_note().get("forget", step) or step)
-        sender.replace_from(offset, self._forget_job(step))
-        # Before the file is changed: whatever interrupts this, the next process knows what is still to be taken back.
-        self._note(forget=step)
-
-    def _forget_job(self, step: int) -> Callable[[Target], None]:
-        def job(target: Target) -> None:
-            target.forget(step)
-            self._note(forget=None)
-
-        return job
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -376,7 +317,7 @@ class RunLogger(Logger, RunRecord):
         spool, sender, _ = self._opened
         final = self._final_status(status)
         # Written down before it is sent: where it does not arrive, a later run of the same root sends it.
-        self._note(ended=final)
+        self._note.update(ended=final)
         self._send_earlier_lines()
         sender.end(final)
         everything_sent = sender.flush(self._patience)
@@ -384,9 +325,9 @@ class RunLogger(Logger, RunRecord):
         if report and sender.unsent > self._reported:
             log.warning("%s", report)
             self._reported = sender.unsent
-        self._note()
+        self._note.update()
         spool.close()
-        self._last_line = {}
+        self._last_line = LastLine()
         self._release(everything_sent)
         log.debug("the run is finalized")
 
@@ -415,7 +356,7 @@ class RunLogger(Logger, RunRecord):
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-        if name in (PARAMS_FILE, RUN_FILE):
+        if name == PARAMS_FILE:
             path.chmod(OWNER_ALONE)
         return path
 
@@ -429,7 +370,7 @@ class RunLogger(Logger, RunRecord):
         """Queue tags of the MLflow run; also kept in ``run.json``."""
         text = {key: str(value) for key, value in tags.items()}
         self._open()[1].put(lambda target: target.tags(text))
-        self._note(tags={**self._read_note().get("tags", {}), **text})
+        self._note.update(tags={**self._note.read().get("tags", {}), **text})
 
     @rank_zero_only
     def log_inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:
@@ -440,7 +381,7 @@ class RunLogger(Logger, RunRecord):
             model: ``name``, ``path`` and ``settings`` of the model that the run begins with.
         """
         self._open()[1].put(lambda target: target.inputs(datasets, model))
-        self._note(inputs={"datasets": {k: dict(v) for k, v in datasets.items()}, "model": masked(dict(model))})
+        self._note.update(inputs={"datasets": {k: dict(v) for k, v in datasets.items()}, "model": masked(dict(model))})
 
     def begin_from(self, folder: Path, checkpoint: Path) -> None:
         """Note that the run goes on from a checkpoint of another run, its parent: MLflow's page shows it below that.
@@ -449,9 +390,9 @@ class RunLogger(Logger, RunRecord):
             folder: folder of the other run.
             checkpoint: the checkpoint.
         """
-        note = _read_json(folder / RUN_FILE)
+        note = read_note(folder)
         self._tags |= {"begun_from": shown(checkpoint)}
-        if note.get("run_id") and note.get("tracking_uri") == self._shown_uri:
+        if note.get("run_id") and note.get("tracking_uri") == self._store.shown:
             self._tags["mlflow.parentRunId"] = str(note["run_id"])
 
     @rank_zero_only
@@ -486,25 +427,15 @@ class RunLogger(Logger, RunRecord):
         spool, sender, _ = self._opened
         records = "1 record" if count == 1 else f"{count} records"
         reason = f" ({masked_text(str(sender.last_error))})" if sender.last_error else " yet"
-        return f"{records} could not be sent to {self._shown_uri}{reason}; all are in {shown(spool.path)}"
+        return f"{records} could not be sent to {self._store.shown}{reason}; all are in {shown(spool.path)}"
 
     def page_address(self) -> str | None:
-        """Return the address of the run's page where MLflow shows the local store; None for a server, or before it.
-
-        MLflow's own first page shows traces of language models, of which a run has none.
-        """
-        experiment_id = self._read_note().get("experiment_id") if self._opened is not None else None
-        if not self.tracking_uri.startswith("sqlite:") or self._run_id is None or experiment_id is None:
-            return None
-        return f"http://127.0.0.1:5000/#/experiments/{experiment_id}/runs/{self._run_id}/model-metrics"
+        """Return the address of the run's page where MLflow shows the local store; None for a server, or before it."""
+        return None if self._opened is None else self._store.page(self._run_id, self._note.read().get("experiment_id"))
 
     def view_command(self) -> str | None:
         """Return the address of the run in MLflow, or the command that shows its store; None without a store."""
-        if self.tracking_uri == NO_STORE:
-            return None
-        if self.tracking_uri.startswith("http"):
-            return masked_text(f"{self.tracking_uri.rstrip('/')}/#/runs/{self._run_id or ''}".rstrip("/"))
-        return shlex.join(["mlflow", "ui", "--backend-store-uri", self._shown_uri])
+        return self._store.view_command(self._run_id)
 
     # Opening.
 
@@ -525,8 +456,8 @@ class RunLogger(Logger, RunRecord):
             spool = Spool(run_dir / FILE_NAME)
             with contextlib.suppress(OSError):
                 mend(spool.path)
-            note = self._read_note()
-            same_store = note.get("tracking_uri") == self._shown_uri
+            note = self._note.read()
+            same_store = note.get("tracking_uri") == self._store.shown
             identity = note.get("identity") if same_store else None
             target = MlflowTarget(
                 self.tracking_uri,
@@ -541,18 +472,18 @@ class RunLogger(Logger, RunRecord):
             )
             if not same_store or "started" not in note:
                 started = datetime.now().astimezone().isoformat(timespec="seconds")
-                note = {"tracking_uri": self._shown_uri, "experiment": self.experiment_name, "run_id": None}
+                note = {"tracking_uri": self._store.shown, "experiment": self.experiment_name, "run_id": None}
                 note |= {"started": started, "sent": 0, "forget": None}
-                self._note(**note)
+                self._note.update(**note)
             # A resumed run sends what MLflow is not known to have. Some of it may have arrived just before the other
             # process died, and MLflow keeps a metric that comes twice with its time and value once.
             offset = min(note.get("sent") or 0, _size(spool.path))
-            sender = Sender(target, spool.path, offset, self._note, quiet=QUIET_SECONDS)
+            sender = Sender(target, spool.path, offset, self._note.update, quiet=QUIET_SECONDS)
             if note.get("forget") is not None:
-                sender.put(self._forget_job(note["forget"]))
+                sender.put(forget_job(note["forget"], self._note))
             self._opened = spool, sender, target
-            self._note(run_name=self._run_name, identity=target.identity, ended=None)
-            self._close_dead_runs(run_dir)
+            self._note.update(run_name=self._run_name, identity=target.identity, ended=None)
+            close_dead_runs(self.root, run_dir, self._store.shown, sender)
         return self._opened
 
     def _open_without_store(self) -> tuple[Spool, Sender, MlflowTarget | NoStore]:
@@ -560,94 +491,22 @@ class RunLogger(Logger, RunRecord):
         spool, target = Spool(run_dir / FILE_NAME), NoStore()
         with contextlib.suppress(OSError):
             mend(spool.path)
-        self._opened = spool, Sender(target, spool.path, _size(spool.path), self._note), target
-        note = self._read_note()
+        self._opened = spool, Sender(target, spool.path, _size(spool.path), self._note.update), target
+        note = self._note.read()
         started = note.get("started") or datetime.now().astimezone().isoformat(timespec="seconds")
-        self._note(run_name=self._run_name, tracking_uri=NO_STORE, run_id=None, started=started, ended=None)
+        self._note.update(run_name=self._run_name, tracking_uri=NO_STORE, run_id=None, started=started, ended=None)
         return self._opened
-
-    def _close_dead_runs(self, run_dir: Path) -> None:
-        """Queue the end, in MLflow, of runs with the same root whose process died, and which nobody continues."""
-        assert self._opened is not None
-        for file in self.root.glob(f"*/{LOCK_FILE}"):
-            note = _read_json(file.parent / RUN_FILE)
-            if file.parent != run_dir and note.get("tracking_uri") == self._shown_uri:
-                self._opened[1].put(partial(_close_dead_run, file.parent))
 
     def _on_start(self, run_id: str, experiment_id: str) -> None:
         self._run_id = run_id
-        self._note(run_id=run_id, experiment_id=experiment_id)
+        self._note.update(run_id=run_id, experiment_id=experiment_id)
 
-    def _read_note(self) -> dict[str, Any]:
-        return _read_json(self._make_run_dir() / RUN_FILE)
-
-    def _note(self, **entries: Any) -> None:
-        """Change entries of ``run.json``, and bring what it says of the sender up to date."""
-        # The sender's thread may still be trying when the run has ended, and another process may continue it.
-        if self._lock is None or not self._lock.held:
-            return
-        try:
-            # The sender's thread writes here too.
-            with self._note_lock:
-                # Asked for in here, so that a later note never says less than an earlier one.
-                sent = {} if self._opened is None else {"sent": self._opened[1].sent_bytes}
-                self._write(json.dumps({**self._read_note(), **sent, **entries}, indent=1), RUN_FILE)
-        except OSError as error:
-            if not self._note_failed:
-                log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)
-            self._note_failed = True
-
-
-class _LazyClient:
-    """Stand-in for ``MlflowClient`` that makes the client at its first use."""
-
-    # Lightning touches `logger.experiment` before any data is read, and importing MLflow takes 5 seconds.
-
-    def __init__(self, logger: RunLogger) -> None:
-        self._logger = logger
-
-    def __getattr__(self, name: str) -> Any:
-        target = self._logger._open()[2]
-        if isinstance(target, NoStore):
-            raise AttributeError(
-                f"the run is kept in its folder alone (tracking_uri: {NO_STORE}): MLflow has no {name}"
-            )
-        return getattr(target.client, name)
+    def _sent(self) -> dict[str, Any]:
+        return {} if self._opened is None else {"sent": self._opened[1].sent_bytes}
 
 
 def _is_rank_zero() -> bool:
     return getattr(rank_zero_only, "rank", 0) == 0
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _close_dead_run(folder: Path, target: Target) -> None:
-    """End the MLflow run of a folder whose process is dead, unless somebody continues it."""
-    lock = FolderLock(folder)
-    try:
-        if lock.try_take() is not None:
-            return
-    except OSError:
-        # Somebody else's folder; its run stays as it is.
-        return
-    try:
-        note = _read_json(folder / RUN_FILE)
-        status, reason = note.get("ended"), None
-        if status is None:
-            status, reason = "FAILED", "its process died without a word"
-        run_id = note.get("run_id") or (target.find(note["identity"]) if note.get("identity") else None)
-        if run_id is not None:
-            target.close_dead(run_id, status, reason)
-    except BaseException:
-        lock.release(leave_file=True)
-        raise
-    lock.release()
 
 
 def _size(path: Path) -> int:

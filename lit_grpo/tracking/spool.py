@@ -185,3 +185,25 @@ def same_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
+
+
+class LastLine:
+    """What a process has written of the last step, so that nothing of it is written again."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def new_part(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what was written under the same step already, and note the rest as written."""
+        if self._values.get("step") != record["step"]:
+            self._values = dict(record)
+            return record
+        last = self._values
+        # Values compare by repr, for NaN is not equal to itself.
+        new = {k: v for k, v in record.items() if k in STAMPS or k not in last or repr(last[k]) != repr(v)}
+        self._values = {**last, **record}
+        # What tells the epoch alone tells nothing.
+        return new if new.keys() - STAMPS - {"epoch"} else {}

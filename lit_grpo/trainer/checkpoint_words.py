@@ -11,7 +11,7 @@ from lit_grpo.callbacks.rollout_checkpoint import BEST, LAST
 from lit_grpo.errors import UserError
 from lit_grpo.run.checkpoints import ROLLBACK_FOLDER
 from lit_grpo.run.folder import shown
-from lit_grpo.tracking.mlflow_logger import RUN_FILE
+from lit_grpo.tracking.run_note import RUN_FILE
 from lit_grpo.utils.spelling import near_files
 
 Word = Literal["last", "best"]

@@ -19,7 +19,8 @@ from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.run.folder import RUNS, run_logger
 from lit_grpo.tracking.completions import CompletionTable
 from lit_grpo.tracking.folder_record import FolderRecord
-from lit_grpo.tracking.mlflow_logger import RUN_FILE, RunLogger
+from lit_grpo.tracking.mlflow_logger import RunLogger
+from lit_grpo.tracking.run_note import RUN_FILE
 from lit_grpo.tracking.tracked_run import TrackedRun
 from lit_grpo.trainer.checkpoint_words import (
     CheckpointPlaces,

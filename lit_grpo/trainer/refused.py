@@ -184,6 +184,19 @@ def refuse_spawning() -> None:
         check_argument("strategy", "ddp_spawn")
 
 
+def no_data_module(command: str) -> UserError:
+    """Return the error of a Trainer's method that was called without a data module.
+
+    Args:
+        command: name of the method, ``fit`` for instance.
+    """
+    return UserError(
+        "there is no data module, which samples and scores completions",
+        where=f"trainer.{command}",
+        remedy=f"trainer.{command}(module, datamodule=RolloutDataModule(prompts=ROWS, rewards=[FUNCTION]))",
+    )
+
+
 def check_callback(callback: object) -> None:
     """Refuse a callback of Lightning that cannot work here.
 

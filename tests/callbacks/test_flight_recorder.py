@@ -12,6 +12,7 @@ import torch
 from lit_grpo.callbacks.diagnosis.actions import FINDINGS_FILE
 from lit_grpo.callbacks.flight_recorder import FlightRecorder
 from lit_grpo.errors import UserError
+from lit_grpo.learner.run_checks import check_staleness
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.run import flight
 from lit_grpo.run.stop import request_stop
@@ -179,14 +180,13 @@ def test_an_exception_inside_a_step_keeps_that_step_too(tmp_path, monkeypatch):
 
 def test_a_step_that_breaks_off_before_the_learner_shows_no_older_numbers(tmp_path, monkeypatch):
     module = tiny.module()
-    check = type(module)._check_staleness
 
-    def breaks(batch):
-        if module.policy_version == 1:
+    def breaks(batch, version, most):
+        if version == 1:
             raise ZeroDivisionError("boom")
-        return check(module, batch)
+        return check_staleness(batch, version, most)
 
-    monkeypatch.setattr(module, "_check_staleness", breaks)
+    monkeypatch.setattr("lit_grpo.module.check_staleness", breaks)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, FlightRecorder(), module=module)
     last = flight.read_step(flight.step_file(tmp_path / flight.FOLDER, 2))

@@ -23,12 +23,12 @@ GOOD = MODEL + DATA
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch, tmp_path):
     """Nothing here may get as far as a model, a run folder or MLflow."""
-    from lit_grpo import module
+    from lit_grpo.learner import models
 
     def loaded(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(module, "load_model", loaded)
+    monkeypatch.setattr(models, "load_model", loaded)
     monkeypatch.chdir(tmp_path)
     yield
     assert not (tmp_path / "runs").exists()

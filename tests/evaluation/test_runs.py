@@ -161,4 +161,4 @@ def test_the_change_since_the_best_evaluation_is_that_of_each_question_and_outli
     assert sorted(saved["seven"].values()) == pytest.approx(sorted(best.values()))
     again = tiny.module()
     again.on_load_checkpoint(torch.load(tmp_path / "run.ckpt", weights_only=True))
-    assert again._best_held_out == saved
+    assert again.best_held_out == saved

@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_one_screen_that_names_the_last_good_one(run, ca
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was made")
 
-    monkeypatch.setattr("lit_grpo.module.load_model", never)
+    monkeypatch.setattr("lit_grpo.learner.models.load_model", never)
     damage(NEWEST)
     assert resume() == BAD_INPUT
     err = capsys.readouterr().err

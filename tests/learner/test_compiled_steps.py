@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lit_grpo import module as module_file
+from lit_grpo.learner import models as models_file
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.model import compiling, load
@@ -71,7 +71,7 @@ class Graphs(tiny.Recorder):
 
 def fit(monkeypatch: Any, steps: int, *, compiled: bool = True, layers: int = 2, **changes: Any) -> Graphs:
     counters.clear()
-    monkeypatch.setattr(module_file, "resolve_backend",
+    monkeypatch.setattr(models_file, "resolve_backend",
                         lambda config, *_: replace(config, attention="varlen", compile=compiled))  # fmt: skip
     settings: dict[str, Any] = {
         "policy": PolicyConfig(tiny=TinyModel(width=32, layers=layers, heads=2), compile=compiled),
@@ -120,7 +120,7 @@ class Disturbing(tiny.pl.Callback):
 def test_sixty_rollouts_of_a_whole_run_compile_nothing(monkeypatch, staleness):
     """Sampled, evaluated in between by the learner's own compiled model, with skipped steps and other micro-batches."""
     counters.clear()
-    monkeypatch.setattr(module_file, "resolve_backend",
+    monkeypatch.setattr(models_file, "resolve_backend",
                         lambda config, *_: replace(config, attention="varlen", compile=True))  # fmt: skip
     policy = PolicyConfig(tiny=TinyModel(width=32, layers=2, heads=2), compile=True)
     optimizer = OptimizerConfig(type="torch.optim.SGD", lr=0.05)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.learner.run_checks import check_staleness
 from lit_grpo.rollout.loader import RolloutLoader
 from lit_grpo.types import Sampling
 from tests import tiny
@@ -58,9 +59,8 @@ def test_a_batch_from_the_future_is_refused():
     batch = tiny.rollout([1.0, 0.0], [2, 2], 2)
     for c in batch.completions:
         object.__setattr__(c, "policy_version", 1)
-    module = tiny.module(max_staleness=5)
     with pytest.raises(RuntimeError, match="version 1, but the policy is at version 0"):
-        module._check_staleness(batch)
+        check_staleness(batch, version=0, most=5)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lit_grpo import datamodule
 from lit_grpo.engines.transformers.engine import TransformersEngine
 from lit_grpo.errors import EngineError
+from lit_grpo.rollout import engine_start
 from lit_grpo.utils.memory import MemoryShortageError
 from tests import tiny
 
@@ -59,7 +59,7 @@ def test_an_engine_that_finds_no_memory_at_its_start_is_told_in_one_screen(monke
     def make(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(datamodule, "make_engine", make)
+    monkeypatch.setattr(engine_start, "make_engine", make)
     with pytest.raises(MemoryShortageError, match="memory ran out while starting the engine") as caught:
         run()
     assert "data.engine.gpu_memory_utilization" in str(caught.value.remedy)

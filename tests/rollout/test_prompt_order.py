@@ -18,7 +18,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.rollout.curriculum import Curriculum, CurriculumConfig
 from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.rollout.loader import RolloutLoader
-from lit_grpo.rollout.prompt_order import MixedOrder, PromptCursor, PromptOrder, make_order
+from lit_grpo.rollout.prompt_order import MixedOrder, PromptCursor, PromptOrder, first_drawn, make_order
 from lit_grpo.types import Prompt, Sampling
 from tests import tiny
 from tests.rollout.test_loader import NoDecoder, Source, SumReward, Told, on_ranks
@@ -210,3 +210,13 @@ def test_a_run_with_mixing_and_difficulty_resumes_to_the_bit_and_refuses_other_d
     assert caught.value.where == "data.format.question_format"
     with pytest.raises(UserError, match="on other prompts: 47 prompts, not 20"):
         fit(10, tmp_path / "cut", last, prompts=AdditionPrompts(digits=1, n=20))
+
+
+def test_the_first_drawn_are_those_of_the_order_and_no_more_than_there_are():
+    prompts = [Prompt(f"{i}", "", (i,), "0", source="a" if i else "b") for i in range(5)]
+    order = make_order(prompts, 3)
+    assert first_drawn(prompts, 3, None, 2) == [order[0], order[1]]
+    assert sorted(first_drawn(prompts, 3, None, 100)) == list(range(5))
+    mixed = first_drawn(prompts, 3, {"b": 0.5, "a": 0.5}, 100)
+    assert len(mixed) == 5
+    assert mixed.count(0) > 1, "half of the positions are of the source with one prompt"

@@ -54,7 +54,7 @@ def test_it_learns_the_quickstarts_addition_and_starts_no_engine(monkeypatch: py
                          micro_batch_size=512)  # fmt: skip
     recorder = tiny.Recorder()
     with monkeypatch.context() as context:
-        context.setattr("lit_grpo.datamodule.make_engine", refuse)
+        context.setattr("lit_grpo.rollout.engine_start.make_engine", refuse)
         settings: dict[str, Any] = {"rollouts": 150, "prompts_per_rollout": 100, "sampling": Sampling(max_new_tokens=3)}
         tiny.trainer(callbacks=[recorder]).fit(module, datamodule=data(**settings))
     assert recorder.metrics[0]["loss"] == pytest.approx(math.log(14), rel=0.2), "nearly uniform over the alphabet"

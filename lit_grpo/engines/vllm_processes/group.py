@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.vllm.adapters import split
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm_processes.blocks import Buffer, packed, settle
-from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone, Hung
+from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone, Hung, close_all
 from lit_grpo.engines.vllm_processes.reserve import Reserve
 from lit_grpo.engines.vllm_processes.settings import environment
-from lit_grpo.engines.vllm_server.weights import write_weights
+from lit_grpo.engines.vllm_processes.weight_files import WeightFiles
 from lit_grpo.errors import UserError
 from lit_grpo.types import WeightForm
 from lit_grpo.utils.threads import DaemonThreads
@@ -75,6 +73,7 @@ class EngineGroup:
         self._silent = [0.0] * count
         """Seconds that a busy process was waited for since something came from it."""
         self._adapted, self._holds_base = adapted, False
+        self._files = WeightFiles(scratch, adapted=adapted)
         self._policy_model: Any = None
         self._current_weights: Callable[[], NamedWeights] | None = None
         on_card = torch.cuda.is_available()
@@ -348,7 +347,7 @@ class EngineGroup:
         stream = self._named(weights)
         holds_base, self._holds_base = self._holds_base, False
         if self._weight_files:
-            folders = self._write(stream, holds_base)
+            folders = self._files.write(stream, adapters_alone=holds_base and self._adapted)
             self._load_files(range(len(self)), version, folders)
         else:
             self._load_blocks(range(len(self)), stream, version)
@@ -364,37 +363,12 @@ class EngineGroup:
             return "merged"
         return "adapters" if self._holds_base else "apart"
 
-    def _write(self, stream: NamedWeights, holds_base: bool) -> list[Path]:
-        """Write weights to their files, and return the folders that processes have to read which have the former."""
-        if not self._adapted:
-            write_weights(self._weights, stream, None)
-            return self._folders
-        adapters: dict[str, Tensor] = {}
-        below = split(stream, adapters)
-        if holds_base:
-            for name, _ in below:
-                raise EngineError(f"{name} came beside the adapters, and is none")
-        else:
-            write_weights(self._weights, below, None)
-        write_weights(self._folders[-1], adapters.items(), None)
-        return self._folders[-1:] if holds_base else self._folders
-
     def _named(self, weights: NamedWeights) -> NamedWeights:
         return weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
 
-    @property
-    def _weights(self) -> Path:
-        """Folder of the files of the weights that were loaded last."""
-        return self._scratch / "weights"
-
-    @property
-    def _folders(self) -> list[Path]:
-        """Folders of all that a process needs which has no weights, in the order in which it reads them."""
-        return [self._weights, self._scratch / "adapters"] if self._adapted else [self._weights]
-
     def _load_files(self, which: Sequence[int], version: int, folders: Sequence[Path] | None = None) -> None:
         """Have processes that run load the weights from their files; None: all of them."""
-        self._load(which, ("sync", version, [str(folder) for folder in folders or self._folders]))
+        self._load(which, ("sync", version, [str(folder) for folder in folders or self._files.folders]))
 
     def _load(self, which: Sequence[int], message: Message) -> None:
         """Tell processes what lets them end their loading, and note which of them have the weights.
@@ -539,10 +513,5 @@ class EngineGroup:
 
 def _clean_up(processes: Sequence[EngineProcess], scratch: Path, ahead: DaemonThreads) -> None:
     ahead.shutdown()
-    # All are told before the first is waited for.
-    for process in processes:
-        with contextlib.suppress(Gone):
-            process.send(("close",))
-    for process in processes:
-        process.close()
+    close_all(processes)
     shutil.rmtree(scratch, ignore_errors=True)

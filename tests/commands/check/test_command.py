@@ -116,7 +116,7 @@ def test_bad_input(config, capsys, arguments, said):
 
 
 def test_supervised_fine_tuning_samples_nothing_to_look_at(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_grpo.datamodule.make_engine", None)
+    monkeypatch.setattr("lit_grpo.rollout.engine_start.make_engine", None)
     given = ["--model.objective.recipe", "sft", "--data.group_size", "1", "--json", "check.json"]
     main(["check", "--config", "run.yaml", *given])
     names = {check["name"] for check in json.loads((tmp_path / "check.json").read_text())["checks"]}

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo import datamodule as datamodule_file
 from lit_grpo.engines import EngineConfig
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm_processes import choose, early, measured, reserve
@@ -27,6 +26,7 @@ from lit_grpo.policy import LoraConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.model.load import load_model
 from lit_grpo.policy.outline import PolicyOutline
+from lit_grpo.rollout import engine_start
 from lit_grpo.types import Sampling
 from tests import tiny
 from tests.engines.vllm_processes.test_group import StandIn
@@ -307,14 +307,14 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A data module whose engine begins early, and what happens to that start."""
     notes: list[str] = []
     data = tiny.data(rollouts=1)
-    monkeypatch.setattr(datamodule_file, "begins_early", lambda config: True)
+    monkeypatch.setattr(engine_start, "begins_early", lambda config: True)
 
     def begin(config: Any, context: Any) -> Any:
         started = Started(data, notes)
         started._note("begin")
         return started
 
-    monkeypatch.setattr(datamodule_file, "begin_engine", begin)
+    monkeypatch.setattr(engine_start, "begin_engine", begin)
     return data, notes
 
 

@@ -124,7 +124,7 @@ def test_both_processes_work_and_groups_stay_together(pair: Any) -> None:
 def test_the_check_of_the_first_sync_asks_every_process(pair: Any, models: Any) -> None:
     """One process with other weights than the rest must be found by 4 prompts of 4 samples."""
     pair.sync(models[1].named_parameters(), 1)
-    write_weights(pair._group._weights, models[2].named_parameters(), None)
+    write_weights(pair._group._files.folders[0], models[2].named_parameters(), None)
     pair._group._load_files([1], 1)
     asked = requests(4)
     found = sampled(pair, asked, Sampling(max_new_tokens=8))

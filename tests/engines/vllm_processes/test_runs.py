@@ -156,9 +156,9 @@ class AsOnACard(pl.Callback):
     """Hands weights over block by block, so that a process that is started again can have them of another alone."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        begun = trainer.datamodule._begun
+        begun = trainer.datamodule.engine_starter.begun
         assert begun is not None, "the data module's setup is over"
-        begun[0]._group._weight_files = False
+        begun._group._weight_files = False
 
 
 @pytest.mark.parametrize("way", ["files", "twin"])

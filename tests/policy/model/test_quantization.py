@@ -187,7 +187,7 @@ def test_wrong_settings_are_named(path: str, changes: Any, words: str) -> None:
 
 
 def test_shards_are_refused_before_a_model_is_loaded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_grpo.module.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("lit_grpo.learner.models.load_model", lambda *_: pytest.fail("loaded"))
     trainer = tiny.trainer(strategy=FSDP2Strategy(), devices=1)
     with pytest.raises(UserError, match="not split into shards"):
         trainer.fit(tiny.module(policy=config(path)), datamodule=tiny.data())

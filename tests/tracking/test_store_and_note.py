@@ -1,0 +1,64 @@
+"""Where a run is kept in MLflow, and the note that a run keeps in its folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lit_grpo.errors import UserError
+from lit_grpo.tracking.run_note import RUN_FILE, RunNote, read_note
+from lit_grpo.tracking.store_address import StoreAddress
+
+
+def test_an_address_that_was_given_goes_before_the_variable_and_the_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    own = StoreAddress.choose(tmp_path, None, None)
+    assert own == StoreAddress(f"sqlite:///{tmp_path}/mlflow.db", (tmp_path / "artifacts").as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    assert StoreAddress.choose(tmp_path, None, None) == StoreAddress("http://server", None)
+    assert StoreAddress.choose(tmp_path, "sqlite:///x.db", "s3://b") == StoreAddress("sqlite:///x.db", "s3://b")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    with pytest.raises(UserError, match="plain files") as error:
+        StoreAddress.choose(tmp_path, None, None)
+    assert error.value.where == "environment variable MLFLOW_TRACKING_URI"
+
+
+def test_the_way_to_a_run():
+    store, server = StoreAddress("sqlite:///x.db", None), StoreAddress("https://me:secret@host/", None)
+    assert store.page("run", "7") == "http://127.0.0.1:5000/#/experiments/7/runs/run/model-metrics"
+    assert store.page("run", None) is None
+    assert server.page("run", "7") is None
+    assert store.view_command("run") == "mlflow ui --backend-store-uri sqlite:///x.db"
+    assert "secret" not in str(server.view_command("run"))
+    assert str(server.view_command("run")).endswith("host/#/runs/run")
+    assert StoreAddress("none", None).view_command("run") is None
+
+
+def note(folder: Path, *, held: bool = True) -> RunNote:
+    return RunNote(lambda: folder, lambda: held, lambda: {"sent": 5})
+
+
+def test_entries_are_added_to_those_that_are_there(tmp_path):
+    run = note(tmp_path)
+    run.update(run_id="a", ended=None)
+    run.update(ended="FINISHED")
+    assert run.read() == read_note(tmp_path) == {"sent": 5, "run_id": "a", "ended": "FINISHED"}
+    assert (tmp_path / RUN_FILE).stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_another_process_may_have_is_left_alone(tmp_path):
+    note(tmp_path, held=False).update(ended="FAILED")
+    assert not (tmp_path / RUN_FILE).exists()
+    (tmp_path / RUN_FILE).write_text("half of a li")
+    assert read_note(tmp_path) == {}
+
+
+def test_a_disk_that_refuses_is_warned_of_once(tmp_path, caplog):
+    run = note(tmp_path / "missing")
+    (tmp_path / "missing").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        run.update(ended="FAILED")
+        run.update(ended="FAILED")
+    assert caplog.text.count("cannot be written") == 1
