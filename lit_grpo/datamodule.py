@@ -329,7 +329,7 @@ class RolloutDataModule(pl.LightningDataModule):
         )
         if training and len(found.prompts) < self.prompts_per_rollout:
             rank_zero_warn(
-                f"{where}: there are {len(found.prompts)} prompts and data.prompts_per_rollout is "
+                f"{where}: the number of prompts is {len(found.prompts)} and data.prompts_per_rollout is "
                 f"{self.prompts_per_rollout}, so that prompts come up several times in one rollout."
             )
         ends = end_token_ids(self.learner.policy_config, tokenizer)

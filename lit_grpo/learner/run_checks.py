@@ -71,7 +71,7 @@ def check_staleness(batch: Rollout, version: int, most: int) -> int:
     staleness = version - batch.policy_version
     if not 0 <= staleness <= most:
         raise RuntimeError(
-            f"rollout {batch.index} was sampled with weights of version {batch.policy_version}, but the policy is "
+            f"rollout {batch.index + 1} was sampled with weights of version {batch.policy_version}, but the policy is "
             f"at version {version}: {staleness} rollouts old, allowed are {most}. "
             "Lightning reads ahead of a loader without a length: use RolloutDataModule's loader or give yours one."
         )

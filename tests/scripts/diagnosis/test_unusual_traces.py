@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.diagnosis.recording import read_trace
-from scripts.diagnosis.unusual import line, said
 from scripts.diagnosis.unusual_cases import CASES, COUNTS
+from scripts.unusual_runs import line, said
 
 TRACES = sorted((Path(__file__).parent / "unusual_traces").glob("*.json.gz"))
 

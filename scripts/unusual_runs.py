@@ -1,8 +1,9 @@
+#!/usr/bin/env python
 """Record the unusual runs and read what the monitors say of them.
 
-    python -m scripts.diagnosis.unusual --record runs/unusual --only kl sgd
-    python -m scripts.diagnosis.unusual --replay runs/unusual            # one line a run
-    python -m scripts.diagnosis.unusual --replay runs/unusual --words    # and every word that is said
+    python scripts/unusual_runs.py --record runs/unusual --only kl sgd
+    python scripts/unusual_runs.py --replay runs/unusual            # one line a run
+    python scripts/unusual_runs.py --replay runs/unusual --words    # and every word that is said
 
 A trace has the form of the second benchmark's (``recording.py``). No monitor takes part in a run.
 """
@@ -20,10 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.diagnosis.recording import LEFT_OUT, columns_of, facts_of, read_trace
-from scripts.diagnosis.unusual_cases import CASES, COUNTS, Unusual
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.diagnosis.recording import LEFT_OUT, columns_of, facts_of, read_trace  # noqa: E402
+from scripts.diagnosis.unusual_cases import CASES, COUNTS, Unusual  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
