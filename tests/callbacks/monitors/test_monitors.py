@@ -385,16 +385,13 @@ def test_a_norm_that_grows_with_the_share_of_groups_that_have_a_gradient_is_no_s
     assert [f for f in replay(make("GradientNormMonitor"), without) if f.kind == "gradient_spikes"]
 
 
-@pytest.mark.parametrize(("monitor", "kind", "severity", "change"), TROUBLES, ids=lambda value: str(value)[:30])
-def test_what_is_said_of_solved_prompts_and_small_batches_is_not_that_there_is_no_gradient(
-    monitor, kind, severity, change
-):
-    """The title of a diagnosis is true of each finding that speaks for it."""
-    (first, *_) = [f for f in replay(make(monitor), changed(change)) if f.kind == kind]
-    if first.about.diagnosis.name == "no_signal":
-        assert first.kind in ("all_wrong", "zero_gradient")
-    if "solved" in first.explanation and "unsolved" not in first.explanation:
-        assert first.about.diagnosis.name == "solved"
+def test_the_title_of_a_diagnosis_is_true_of_each_finding_that_speaks_for_it():
+    for monitor, kind, _, change in TROUBLES:
+        (first, *_) = [f for f in replay(make(monitor), changed(change)) if f.kind == kind]
+        if first.about.diagnosis.name == "no_signal":
+            assert kind in ("all_wrong", "zero_gradient")
+        if "solved" in first.explanation and "unsolved" not in first.explanation:
+            assert first.about.diagnosis.name == "solved", kind
 
 
 def test_every_monitor_and_every_kind_is_tried():
