@@ -25,6 +25,7 @@ from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import OptimizerConfig, PolicyConfig
 from lit_grpo.rewards import Reward
+from lit_grpo.rollout import engine_start
 from lit_grpo.types import Completion, Request, RewardInput, Rollout, Sampling
 
 
@@ -109,7 +110,7 @@ def main() -> None:
     # Weights are float32 on both sides; shards are computed with in bfloat16.
     sharded = settings.get("strategy") == "fsdp" and torch.cuda.is_available()
     policy = {"path": work.model, "dtype": "float32" if sharded else work.dtype} | settings.get("policy", {})
-    lit_grpo.datamodule.make_engine = clock.makes_engine(lit_grpo.datamodule.make_engine)  # type: ignore[attr-defined]
+    engine_start.make_engine = clock.makes_engine(engine_start.make_engine)  # type: ignore[attr-defined]
     ForwardRunner.loss = clock.timed(ForwardRunner.loss, by_gradient)  # type: ignore[method-assign]
     ForwardRunner.old_forward = clock.timed(ForwardRunner.old_forward, "other passes")  # type: ignore[method-assign]
     if work.exact_length:
