@@ -151,7 +151,7 @@ def test_last_goes_on_in_python(tmp_path, logger):
 
 
 def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_grpo.module.load_model", None)
+    monkeypatch.setattr("lit_grpo.learner.models.load_model", None)
     (tmp_path / "rollout-000004.ckpt").touch()
     with pytest.raises(UserError, match="there is no checkpoint") as caught:
         trainer_of(tmp_path).fit(module(), data(rollouts=1), ckpt_path=tmp_path / "rollout-00004.ckpt")
