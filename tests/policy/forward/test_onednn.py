@@ -25,14 +25,14 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(256,), (1, 256), (37, 256), (3, 5, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(520,), (1, 520), (37, 520), (3, 5, 520)], ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("frozen", ["", "weight", "input"])
 def test_product_and_gradients_are_those_of_torch(shape: Any, with_bias: bool, frozen: str) -> None:
     def run(product: Any, dtype: torch.dtype) -> list[torch.Tensor | None]:
         x = draw(*shape).to(dtype).requires_grad_(frozen != "input")
-        weight = draw(300, 256, seed=1).to(dtype).requires_grad_(frozen != "weight")
-        bias = draw(300, seed=2).to(dtype).requires_grad_() if with_bias else None
+        weight = draw(530, 520, seed=1).to(dtype).requires_grad_(frozen != "weight")
+        bias = draw(530, seed=2).to(dtype).requires_grad_() if with_bias else None
         out = product(x, weight, bias)
         (out * draw(*out.shape, seed=3).to(dtype)).sum().backward()
         return [out.detach(), x.grad, weight.grad, None if bias is None else bias.grad]
@@ -46,16 +46,16 @@ def test_product_and_gradients_are_those_of_torch(shape: Any, with_bias: bool, f
 
 
 def test_views_of_every_kind_are_read_as_they_are() -> None:
-    x, weight = draw(5, 7, 256).transpose(0, 1), draw(256, 300, seed=1).T
+    x, weight = draw(5, 7, 520).transpose(0, 1), draw(520, 530, seed=1).T
     torch.testing.assert_close(linear(x, weight), functional.linear(x, weight), rtol=1e-5, atol=1e-4)
-    every_other = draw(40, 512)[::2, ::2]
+    every_other = draw(40, 1040)[::2, ::2]
     torch.testing.assert_close(
         linear(every_other, weight), functional.linear(every_other, weight), rtol=1e-5, atol=1e-4
     )
 
 
 def test_what_is_not_fit_for_it_goes_torchs_way() -> None:
-    x, weight = draw(3, 256), draw(300, 256, seed=1)
+    x, weight = draw(3, 520), draw(530, 520, seed=1)
     assert takes_onednn(x, weight)
     assert not takes_onednn(x, weight[:8])
     assert not takes_onednn(x.double(), weight.double())
@@ -65,7 +65,7 @@ def test_what_is_not_fit_for_it_goes_torchs_way() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert not takes_onednn(x, weight)
         assert linear(x, weight).dtype == torch.bfloat16
-    assert linear(x[:0], weight).shape == (0, 300)
+    assert linear(x[:0], weight).shape == (0, 530)
 
 
 class Chosen(nn.Linear):
@@ -73,8 +73,8 @@ class Chosen(nn.Linear):
 
 
 def test_only_mere_linear_layers_change_and_a_copy_has_weights_of_its_own() -> None:
-    model: Any = nn.Sequential(nn.Linear(256, 300), nn.LayerNorm(300), Chosen(300, 256))
-    names, x = list(model.state_dict()), draw(4, 256)
+    model: Any = nn.Sequential(nn.Linear(520, 530), nn.LayerNorm(530), Chosen(530, 520))
+    names, x = list(model.state_dict()), draw(4, 520)
     before = model(x)
     use_onednn(model)
     assert [type(layer) for layer in model] == [OneDNNLinear, nn.LayerNorm, Chosen]
@@ -89,20 +89,20 @@ def test_only_mere_linear_layers_change_and_a_copy_has_weights_of_its_own() -> N
 
 def test_nothing_changes_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "is_faster", lambda: False)
-    model = nn.Linear(256, 300)
+    model = nn.Linear(520, 530)
     use_onednn(model)
     assert type(model) is nn.Linear
-    assert not takes_onednn(draw(3, 256), model.weight)
+    assert not takes_onednn(draw(3, 520), model.weight)
 
 
 def test_the_output_layer_in_chunks_gives_the_numbers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(faster: bool) -> list[torch.Tensor]:
         monkeypatch.setattr(onednn, "is_faster", lambda: faster)
         monkeypatch.setattr(head, "takes_onednn", onednn.takes_onednn)
-        layer = nn.Linear(256, 300, bias=False)
-        layer.weight = nn.Parameter(draw(300, 256, seed=1) * 0.1)
+        layer = nn.Linear(520, 530, bias=False)
+        layer.weight = nn.Parameter(draw(530, 520, seed=1) * 0.1)
         use_onednn(layer)
-        hidden = draw(20, 256).requires_grad_()
+        hidden = draw(20, 520).requires_grad_()
         target = torch.arange(20)
         logprobs, entropy, _ = head_stats(
             layer, hidden, target, 0.7, entropy=True, entropy_gradient=True, squares=False, chunk=6
