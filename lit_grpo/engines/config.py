@@ -127,16 +127,16 @@ class EngineConfig:
             settings need.
         max_num_seqs: vllm engines only: completions sampled at once.
         gpu_memory_utilization: vllm engines only: share of the card's memory for weights and key-value cache.
-        sleep: of vllm, on GPUs: while the learner trains, the engine's memory is its own: 0 keeps it; 1 moves the
+        sleep: for vllm, on GPUs: while the learner trains, the engine's memory is its own: 0 keeps it; 1 moves the
             weights to main memory; 2 drops them, since new ones come before the next rollout anyway.
-        processes: of vllm: engines that share the rank's card, or its cores. 1 samples in the learner's process; from
+        processes: for vllm: engines that share the rank's card, or its cores. 1 samples in the learner's process; from
             2 on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
             takes what ``lit-grpo check`` has measured on this card, or else chooses by the size of the model, and says
             so.
-        cards: of vllm, on GPUs: cards for the engines of this machine's ranks, one for each rank in their order, in
+        cards: for vllm, on GPUs: cards for the engines of this machine's ranks, one for each rank in their order, in
             the place of the ranks' own; numbers as these processes count them. Some cards then sample while the others
             learn (``model.max_staleness: 1``). The engines have processes of their own, also where each rank has one.
-        adapters: of vllm, with ``policy.lora``: every sync sends all weights with the adapters ``merged`` into them,
+        adapters: for vllm, with ``policy.lora``: every sync sends all weights with the adapters ``merged`` into them,
             or, ``hot``, the adapters alone, which vLLM then computes beside weights that it was given once.
         progress_seconds: vllm with ``processes`` only: a process that has something to do and neither takes a step nor
             answers for so long hangs; it is killed and started again, and what it had not finished is asked again.
