@@ -34,6 +34,7 @@ from lit_grpo.engines.vllm.start import (
     process_left_alone,
     start,
 )
+from lit_grpo.engines.vllm.slots import SlotShortcut
 from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
 from lit_grpo.engines.vllm.weights import copy_from_twin, own_tensors, reload_weights
 from lit_grpo.errors import UserError
@@ -182,7 +183,10 @@ class VLLMEngine:
         """Which of ``weights`` and ``kv_cache`` are not in the card's memory. Waking either twice fails in CUDA."""
         self._calls = itertools.count()
         self._collector = LogprobCollector(self._engine)
+        self._slots = SlotShortcut(self._engine)
         self._running_samples: dict[str, _RunningSample] = {}
+        self._searches = False
+        """Whether the text of a running sample may end it."""
         self._may_hold_prefixes = False
         """Whether anything was sampled since the prefix cache was last emptied."""
         if adapter_rank is not None:
@@ -289,6 +293,7 @@ class VLLMEngine:
         if not self._running_samples:
             self._forget_prefixes()
         call, stops = next(self._calls), stop_strings(sampling, self._tokenizer)
+        self._searches = stops is not None or (self._searches and bool(self._running_samples))
         batch = Batch(deque(), [])
         try:
             for position, request in enumerate(requests):
@@ -346,7 +351,8 @@ class VLLMEngine:
             if not output.finished or output.request_id not in self._running_samples:
                 continue
             self._finish(self._running_samples.pop(output.request_id), output)
-        self._end_by_text()
+        if self._searches:
+            self._end_by_text()
 
     def _end_by_text(self) -> None:
         """Hand out the running samples whose text has come to its end, and have vLLM drop them."""
@@ -500,6 +506,7 @@ class VLLMEngine:
         _open_engines.discard(self)
         self._running_samples.clear()
         self._collector.close()
+        self._slots.close()
         client, self._engine = self._engine.engine_core, None
         gc.unfreeze()
         # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.

@@ -315,3 +315,64 @@ def test_top_p_and_top_k_are_passed_on(any_engine: Any, model: Any) -> None:
     assert first == set(best)
     first = {c.token_ids[0] for c in any_engine.generate([request], Sampling(2.0, max_new_tokens=1, top_p=1e-6))}
     assert first == {best[0]}
+
+
+class CheckedSlots:
+    """Asks vLLM's own methods too, wherever the shortcut says that there is nothing to do."""
+
+    def __init__(self, engine: Any) -> None:
+        self.shortcut, self.manager = engine._slots, engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self.answered = self.asked = 0
+
+    def __enter__(self) -> CheckedSlots:
+        self.manager.allocate_slots, self.manager.cache_blocks = self.allocate_slots, self.cache_blocks
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.manager.allocate_slots = self.shortcut.allocate_slots
+        self.manager.cache_blocks = self.shortcut.cache_blocks
+
+    def state(self, request: Any) -> tuple[Any, ...]:
+        (kind,) = self.manager.coordinator.single_type_managers
+        blocks = [block.block_id for block in kind.req_to_blocks.get(request.request_id, ())]
+        pool = self.manager.block_pool
+        filed = [block_id for block_id in blocks if pool.blocks[block_id].block_hash is not None]
+        return blocks, filed, kind.num_cached_block.get(request.request_id), pool.get_num_free_blocks()
+
+    def allocate_slots(self, request: Any, num_new_tokens: int, **more: Any) -> Any:
+        self.asked += 1
+        before = self.state(request)
+        found = self.shortcut.allocate_slots(request, num_new_tokens, **more)
+        if found is self.manager.empty_kv_cache_blocks and self.state(request) == before:
+            self.answered += 1
+            assert self.shortcut._allocate(request, num_new_tokens, **more) is found
+            assert self.state(request) == before
+        return found
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        self.shortcut.cache_blocks(request, num_computed_tokens)
+        after = self.state(request)
+        self.shortcut._cache(request, num_computed_tokens)
+        assert self.state(request) == after
+
+
+def test_slots_that_are_there_are_those_that_vllm_finds(engine: Any, model: Any, tmp_path: Any) -> None:
+    sampling = Sampling(max_new_tokens=70)
+    wanted = requests(8)
+    with CheckedSlots(engine) as roomy:
+        expected = sampled(engine, wanted, sampling)
+    assert roomy.answered > 0.8 * roomy.asked
+    # A cache that is too small for all samples: some are taken off, and begin anew.
+    small = start_engine(tmp_path, model, num_gpu_blocks_override=24, policy_tokenizer=stop_tokenizer())
+    try:
+        with CheckedSlots(small) as tight:
+            found = sampled(small, wanted, sampling)
+        assert tight.asked > roomy.asked, "nothing was taken off"
+        # Those that begin anew are computed in batches of other sizes.
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        assert [lp for c in found for lp in c.logprobs] == pytest.approx(
+            [lp for c in expected for lp in c.logprobs], abs=GAP
+        )
+    finally:
+        small.close()
+    assert "allocate_slots" in vars(engine._engine.engine_core.engine_core.scheduler.kv_cache_manager)
