@@ -31,7 +31,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from lit_grpo.callbacks.checkpoint_files import Ranks, is_full, write_content, write_shards
-from lit_grpo.callbacks.host_copy import HostCopy, HostMemory
+from lit_grpo.callbacks.host_copy import HostCopy, HostMemory, tensors_in
 from lit_grpo.utils.memory import free_what_is_unused, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class CheckpointWriter:
         try:
             cls.finish_of(trainer)
         finally:
-            cls._of.pop(trainer, None)
+            if (writer := cls._of.pop(trainer, None)) is not None:
+                writer._memory.close()
 
     @classmethod
     def poll_of(cls, trainer: Trainer) -> None:
@@ -106,6 +107,21 @@ class CheckpointWriter:
         """
         if self._moment != moment:
             self.finish()
+
+    def reserve(self, trainer: Trainer) -> bool:
+        """Begin to make room in main memory for a copy of the run, ahead of the first checkpoint.
+
+        Returns:
+            Whether it is begun; not before the optimizers have a state.
+        """
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        if not states:
+            return False
+        # In one file, rank 0 writes for all, and whole tensors are in main memory already.
+        sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        if _writer_of(trainer, self._ranks) is not None and (sharded or self._ranks.rank == 0):
+            self._memory.reserve(tensors_in([trainer.strategy.lightning_module_state_dict(), states]))
+        return True
 
     def poll(self) -> None:
         """Tell of a write that has ended in an error, without waiting for one that is under way.

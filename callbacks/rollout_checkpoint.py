@@ -82,7 +82,8 @@ class RolloutCheckpoint(Checkpoint):
         monitor: metric of the evaluation by which they are compared.
         mode: whether a large value (``max``) or a small one (``min``) is good.
         in_background: whether the training goes on while a checkpoint is written. The copy takes as much main memory as
-            the checkpoint does on disk; without it the training waits for the disk.
+            the checkpoint does on disk, on a GPU up to twice as much, since torch locks pages in powers of two; without
+            it the training waits for the disk.
         accept_changes: keys that may differ from those that a resumed run was saved with, in a list or with commas
             between them; a key stands for all below it: ``model.optimizer.lr,data.rewards``.
     """
@@ -118,6 +119,8 @@ class RolloutCheckpoint(Checkpoint):
         self._values: dict[str, float] = {}
         """Value of ``monitor`` of each saved checkpoint that was evaluated, by name."""
         self._to_remove: list[str] = []
+        self._reserved = False
+        """Whether room for a copy of the run was asked for."""
         """Checkpoints that are not kept any more, as soon as the newest is in place."""
         self._evaluated_rollout = -1
         self._ring: Path | None = None
@@ -148,6 +151,7 @@ class RolloutCheckpoint(Checkpoint):
         folder = run_folder(trainer)
         self.dirpath = self.dirpath or folder / "checkpoints"
         self._ring = folder / ROLLBACK_FOLDER
+        self._reserved = False
         self._rollout_end = RolloutEnd.of(trainer)
         self._rollout_end.add(self._after_rollout, SECOND)
         if trainer.ckpt_path is not None:
@@ -262,6 +266,8 @@ class RolloutCheckpoint(Checkpoint):
         # The last one is saved at the end of the epoch, where Lightning counts it as finished.
         if trainer.is_last_batch:
             return
+        if self.in_background and not self._reserved:
+            self._reserved = CheckpointWriter.of(trainer).reserve(trainer)
         CheckpointWriter.poll_of(trainer)
         due = trainer.should_stop or trained_rollouts(trainer) % self.every_n_rollouts == 0
         if due or self._is_best(trainer):

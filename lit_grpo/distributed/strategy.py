@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from lit_grpo.distributed.optimizer_state import full_tensor, to_quantized
 from lit_grpo.distributed.sharding import ShardingConfig, compute_dtype
@@ -25,8 +27,8 @@ PRECISIONS = ("32-true", "bf16-mixed")
 class FSDP2Strategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, all ranks in the data-parallel dimension: ``trainer.strategy: fsdp``.
 
-    It adds that ``model.sharding.cpu_offload`` works, and that a run can be resumed from a checkpoint in one file, as a
-    run without sharding writes it.
+    It adds that ``model.sharding.cpu_offload`` works, that a run can be resumed from a checkpoint in one file, as a run
+    without sharding writes it, and that shards which are to be saved are left where they are.
 
     Args:
         process_group_backend: backend of collectives; None: nccl on CUDA (and gloo for offloaded tensors), gloo on CPU.
@@ -60,6 +62,26 @@ class FSDP2Strategy(ModelParallelStrategy):
         elif self.lightning_module is not None:
             # Offloaded shards stay where they are, and everything else was made on the device.
             self.lightning_module._device = self.root_device
+
+    # Lightning copies all shards into fresh main memory, which takes seconds while the training waits, and before
+    # anybody knows what they are wanted for: the writer of checkpoints copies them into memory that it keeps.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shards of all weights themselves, no copies; on rank 0 whole ones, for one file."""
+        if not self._save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        return get_model_state_dict(self.model, options=StateDictOptions(cpu_offload=False))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return this rank's shards of an optimizer's state, likewise."""
+        if not self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return cast(
+            dict[str, Any], get_optimizer_state_dict(self.model, own, options=StateDictOptions(cpu_offload=False))
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill model and optimizers in place from a folder of shards, of any number of ranks, or from one file."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -205,3 +206,40 @@ def test_one_device_in_shards_goes_on_after_memory_ran_out_within_a_pass(monkeyp
     for now, then in zip(found.metrics, expected.metrics, strict=True):
         assert now["optim/grad_norm"] == pytest.approx(then["optim/grad_norm"], rel=1e-5)
         assert now["loss"] == pytest.approx(then["loss"], abs=1e-6)
+
+
+def test_shards_to_be_saved_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who saves copies them, once; copying them before takes as long again, while the training waits."""
+    kept: dict[str, Any] = {}
+
+    def offload(*_: Any, **__: Any) -> None:
+        raise AssertionError("copied to main memory, which is where a CPU's are")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.state_dict._offload_state_dict_to_cpu", offload)
+
+    class Saved(pl.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            strategy = trainer.strategy
+            kept["model"] = strategy.lightning_module_state_dict()
+            kept["optimizer"] = strategy.optimizer_state(trainer.optimizers[0])["state"]
+            kept["own"] = {name: _local(weight) for name, weight in pl_module.state_dict(keep_vars=True).items()}
+            kept["moments"] = {_local(v).data_ptr() for s in trainer.optimizers[0].state.values() for v in s.values()}
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    fit(FSDP2Strategy(), callbacks=[Saved()])
+    own = kept["own"]
+    assert {name: _local(weight).data_ptr() for name, weight in kept["model"].items()} == {
+        name: weight.data_ptr() for name, weight in own.items()
+    }
+    saved = [_local(value).data_ptr() for state in kept["optimizer"].values() for value in state.values()]
+    assert saved
+    assert set(saved) <= kept["moments"]
+    written = read_sharded(tmp_path / "saved.ckpt", optimizers=False)["state_dict"]
+    assert written.keys() == own.keys()
+    for name, weight in own.items():
+        assert torch.equal(written[name], weight), name
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

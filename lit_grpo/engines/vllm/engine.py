@@ -23,6 +23,7 @@ from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of, sampling_settings
+from lit_grpo.engines.vllm.slots import SlotShortcut
 from lit_grpo.engines.vllm.start import (
     KEY,
     OTHER_ENGINE,
@@ -34,7 +35,6 @@ from lit_grpo.engines.vllm.start import (
     process_left_alone,
     start,
 )
-from lit_grpo.engines.vllm.slots import SlotShortcut
 from lit_grpo.engines.vllm.tokens import LogprobCollector, SampledTokens
 from lit_grpo.engines.vllm.weights import copy_from_twin, own_tensors, reload_weights
 from lit_grpo.errors import UserError
