@@ -31,7 +31,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from lit_grpo.callbacks.checkpoint_files import Ranks, is_full, write_content, write_shards
-from lit_grpo.callbacks.host_copy import HostCopy, HostMemory, tensors_in
+from lit_grpo.callbacks.host_copy import HostCopy, plain_tensors
+from lit_grpo.callbacks.host_memory import HostMemory
 from lit_grpo.utils.memory import free_what_is_unused, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class CheckpointWriter:
         # In one file, rank 0 writes for all, and whole tensors are in main memory already.
         sharded = isinstance(trainer.strategy, ModelParallelStrategy)
         if _writer_of(trainer, self._ranks) is not None and (sharded or self._ranks.rank == 0):
-            self._memory.reserve(tensors_in([trainer.strategy.lightning_module_state_dict(), states]))
+            self._memory.reserve(plain_tensors([trainer.strategy.lightning_module_state_dict(), states]))
         return True
 
     def poll(self) -> None:

@@ -2,62 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import threading
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_Form = tuple[torch.Size, torch.dtype]
-
-
-class HostMemory:
-    """Page-locked buffers for the tensors of a GPU, kept from one checkpoint to the next.
-
-    Locking pages takes as long as writing them to a fast disk, and a copy into others waits for the GPU twice.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[_Form, list[Tensor]] = defaultdict(list)
-        self._closed = False
-
-    def take(self, like: Tensor) -> Tensor:
-        """Return a buffer of the shape and number format of a tensor, whose content is undefined."""
-        free = self._free[like.shape, like.dtype]
-        return free.pop() if free else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-
-    def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Make a buffer for each tensor of a GPU, in a thread: locking 8 GB takes seconds, for which nobody has to wait.
-
-        Where memory does not suffice it stops; who takes a buffer then is told.
-        """
-        # By where they lie: tied weights are copied once.
-        found = {part.data_ptr(): part for tensor in tensors for part in _plain_parts(tensor) if part.is_cuda}
-        forms = [(part.shape, part.dtype) for part in found.values()]
-        if forms:
-            threading.Thread(target=self._make, args=(forms,), name="checkpoint-memory", daemon=True).start()
-
-    def close(self) -> None:
-        """Make no more buffers, and keep none."""
-        self._closed = True
-        self._free.clear()
-
-    def _make(self, forms: Sequence[_Form]) -> None:
-        with contextlib.suppress(RuntimeError):
-            for shape, dtype in forms:
-                if self._closed:
-                    return
-                self._free[shape, dtype].append(torch.empty(shape, dtype=dtype, pin_memory=True))
-
-    def give_back(self, buffers: list[Tensor]) -> None:
-        """Let buffers be taken again."""
-        for buffer in buffers:
-            self._free[buffer.shape, buffer.dtype].append(buffer)
+from lit_grpo.callbacks.host_memory import HostMemory
 
 
 class HostCopy:
@@ -82,7 +35,7 @@ class HostCopy:
         """
         on_gpu = False
         copies: dict[int, Tensor] = {}
-        for tensor in tensors_in(content):
+        for tensor in _tensors(content):
             on_gpu |= tensor.is_cuda
             copies[id(tensor)] = self._copy(tensor)
         if on_gpu:
@@ -122,23 +75,27 @@ class HostCopy:
         return buffer.copy_(tensor, non_blocking=True)
 
 
-def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield what a tensor consists of: itself, or the plain tensors inside a shard or a tensor in 8 bits."""
+def plain_tensors(content: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors of which nested dictionaries and lists consist, also those inside of shards."""
+    for tensor in _tensors(content):
+        yield from _parts(tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(part := getattr(tensor, name), Tensor):
-                yield from _plain_parts(part)
+                yield from _parts(part)
     elif tensor.layout == torch.strided and tensor.numel():
         yield tensor
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested dictionaries and lists."""
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from _tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from _tensors(item)

@@ -82,8 +82,7 @@ class RolloutCheckpoint(Checkpoint):
         monitor: metric of the evaluation by which they are compared.
         mode: whether a large value (``max``) or a small one (``min``) is good.
         in_background: whether the training goes on while a checkpoint is written. The copy takes as much main memory as
-            the checkpoint does on disk, on a GPU up to twice as much, since torch locks pages in powers of two; without
-            it the training waits for the disk.
+            the checkpoint does on disk; without it the training waits for the disk.
         accept_changes: keys that may differ from those that a resumed run was saved with, in a list or with commas
             between them; a key stands for all below it: ``model.optimizer.lr,data.rewards``.
     """

@@ -17,7 +17,8 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, request_stop
-from lit_grpo.callbacks.host_copy import HostCopy, HostMemory
+from lit_grpo.callbacks.host_copy import HostCopy
+from lit_grpo.callbacks.host_memory import HostMemory
 from lit_grpo.errors import StopRun
 from lit_grpo.utils.integrity import check
 from tests.ranks import run_in_process
@@ -137,47 +138,6 @@ def test_room_for_a_copy_is_made_once_ahead_of_the_first_checkpoint(tmp_path, mo
     assert asked[0].count((2,)) == 3, "the weight and its two moments"
     fit(tmp_path / "waits", 3, in_background=False)
     assert len(asked) == 1
-
-
-class OnCard(torch.Tensor):
-    """A tensor that says that it is a GPU's."""
-
-    is_cuda = True
-
-
-def test_buffers_that_were_made_ahead_are_taken(monkeypatch):
-    empty, made = torch.empty, list[tuple[int, ...]]()
-
-    def locked(shape: Any, *, dtype: Any, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        made.append(tuple(shape))
-        if len(made) > 4:
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(shape, dtype=dtype)
-
-    monkeypatch.setattr("lit_grpo.callbacks.host_copy.torch.empty", locked)
-    monkeypatch.setattr("lit_grpo.callbacks.host_copy.is_traceable_wrapper_subclass", lambda _: False)
-    weight, moment = (torch.zeros(3, 2).as_subclass(OnCard) for _ in range(2))
-    other = torch.zeros(3, 2, dtype=torch.bfloat16).as_subclass(OnCard)
-    memory = HostMemory()
-    memory.reserve([weight, moment, weight, other, torch.zeros(9)])
-    until(lambda: len(made) == 3)
-    until(lambda: not [t for t in threading.enumerate() if t.name == "checkpoint-memory"])
-    for tensor in (weight, moment, other):
-        buffer = memory.take(tensor)
-        assert (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
-    assert len(made) == 3, "all of them were there, and the tied weight has one"
-    memory.take(weight)
-    assert len(made) == 4
-    # Too little memory: nothing is raised in the thread, and who takes a buffer learns of it.
-    memory.reserve([weight])
-    until(lambda: len(made) == 5)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        memory.take(weight)
-    memory.close()
-    memory.reserve([moment])
-    until(lambda: not [t for t in threading.enumerate() if t.name == "checkpoint-memory"])
-    assert len(made) == 6
 
 
 def test_what_a_rollback_returns_to_shares_the_copy_of_the_same_moment(tmp_path, monkeypatch):

@@ -1,0 +1,109 @@
+"""Page-locked main memory, into which a GPU copies without the processor, and which is made while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_Form = tuple[torch.Size, torch.dtype]
+_SMALL = 2**20
+"""Bytes below which torch's own memory does: it takes no time, and is handed out in powers of two."""
+
+
+class HostMemory:
+    """Page-locked buffers for the tensors of a GPU, kept from one checkpoint to the next.
+
+    Memory that is not locked is copied into at a tenth of the speed, in pieces, while everything waits. To get locked
+    memory takes as long again, once: 10 s for the 7.6 GB of a model of 0.6 billion parameters and its optimizer, seen
+    on an H200. Torch's own (``pin_memory``) keeps the driver busy all that time, and with it every other thread that
+    wants something of the GPU. Nearly all of it is the system's, though, which looks for free pages and clears them:
+    here pages are got first, by writing into them, and locked when they are there.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[_Form, list[Tensor]] = defaultdict(list)
+        self._closed = False
+        self._locked: list[Tensor] = []
+        # A process that ends gives all memory back, and may have no driver any more to ask.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return a buffer of the shape and number format of a tensor, whose content is undefined.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+        """
+        free = self._free[like.shape, like.dtype]
+        return free.pop() if free else self._new(like.shape, like.dtype)
+
+    def give_back(self, buffers: Iterable[Tensor]) -> None:
+        """Let buffers be taken again."""
+        for buffer in buffers:
+            self._free[buffer.shape, buffer.dtype].append(buffer)
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Make a buffer for each tensor that lies on a GPU, in a thread, so that nobody has to wait for them.
+
+        Where memory does not suffice it stops; who takes a buffer then is told.
+        """
+        # By where they lie: tied weights are copied once.
+        found = {tensor.data_ptr(): tensor for tensor in tensors if tensor.is_cuda}
+        forms = [(tensor.shape, tensor.dtype) for tensor in found.values()]
+        if forms:
+            threading.Thread(target=self._make, args=(forms,), name="checkpoint-memory", daemon=True).start()
+
+    def close(self) -> None:
+        """Make no more buffers, and keep none. Nothing may be copied into those that were taken any longer."""
+        self._closed = True
+        self._free.clear()
+        _unlock(self._locked)
+
+    def _make(self, forms: Sequence[_Form]) -> None:
+        with contextlib.suppress(RuntimeError):
+            for shape, dtype in forms:
+                if self._closed:
+                    return
+                self._free[shape, dtype].append(self._new(shape, dtype))
+
+    def _new(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        size = shape.numel() * dtype.itemsize
+        if size < _SMALL:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        # Whole pages that are nobody else's: a page can be locked once.
+        try:
+            pages = mmap.mmap(-1, size)
+        except OSError as error:
+            raise RuntimeError(f"not enough memory: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Where the system has large pages there are far fewer to lock; where not, small ones do.
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        raw = torch.frombuffer(pages, dtype=torch.uint8)
+        raw[:: mmap.PAGESIZE] = 0
+        _lock(raw)
+        self._locked.append(raw)
+        if self._closed:
+            _unlock(self._locked)
+        return raw.view(dtype).view(shape)
+
+
+def _lock(raw: Tensor) -> None:
+    _checked(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+
+
+def _unlock(locked: list[Tensor]) -> None:
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
+
+
+def _checked(result: Any) -> None:
+    if int(result) != 0:
+        raise RuntimeError(f"CUDA error: memory cannot be locked ({result})")

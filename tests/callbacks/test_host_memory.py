@@ -1,0 +1,161 @@
+"""Main memory that a GPU copies into: made ahead, locked page by page, and given back. Without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lit_grpo.callbacks import host_memory
+from lit_grpo.callbacks.host_copy import plain_tensors
+from lit_grpo.callbacks.host_memory import HostMemory
+
+MEGABYTE = 2**20
+
+
+class Driver:
+    """Stands in for CUDA's: knows which bytes are locked, and refuses what the real one refuses."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.most = 10**12
+        self.calls = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls += 1
+        pages = range(address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE + 1)
+        for other, length in self.locked.items():
+            taken = range(other // mmap.PAGESIZE, (other + length - 1) // mmap.PAGESIZE + 1)
+            if pages.start < taken.stop and taken.start < pages.stop:
+                return 712
+        if sum(self.locked.values()) + size > self.most:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0 if self.locked.pop(address, None) else 713
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found, empty = Driver(), torch.empty
+
+    def small(shape: Any, *, dtype: Any, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(host_memory, "torch", SimpleNamespace(**vars(torch) | {"empty": small}))
+    yield found
+    assert not [t for t in threading.enumerate() if t.name == "checkpoint-memory"]
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says that it is a GPU's."""
+
+    is_cuda = True
+
+
+def on_card(*shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.zeros(*shape, dtype=dtype).as_subclass(OnCard)
+
+
+def made() -> None:
+    """Wait until nothing is made any more."""
+    end = time.monotonic() + 60
+    while [t for t in threading.enumerate() if t.name == "checkpoint-memory"]:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2**18,), (513, 1025), (7, 2**17, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_a_buffer_has_the_form_of_the_tensor_and_holds_it(driver: Driver, shape: Any, dtype: Any) -> None:
+    memory, like = HostMemory(), (torch.rand(shape) * 100).to(dtype)
+    buffer = memory.take(like)
+    assert (buffer.shape, buffer.dtype) == (like.shape, like.dtype)
+    buffer.copy_(like)
+    assert torch.equal(buffer, like)
+    size = like.numel() * like.element_size()
+    assert list(driver.locked.values()) == ([size] if size >= MEGABYTE else [])
+    memory.close()
+    assert not driver.locked
+    # It is no longer locked, and still the tensor's own.
+    assert torch.equal(buffer, like)
+
+
+def test_buffers_share_no_page(driver: Driver) -> None:
+    memory = HostMemory()
+    buffers = [memory.take(torch.empty(MEGABYTE + odd, dtype=torch.uint8)) for odd in (0, 1, 4095, 17, 1)]
+    assert len(driver.locked) == 5
+    memory.give_back(buffers)
+    assert memory.take(buffers[0]) is buffers[0]
+    assert driver.calls == 5
+    memory.close()
+
+
+def test_what_was_made_ahead_is_taken(driver: Driver) -> None:
+    weight, moment, half = on_card(512, 1024), on_card(512, 1024), on_card(512, 1024, dtype=torch.bfloat16)
+    memory = HostMemory()
+    memory.reserve([weight, moment, weight, half, torch.zeros(2**20)])
+    made()
+    assert driver.calls == 3, "one of each, and none for what lies in main memory"
+    for tensor in (weight, moment, half):
+        memory.take(tensor)
+    assert driver.calls == 3
+    memory.take(weight)
+    assert driver.calls == 4
+    memory.close()
+
+
+def test_memory_that_does_not_suffice_is_told_to_who_takes_it(driver: Driver) -> None:
+    driver.most = 3 * MEGABYTE
+    weight, memory = on_card(2, MEGABYTE, dtype=torch.uint8), HostMemory()
+    memory.reserve([weight, on_card(2, MEGABYTE, dtype=torch.uint8)])
+    made()
+    memory.take(weight)
+    with pytest.raises(RuntimeError, match="CUDA error: memory cannot be locked"):
+        memory.take(weight)
+    memory.close()
+
+
+def test_nothing_stays_locked_of_memory_that_nobody_closed(driver: Driver) -> None:
+    memory = HostMemory()
+    memory.take(torch.empty(MEGABYTE, dtype=torch.uint8))
+    assert driver.locked
+    del memory
+    gc.collect()
+    assert not driver.locked
+
+
+def test_closing_ends_what_is_being_made(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, memory = threading.Event(), HostMemory()
+    lock = driver.cudaHostRegister
+
+    def slowly(*args: int) -> int:
+        assert go.wait(60)
+        return lock(*args)
+
+    monkeypatch.setattr(driver, "cudaHostRegister", slowly)
+    memory.reserve([on_card(MEGABYTE), on_card(MEGABYTE)])
+    memory.close()
+    go.set()
+    made()
+    assert driver.calls == 1
+    assert not driver.locked
+
+
+def test_the_plain_tensors_of_a_checkpoint_are_found() -> None:
+    inner = torch.ones(3)
+    content = {"state": [{"step": torch.tensor(1.0), "moment": inner}], "text": "x", "none": torch.empty(0)}
+    found = list(plain_tensors(content))
+    assert len(found) == 2
+    assert found[1] is inner
