@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lit_grpo.engines.base import EngineError
+from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS, with_full_batch
 from lit_grpo.errors import UserError
 from lit_grpo.utils.spelling import nearest
 
@@ -134,8 +135,8 @@ def start(defaults: dict[str, Any], own: dict[str, Any]) -> Any:
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             args.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
     elif not args.get("enforce_eager"):
-        # CUDA graphs without torch.compile: as fast for decoding, and a start of seconds instead of a minute.
-        args = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **args}
+        graphs = with_full_batch(args.get("compilation_config", DECODING_GRAPHS), args["max_num_seqs"])
+        args = {**args, "compilation_config": graphs}
     try:
         return LLM(**args)
     # Among them what pydantic finds wrong with a value: its validation errors are ValueErrors.

@@ -16,6 +16,7 @@ from lit_grpo.engines.base import EngineContext, EngineError, NamedWeights
 from lit_grpo.engines.completion_checks import check_completion
 from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
+from lit_grpo.engines.vllm.graphs import with_full_batch
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import (
@@ -122,6 +123,10 @@ class VLLMServer:
                     **({} if tokenizer is None else {"skip_tokenizer_init": False}),
                     **(engine_args or {}),
                 }
+                if "compilation_config" in options:
+                    options["compilation_config"] = with_full_batch(
+                        options["compilation_config"], options["max_num_seqs"]
+                    )
                 model_path = self._scratch / "model"
                 model_config.save_pretrained(model_path)
                 if tokenizer is not None:

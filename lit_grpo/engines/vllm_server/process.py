@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.engines.base import EngineError
+from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY, check_installed
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
@@ -224,7 +225,7 @@ def default_engine_args() -> dict[str, Any]:
     if not torch.cuda.is_available():
         # A prompt that is split over two steps kills vLLM's CPU engine if its request has a seed.
         return {**args, "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
-    return {**args, "compilation_config": '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'}
+    return {**args, "compilation_config": DECODING_GRAPHS}
 
 
 def _environment() -> dict[str, str]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm import start as vllm_start
 from lit_grpo.engines.vllm.engine import VLLMEngine
+from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS, with_full_batch
 from lit_grpo.engines.vllm.tokens import LogprobCollector
 from lit_grpo.engines.vllm.weights import _missing_parts, _without_ties, tied_parameters
+from lit_grpo.engines.vllm_processes.settings import per_process
 from lit_grpo.errors import UserError
 
 
@@ -168,3 +173,44 @@ def test_experts_are_known_by_the_names_that_older_versions_report():
         "w13_weight.bias",
     }
     assert own_names(model, {"experts.routed_experts.w13_weight"}) == {"experts.routed_experts.w13_weight"}
+
+
+OWN_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+"""Batches for which vLLM captures graphs by itself, those above the largest batch left out."""
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 3000))
+def test_a_full_batch_and_all_below_it_have_a_graph(most: int) -> None:
+    found = with_full_batch(DECODING_GRAPHS, most)
+    sizes = found.get("cudagraph_capture_sizes", [size for size in OWN_SIZES if size <= most])
+    assert most in sizes
+    assert sizes == sorted(set(sizes))
+    assert {key: found[key] for key in DECODING_GRAPHS} == DECODING_GRAPHS
+    decoding = [size for size in sizes if size <= most]
+    assert set(decoding) >= {size for size in OWN_SIZES if size <= most}
+    # Padding to the next size costs at most what it costs with vLLM's own, and 32 samples above them.
+    assert all(b - a <= max(32, 4) for a, b in pairwise(decoding))
+    if most in OWN_SIZES:
+        assert found is DECODING_GRAPHS
+
+
+@pytest.mark.parametrize(
+    "given_by_user",
+    [
+        3,
+        '{"mode": 3}',
+        {"cudagraph_capture_sizes": [1, 8]},
+        {"mode": 0, "max_cudagraph_capture_size": 64},
+        {"cudagraph_mode": "NONE"},
+    ],
+)
+def test_graphs_that_somebody_has_chosen_are_left_alone(given_by_user: Any) -> None:
+    assert with_full_batch(given_by_user, 171) is given_by_user
+
+
+def test_three_processes_of_512_samples_have_a_graph_for_all_that_one_works_on() -> None:
+    share = per_process({"max_num_seqs": 512}, 3)["max_num_seqs"]
+    assert share == 171
+    assert with_full_batch(DECODING_GRAPHS, share)["cudagraph_capture_sizes"][-1] >= share
+    assert share in with_full_batch({"mode": 3}, share)["cudagraph_capture_sizes"]
