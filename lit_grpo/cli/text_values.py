@@ -195,7 +195,7 @@ def _parse(value: Any, enable_path: bool = True, simple_types: bool = False) -> 
         # A comment is no value: the key's own type has to refuse it.
         return (value, None) if parsed is None and not _is_null(text) else (parsed, path)
     if nested:
-        return _typehints.NestedArg(nested.key, _parse_below(text, _value_type_of_mapping(expected))), None
+        return _typehints.NestedArg(nested.key, _parse_below(text, nested.key, _value_type_of_mapping(expected))), None
     parsed, path = _original_parse(value, enable_path, simple_types)
     if parsed is None or isinstance(parsed, str):
         parsed = _typed_text(text)
@@ -205,11 +205,20 @@ def _parse(value: Any, enable_path: bool = True, simple_types: bool = False) -> 
     return parsed, path
 
 
-def _parse_below(text: str, value_type: Any) -> Any:
+def _mapping_of(text: str) -> dict[str, Any]:
+    """Read the arguments of a class that are typed all at once: ``--data.prompts.init_args '{digits: 2}'``."""
+    parsed, _ = _original_parse(text, False)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"init_args is {text}, no mapping; write '{{NAME: VALUE, ...}}', or one argument: .NAME VALUE")
+    _source.set("read")
+    return parsed
+
+
+def _parse_below(text: str, key: str, value_type: Any) -> Any:
     """Read what is typed for one key of a class (``value_type`` is None) or of a mapping."""
     # The parser of the class gets the option as it was typed, and knows the type of the argument.
     if value_type is None:
-        return _Typed(text)
+        return _mapping_of(text) if key == "init_args" else _Typed(text)
     _source.set("read")
     if takes_text(value_type):
         return _typed_text(text, types.NoneType in members_of(value_type))

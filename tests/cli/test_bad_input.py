@@ -203,6 +203,26 @@ ON_THE_COMMAND_LINE = {
     "value a class refuses": (["--data.prompts.digits=0"], ["0 is no range of digits", "--data.prompts.digits 0"]),
     "argument of a class, shortened": (["--trainer.logger.roo=x"], ["no argument `roo`", "did you mean `root`?"]),
     "its init_args misspelt": (["--trainer.logger.init_arg.root=x"], ["no argument `init_arg`", "mean `init_args`?"]),
+    "all arguments of a class, one misspelt": (
+        ["--data.prompts.init_args", "{dgits: 2}"],
+        ["AdditionPrompts has no argument `dgits`", "command line, --data.prompts.init_args {dgits: 2}", "`digits`?"],
+    ),
+    "all arguments of a class, one wrong": (
+        ["--data.prompts.init_args", "{digits: x}"],
+        ["AdditionPrompts.digits` cannot be 'x'", "--data.prompts.init_args {digits: x}", "for example digits: 1"],
+    ),
+    "no arguments of a class": (
+        ["--data.prompts.init_args", "5"],
+        ["init_args is 5, no mapping; write '{NAME: VALUE, ...}'", "command line, --data.prompts.init_args 5"],
+    ),
+    "argument of the last reward": (
+        ["--data.rewards.weight", "heavy"],
+        ["ExactMatch.weight` cannot be 'heavy'", "remedy: for example --data.rewards.weight 1.0"],
+    ),
+    "argument inside of what is typed": (
+        ["--data.rewards", "[{class_path: ExactMatch, init_args: {weight: heavy}}]"],
+        ["ExactMatch.weight` cannot be 'heavy'", "give a number, for example weight: 1.0"],
+    ),
     "key in a value": (
         ["--model.policy", "{tiny: {}, compil: true}"],
         ["`model.policy` has no key `compil`", "command line, --model.policy {tiny: {}, compil: true}"],

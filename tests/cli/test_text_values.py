@@ -216,3 +216,26 @@ def test_a_held_out_set_can_be_typed_key_by_key(capsys):
     assert sorted(sets) == ["b", "mine"]
     assert (sets["mine"]["path"], sets["mine"]["sampling"]["temperature"]) == ("rows.jsonl", 0.5)
     assert sets["b"]["limit"] == 3
+
+
+PROMPTS = ["--config", str(ROOT / "configs/quickstart.yaml")]
+
+
+@pytest.mark.parametrize("words", [
+    ["--data.prompts.init_args", "{digits: 2, n: 7}"],
+    ["--data.prompts.init_args={digits: 2, n: 7}"],
+    ["--data.prompts.init_args", "{digits: 1, n: 7}", "--data.prompts.init_args.digits", "2"],
+    ["--data.prompts.digits", "2", "--data.prompts.init_args", "{n: 7}"],
+])  # fmt: skip
+def test_all_arguments_of_a_class_can_be_typed_at_once(words):
+    found = parse(*PROMPTS, *words)[0].data.prompts
+    assert found.class_path == "lit_grpo.data.AdditionPrompts"
+    assert (found.init_args.digits, found.init_args.n) == (2, 7)
+
+
+def test_arguments_typed_at_once_are_those_of_another_class():
+    words = ["--data.prompts.class_path", "lit_grpo.data.JsonlPrompts", "--data.prompts.init_args", "{path: '007'}"]
+    found = parse(*PROMPTS, *words)[0].data.prompts
+    assert found.class_path == "lit_grpo.data.JsonlPrompts"
+    assert str(found.init_args.path) == "007"
+    assert "digits" not in found.init_args

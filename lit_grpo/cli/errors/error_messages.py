@@ -50,6 +50,10 @@ EXAMPLES = {
 """A class that may stand at a key, for a word that is no class; a reward anywhere else."""
 
 
+_SAYS_NOTHING = re.compile(r"\s*(a string or stream input is required)?\s*")
+"""What jsonargparse says of some values below a list of classes: nothing, or what its YAML reader says of a number."""
+
+
 class Explainer:
     """Maker of error screens for one command line: it has the valid keys and finds where the given ones stand.
 
@@ -152,8 +156,7 @@ class Explainer:
         # From the end: of an option that is given twice the last one holds.
         for i in range(len(self.argv) - 1, -1, -1):
             option, equals, value = self.argv[i].partition("=")
-            # On the command line `init_args` may be left out, and a + at the end appends to a list.
-            if option.startswith("--") and matches(option[2:].replace(".init_args.", ".").rstrip("+")):
+            if option.startswith("--") and matches(_key_of(option)):
                 value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
                 return option, value
         return None
@@ -328,12 +331,16 @@ class Explainer:
             # What is no word may stand there too; null is everywhere, and nobody misspells it.
             others = [one for one in types if one.endswith("number") or one == "true or false"]
             return self.bad_choice(name, given, [*names, *others], where)
+        last = key if argument is None else argument.name
+        if given is None and where.startswith("command line, --"):
+            given = where.removeprefix("command line, ").partition(" ")[2]
+        right = right_value(last, self.types.get(key) if argument is None else argument.type, given)
+        example = "" if right is None else f"for example {shown_as(last, right, where)}"
         if types:
-            last = key if argument is None else argument.name
-            right = right_value(last, self.types.get(key) if argument is None else argument.type, given)
             remedy = f"give {' or '.join(types)}"
-            remedy += "" if right is None else f", for example {shown_as(last, right, where)}"
-            return UserError(what, where=where, remedy=remedy)
+            return UserError(what, where=where, remedy=", ".join(filter(None, (remedy, example))))
+        if _SAYS_NOTHING.fullmatch(details):
+            return UserError(_cannot_be(name, given), where=where, remedy=example or None)
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
     def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
@@ -374,6 +381,12 @@ class Explainer:
 
 def _cannot_be(name: str, given: str | None) -> str:
     return f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
+
+
+def _key_of(option: str) -> str:
+    """Return the key that an option of the command line stands for."""
+    # There `init_args` may be left out or stand for all of them, and a + at the end appends to a list.
+    return option.removeprefix("--").replace(".init_args.", ".").removesuffix(".init_args").rstrip("+")
 
 
 def _shown(option: tuple[str, str]) -> str:

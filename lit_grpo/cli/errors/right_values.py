@@ -79,12 +79,13 @@ def shown_as(key: str, value: str, where: str) -> str:
         value: as YAML.
         where: place of the wrong one: an option of the command line, or a file and line.
     """
+    name = key.rpartition(".")[2]
     if where.startswith("command line, --"):
         option = where.removeprefix("command line, ").partition(" ")[0].partition("=")[0]
-        parent = option.rpartition(".")[0] if not option.endswith(key.rpartition(".")[2]) else ""
-        option = f"{parent}.{key}" if parent else option
-        return f"{option} {shlex.quote(value)}"
-    return f"{key.rpartition('.')[2]}: {value}"
+        # Otherwise it stands inside of what was typed, as in a file.
+        if option.removeprefix("--").rpartition(".")[2] == name:
+            return f"{option} {shlex.quote(value)}"
+    return f"{name}: {value}"
 
 
 def takes_keys(type_and_default: tuple[Any, Any] | None) -> bool:
