@@ -8,7 +8,8 @@
 Each run is `lit-grpo fit --config configs/gsm8k_qwen.yaml --model.objective '{recipe: METHOD}'` in a process of its
 own, with what stands behind `--` as further options. Held-out questions are asked before the first rollout and after
 every tenth. A run is written to --out (JSON lines) as soon as it has ended, and what is there with the same options is
-not run again: the command can be cut, by --seconds too, and repeated. Monitors only tell.
+not run again: the command can be cut, by --seconds too, and repeated. What --seconds ends is shown as far as it came,
+and is run again. Monitors only tell.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ EVERY = 10
 SHOWN = ("pass@1", "pass@1/se", "greedy", "greedy/se", "length", "truncated_frac")
 """What is kept of an evaluation, by its key below ``val/gsm8k/``."""
 
+CUT = "cut"
+"""Status of a run for which the time did not suffice."""
 Record = dict[str, Any]
 
 
@@ -61,8 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     wanted = [(method, seed) for seed in args.seeds for method in args.only]
     options = options_of(args)
-    known = {(r["method"], r["seed"]): r for r in side_by_side.read(args.out) if r["options"] == options}
-    todo = [job for job in wanted if job not in known]
+    written = [r for r in side_by_side.read(args.out) if r["options"] == options]
+    # A later record of the same run takes the place of an earlier one, and one that was cut that of none.
+    known = {(r["method"], r["seed"]): r for r in sorted(written, key=lambda r: bool(r["status"] != CUT))}
+    todo = [job for job in wanted if job not in known or known[job]["status"] == CUT]
     if args.at_once and todo:
         known |= run_all(todo, options, args)
     found = {job: known[job] for job in wanted if job in known and known[job]["status"] != "error"}
@@ -70,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table(found))
         draw(found, args.picture)
         print(f"\n{args.picture}", file=sys.stderr)
-    missing = [job for job in wanted if job not in found]
+    missing = [job for job in wanted if job not in found or found[job]["status"] == CUT]
     for method, seed in missing:
         print(f"missing: {method} seed {seed}", file=sys.stderr)
     return 1 if missing else 0
@@ -105,7 +110,7 @@ def options_of(args: argparse.Namespace) -> list[str]:
 def run_all(
     todo: Sequence[tuple[str, int]], options: list[str], args: argparse.Namespace
 ) -> dict[tuple[str, int], Record]:
-    """Do all runs, some at once, each in a process of its own, and leave out those that are not done in time."""
+    """Do all runs, some at once, each in a process of its own, and leave out those for which no time is left."""
     until = time.monotonic() + args.seconds
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lock, found = threading.Lock(), {}
@@ -126,14 +131,14 @@ def run_all(
 
 
 def run(method: str, seed: int, options: list[str], folder: Path, seconds: float) -> Record | None:
-    """Train one method with one seed; None where it was not done in time."""
+    """Train one method with one seed; None where it did not come to a rollout in time."""
     # A folder of its own for each try: the run refuses one that another has left something in.
     place = folder / f"{method}-seed{seed}-{time.strftime('%H%M%S')}"
     command = [sys.executable, "-m", "lit_grpo", "fit", *options, "--model.objective", f"{{recipe: {method}}}"]
     command += ["--seed_everything", str(seed), "--trainer.logger.run_dir", str(place)]
     command += ["--trainer.logger.tracking_uri", "none"]
     place.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, code = time.monotonic(), 0
     screen = place.with_suffix(".txt")
     with screen.open("w", encoding="utf-8") as file:
         # Killed by SIGTERM, so that it takes its engines along.
@@ -143,8 +148,11 @@ def run(method: str, seed: int, options: list[str], folder: Path, seconds: float
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait()
-            return None
+            code = -1
     named = {"method": method, "seed": seed, "options": options, "seconds": round(time.monotonic() - began, 1)}
+    if code == -1:
+        came = read_run(place) if (place / "metrics.jsonl").is_file() else {}
+        return named | {"status": CUT} | came if came.get("curves") else None
     # 3: a guard has stopped it, which is a result too.
     if code not in (0, 3):
         reason = screen.read_text(encoding="utf-8", errors="replace").strip()[-400:]
@@ -187,6 +195,11 @@ def line(record: Record) -> str:
 # ------------------------------------------------------------------------------------------------------ results
 
 
+def rollouts(record: Record) -> int:
+    """Return how many rollouts a run was trained on."""
+    return max(map(len, record["curves"].values()), default=0)
+
+
 def last(record: Record, key: str) -> float:
     """Mean of the last rollouts that have a metric."""
     values = [value for value in record["curves"].get(key, ()) if value is not None and math.isfinite(value)]
@@ -211,9 +224,8 @@ def table(found: dict[tuple[str, int], Record]) -> str:
         cells += [_number(last(record, "completions/length"), ".0f")]
         cells += [_number(last(record, "completions/truncated_frac"), ".0%")]
         cells += ["-" if record["step_seconds"] is None else f"{record['step_seconds']:.2f}", alarm]
-        lines.append(
-            f"| {method}, seed {seed}{'' if record['status'] == 'done' else ' (stopped)'} | " + " | ".join(cells) + " |"
-        )
+        ended = {"done": "", CUT: f" (cut at {rollouts(record)})"}.get(record["status"], " (stopped)")
+        lines.append(f"| {method}, seed {seed}{ended} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -242,7 +254,7 @@ def draw(found: dict[tuple[str, int], Record], path: Path) -> None:
         kept = [(step, v) for step, v in zip(steps, record["held_out"].values(), strict=True) if "greedy" in v]
         # Moved apart a little, or the bars of several would hide one another.
         axes[0, 0].errorbar([step + 0.2 * place for step, _ in kept], [v["greedy"] for _, v in kept],
-                            [v["greedy/se"] for _, v in kept], capsize=2, **style)  # fmt: skip
+                            [v.get("greedy/se", math.nan) for _, v in kept], capsize=2, **style)  # fmt: skip
         reward = "sampling/reward" if "sampling/reward" in record["curves"] else "reward"
         for axis, key in ((axes[0, 1], reward), (axes[1, 0], "policy/entropy"), (axes[1, 1], "completions/length")):
             values = [math.nan if value is None else value for value in record["curves"].get(key, ())]

@@ -62,6 +62,39 @@ def test_a_run_that_fails_is_named_and_made_again(tmp_path: Path, capsys: pytest
     assert "missing: grpo seed 0" in said
 
 
+@pytest.mark.slow
+def test_what_the_time_did_not_suffice_for_is_shown_as_far_as_it_came_and_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out = tmp_path / "c.yaml", tmp_path / "runs.jsonl"
+    (tmp_path / "q.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config.write_text(CONFIG.replace("PATH", str(tmp_path / "q.jsonl")))
+    command = ["--config", str(config), "--only", "grpo", "--rollouts", "100000", "--out", str(out)]
+    command += ["--picture", str(tmp_path / "curves.png"), "--seconds", "1000"]
+    wait = gsm8k_methods.subprocess.Popen.wait
+
+    def until_it_trains(process: Any, timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        while not any("reward" in path.read_text() for path in out.parent.glob("fits/*/metrics.jsonl")):
+            assert process.poll() is None
+            gsm8k_methods.time.sleep(0.1)
+        raise gsm8k_methods.subprocess.TimeoutExpired("fit", timeout)
+
+    monkeypatch.setattr(gsm8k_methods.subprocess.Popen, "wait", until_it_trains)
+    assert gsm8k_methods.main(command) == 1
+    (cut,) = map(json.loads, out.read_text().splitlines())
+    assert cut["status"] == "cut"
+    shown = capsys.readouterr()
+    assert f"| grpo, seed 0 (cut at {gsm8k_methods.rollouts(cut)}) |" in shown.out
+    assert "missing: grpo seed 0" in shown.err
+    # A run that came to its end counts, wherever it stands in the file.
+    whole = json.dumps(cut | {"status": "done"})
+    out.write_text(whole + "\n" + json.dumps(cut) + "\n")
+    assert gsm8k_methods.main([*command, "--at-once", "0"]) == 0
+    assert "cut at" not in capsys.readouterr().out
+
+
 def record(method: str, greedy: dict[int, float], **changes: Any) -> dict[str, Any]:
     held = {str(step): {"pass@1": value - 0.02, "pass@1/se": 0.02, "greedy": value, "greedy/se": 0.024}
             for step, value in greedy.items()}  # fmt: skip
