@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A time limit an example, or for drawing examples, says something of the machine and nothing of the code. Everything
+# else stays as it is where the tests run.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # What a run sets for its own process, where nobody else has: how long MLflow is asked, and where W&B writes.
 _SET_BY_RUNS = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "WANDB_MODE")
