@@ -133,7 +133,7 @@ def test_the_preflight_measures_last_and_keeps_it(step: bool, monkeypatch: pytes
     module = tiny.module()
     tiny.trainer(callbacks=[preflight], limit_train_batches=1).fit(module, datamodule=tiny.data(rollouts=1))
     assert preflight.results[-1].name == "engine processes"
-    assert built == [2, 4]
+    assert built == [2, 3, 4]
     assert module.policy is not None
     kept = read_measured(measured_key(module.policy.model.config, "Card 1"))
     assert kept == preflight.results[-1].values["processes"]
