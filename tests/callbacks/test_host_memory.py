@@ -137,7 +137,7 @@ def test_a_system_without_memory_is_told_as_a_gpus_is(driver: Driver, monkeypatc
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(host_memory, "mmap", SimpleNamespace(mmap=full))
-    with pytest.raises(RuntimeError, match="not enough memory: .*Cannot allocate memory"):
+    with pytest.raises(RuntimeError, match=r"not enough memory: .*Cannot allocate memory"):
         HostMemory().take(torch.empty(MEGABYTE, dtype=torch.uint8))
 
 

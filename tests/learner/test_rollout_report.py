@@ -96,7 +96,10 @@ def test_what_is_no_mean_and_what_sampling_measured_are_there_too() -> None:
     [
         ({"time/generate": 4.0, "time/reward": 3.0, "time/sync": 1.0, "time/wait": 50.0}, 10.0),
         # Sampled while the learner was at work on another: only what it had to wait is its time.
-        ({"time/learner_idle": 0.0, "time/generate": 70.0, "time/reward": 7.0, "time/sync": 1.0, "time/wait": 5.0}, 8.0),
+        (
+            {"time/learner_idle": 0.0, "time/generate": 70.0, "time/reward": 7.0, "time/sync": 1.0, "time/wait": 5.0},
+            8.0,
+        ),
     ],
 )
 def test_the_rate_of_tokens_is_over_the_time_that_a_rollout_costs(sampling: dict[str, float], busy: float) -> None:
