@@ -11,6 +11,7 @@ import torch
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.rollout import engine_start
 from lit_grpo.rollout.engine_start import EngineStarter
+from lit_grpo.utils import memory
 from lit_grpo.utils.memory import MemoryShortageError
 
 CPU = torch.device("cpu")
@@ -101,6 +102,13 @@ def test_memory_that_runs_out_is_one_screen_and_what_failed_is_not_closed_again(
     def fails(*given: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
 
+    asked, screen = list[Any](), memory.out_of_memory_error
+
+    def noted(doing: str, device: Any, *args: Any, **options: Any) -> MemoryShortageError:
+        asked.append((doing, device))
+        return screen(doing, device, *args, **options)
+
+    monkeypatch.setattr(memory, "out_of_memory_error", noted)
     monkeypatch.setattr(engine_start, "make_engine", fails)
     starter = EngineStarter(EngineConfig())
     begun(starter)

@@ -19,8 +19,8 @@ STORE = "sqlite:///mlflow.db"
 class Store:
     """Stands in for MLflow: knows runs by identity, and notes which were ended, as what and why."""
 
-    def __init__(self, error: Exception | None = None, **known: str) -> None:
-        self.error, self.known = error, known
+    def __init__(self, error: Exception | None = None, known: dict[str, str] | None = None) -> None:
+        self.error, self.known = error, known or {}
         self.ended: list[tuple[str, str, str | None]] = []
 
     def find(self, identity: str) -> str | None:
@@ -81,7 +81,7 @@ def test_a_run_whose_id_was_never_noted_is_looked_for(tmp_path: Path) -> None:
     dead(tmp_path, "found", run_id=None, identity="made once")
     dead(tmp_path, "unknown", run_id=None, identity="never made")
     dead(tmp_path, "nameless")
-    assert closed(tmp_path, Store(**{"made once": "a"})) == [("a", "FAILED", "its process died without a word")]
+    assert closed(tmp_path, Store(known={"made once": "a"})) == [("a", "FAILED", "its process died without a word")]
     assert not list(tmp_path.glob(f"*/{LOCK_FILE}"))
 
 

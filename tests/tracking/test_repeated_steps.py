@@ -130,7 +130,8 @@ def test_what_an_earlier_process_had_to_take_back_is_not_forgotten(
 
 def test_a_job_that_is_done_takes_no_other_off_the_note(tmp_path: Path) -> None:
     """An earlier process left one, and this one has to take back more before that was done."""
-    store, note = Store(), note_of(tmp_path)
+    store: Any = Store()
+    note = note_of(tmp_path)
     earlier = forget_job(6, note)
     note.update(forget=4)
     earlier(store)
