@@ -134,6 +134,8 @@ def test_the_range_of_the_rewards_is_kept_where_it_is_known_and_asked_for():
     assert run.state.reward_range == (-1.0, 2.0)
     without_critic = shape(context=tiny.context(4, reward_range=(-1.0, 2.0)))
     assert run.changed({"recipe": "grpo"}, without_critic).state.reward_range is None
+    grpo = without_critic.resolve(ObjectiveConfig(recipe="grpo"))
+    assert without_critic.resumed(grpo, ObjectiveState(), changed=False) == ObjectiveState()
 
 
 def test_without_a_shape_nothing_is_fitted():
