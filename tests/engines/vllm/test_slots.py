@@ -37,8 +37,8 @@ class Manager:
         self.block_pool = SimpleNamespace(hash_block_size=hash_block_size)
         self.asked: list[Any] = []
 
-    def allocate_slots(self, request: Any, num_new_tokens: int, **more: Any) -> Any:
-        self.asked.append((request.request_id, num_new_tokens, more))
+    def allocate_slots(self, request: Any, num_new_tokens: int, num_lookahead_tokens: int = 0, **more: Any) -> Any:
+        self.asked.append((request.request_id, num_new_tokens, num_lookahead_tokens, more))
         return "vLLM's own"
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
@@ -93,21 +93,21 @@ def test_only_what_needs_no_block_and_fills_none_is_answered_at_once(
     manager, request = running(computed, blocks, filed)
     found = manager.allocate_slots(request, 1)
     assert found is EMPTY if at_once else found == "vLLM's own"
-    assert manager.asked == ([] if at_once else [("a", 1, {})])
+    assert manager.asked == ([] if at_once else [("a", 1, 0, {})])
 
 
 def test_whatever_else_is_asked_for_goes_to_vllm_as_it_is() -> None:
     manager, request = running(5, 2, 1)
     assert manager.allocate_slots(request, 1, num_lookahead_tokens=0) is EMPTY
-    others: list[tuple[int, dict[str, Any]]] = [
-        (2, {}),
-        (1, {"num_lookahead_tokens": 1}),
-        (1, {"num_new_computed_tokens": 0}),
-        (1, {"num_lookahead_tokens": 0, "delay_cache_blocks": True}),
+    others: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 0, {}),
+        (1, 1, {}),
+        (1, 0, {"num_new_computed_tokens": 0}),
+        (1, 0, {"delay_cache_blocks": True}),
     ]
-    for tokens, more in others:
-        assert manager.allocate_slots(request, tokens, **more) == "vLLM's own"
-    assert manager.asked == [("a", tokens, more) for tokens, more in others]
+    for tokens, ahead, more in others:
+        assert manager.allocate_slots(request, tokens, num_lookahead_tokens=ahead, **more) == "vLLM's own"
+    assert manager.asked == [("a", *other) for other in others]
 
 
 @pytest.mark.parametrize(("computed", "filed", "files"), [(7, 1, False), (8, 1, True), (8, 2, False), (8, None, True)])
