@@ -99,6 +99,18 @@ def test_a_line_that_says_something_else_replaces_all_from_its_own_on(spool: Spo
     assert note.read()["forget"] is None
 
 
+def test_after_a_replacement_a_rollback_writes_what_it_makes_again(spool: Spool) -> None:
+    """Its lines are new ones of this process, also where an earlier process left an equal one."""
+    queue = Queue()
+    repeated = RepeatedSteps(3, spool, queue, note_of(spool.path.parent))  # type: ignore[arg-type]
+    assert repeated.is_new(line(4, reward=7.0))
+    assert steps(spool) == [1, 2, 3]
+    length = queue.length
+    assert repeated.is_new(line(3))
+    assert queue.length == length
+    assert len(queue.jobs) == 1
+
+
 def test_a_line_of_another_kind_replaces_nothing(spool: Spool) -> None:
     queue = Queue()
     repeated = RepeatedSteps(4, spool, queue, note_of(spool.path.parent))  # type: ignore[arg-type]
