@@ -115,6 +115,7 @@ def test_memory_that_runs_out_is_one_screen_and_what_failed_is_not_closed_again(
     with pytest.raises(MemoryShortageError) as error:
         starter.finish("for the policy", CPU)  # type: ignore[arg-type]
     assert error.value.where == "data.engine"
+    assert asked == [("starting the engine", CPU)], "the screen tells what is free on the learner's device"
     # A start that fails has closed itself.
     starter.give_up()
     assert "close" not in start.notes
