@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,22 @@ class RepeatedSteps:
 
     def _take_back(self, offset: int, step: int) -> None:
         """Remove from MLflow what it has of the file from ``offset`` on: the metrics of the steps from ``step`` on."""
-        step = min(step, self._note.read().get("forget", step) or step)
-        self._sender.replace_from(offset, forget_job(step, self._note))
-        # Before the file is changed: whatever interrupts this, the next process knows what is still to be taken back.
-        self._note.update(forget=step)
+        pending = self._note.read().get("forget")
+        step = step if pending is None else min(step, pending)
+        noted, forget = threading.Event(), forget_job(step, self._note)
+
+        def job(target: Target) -> None:
+            # Done before it is noted, it would stay on the note, and the next process would take back what is right.
+            noted.wait()
+            forget(target)
+
+        # Before the note, which also holds how much of the file MLflow has: from here on no more than `offset`.
+        self._sender.replace_from(offset, job)
+        try:
+            # Before the file is changed: whatever interrupts this, the next process knows what is to be taken back.
+            self._note.update(forget=step)
+        finally:
+            noted.set()
 
 
 def forget_job(step: int, note: RunNote) -> Callable[[Target], None]:
@@ -60,6 +73,9 @@ def forget_job(step: int, note: RunNote) -> Callable[[Target], None]:
 
     def job(target: Target) -> None:
         target.forget(step)
-        note.update(forget=None)
+        pending = note.read().get("forget")
+        # A later job may have to take back more than this one has.
+        if pending is None or pending >= step:
+            note.update(forget=None)
 
     return job

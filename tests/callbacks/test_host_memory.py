@@ -6,6 +6,7 @@ import gc
 import mmap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,8 @@ def test_buffers_share_no_page(driver: Driver) -> None:
 def test_what_was_made_ahead_is_taken(driver: Driver) -> None:
     weight, moment, half = on_card(512, 1024), on_card(512, 1024), on_card(512, 1024, dtype=torch.bfloat16)
     memory = HostMemory()
-    memory.reserve([weight, moment, weight, half, torch.zeros(2**20)])
+    tied = weight[:]
+    memory.reserve([weight, moment, weight, tied, half, torch.zeros(2**20)])
     made()
     assert driver.calls == 3, "one of each, and none for what lies in main memory"
     for tensor in (weight, moment, half):
@@ -116,6 +118,7 @@ def test_what_was_made_ahead_is_taken(driver: Driver) -> None:
     memory.close()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_memory_that_does_not_suffice_is_told_to_who_takes_it(driver: Driver) -> None:
     driver.most = 3 * MEGABYTE
     weight, memory = on_card(2, MEGABYTE, dtype=torch.uint8), HostMemory()
@@ -125,6 +128,38 @@ def test_memory_that_does_not_suffice_is_told_to_who_takes_it(driver: Driver) ->
     with pytest.raises(RuntimeError, match="CUDA error: memory cannot be locked"):
         memory.take(weight)
     memory.close()
+
+
+def test_a_system_without_memory_is_told_as_a_gpus_is(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes a buffer knows one error, and writes the checkpoint without a copy then."""
+
+    def full(*args: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_memory, "mmap", SimpleNamespace(mmap=full))
+    with pytest.raises(RuntimeError, match=r"not enough memory: .*Cannot allocate memory"):
+        HostMemory().take(torch.empty(MEGABYTE, dtype=torch.uint8))
+
+
+def test_a_closed_memory_keeps_no_buffer(driver: Driver) -> None:
+    memory = HostMemory()
+    buffer = memory.take(torch.empty(MEGABYTE, dtype=torch.uint8))
+    seen = weakref.ref(buffer)
+    memory.give_back([buffer])
+    del buffer
+    gc.collect()
+    assert seen() is not None
+    memory.close()
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_process_that_ends_asks_the_driver_for_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be gone by then."""
+    made = SimpleNamespace(atexit=True)
+    monkeypatch.setattr(host_memory, "weakref", SimpleNamespace(finalize=lambda *args: made))
+    HostMemory()
+    assert made.atexit is False
 
 
 def test_nothing_stays_locked_of_memory_that_nobody_closed(driver: Driver) -> None:

@@ -22,9 +22,11 @@ class Asked:
         return self.veto
 
     def limit_update(self, trainer: Any, module: Any, metrics: dict[str, float]) -> dict[str, float] | None:
+        self.seen.append((trainer, module, metrics))
         return self.limits
 
     def mends_lost_weights(self, trainer: Any) -> bool:
+        self.seen.append(trainer)
         return self.mends
 
 
@@ -46,10 +48,15 @@ def test_of_several_limits_the_smallest_holds():
         Asked(limits={"optim/grad_norm": 0.5, "critic/grad_norm": 1.0}),
         Asked(),
     )
-    assert hooks(*given).limits(METRICS) == {"optim/grad_norm": 0.5, "critic/grad_norm": 1.0}
+    made = hooks(*given)
+    assert made.limits(METRICS) == {"optim/grad_norm": 0.5, "critic/grad_norm": 1.0}
+    assert all(one.seen == [(made.trainer, "the module", METRICS)] for one in given)
     assert hooks().limits(METRICS) == {}
 
 
 def test_one_that_goes_back_is_enough():
-    assert hooks(Asked(), Asked(mends=True)).mends_lost_weights()
+    callbacks = Asked(), Asked(mends=True)
+    made = hooks(*callbacks)
+    assert made.mends_lost_weights()
+    assert all(one.seen == [made.trainer] for one in callbacks)
     assert not hooks(Asked()).mends_lost_weights()

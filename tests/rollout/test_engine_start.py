@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.rollout import engine_start
 from lit_grpo.rollout.engine_start import EngineStarter
+from lit_grpo.utils import memory
+from lit_grpo.utils.memory import MemoryShortageError
 
 CPU = torch.device("cpu")
 
@@ -52,8 +55,6 @@ def test_an_engine_is_begun_for_an_outline_and_finished_for_the_policy(start: St
     assert start.notes == ["for outline", "build with prompts for outline"]
     assert starter.seconds is None
     assert starter.finish("for the policy", CPU) == ("for the policy", start)  # type: ignore[arg-type]
-    assert starter.seconds is not None
-    assert starter.seconds.taken >= starter.seconds.waited
     starter.give_up()
     assert "close" not in start.notes, "what was finished belongs to who has the engine"
 
@@ -63,8 +64,62 @@ def test_what_was_begun_is_given_up_once(start: Start) -> None:
     begun(starter)
     starter.give_up()
     starter.give_up()
+    starter.build(lambda policy: pytest.fail("built what was given up"))
     assert start.notes == ["for outline", "close"]
     assert starter.finish("again", CPU) == ("again", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("early", "expected", "said"),
+    [
+        (True, (7.0, 3.0), ["the engine was ready after 7.0 s, 3.0 s of which the learner waited."]),
+        (False, (3.0, 3.0), ["the engine was ready after 3.0 s, all of which the learner waited."]),
+    ],
+)
+def test_how_long_an_engine_took_counts_from_its_begin(
+    start: Start, monkeypatch: pytest.MonkeyPatch, early: bool, expected: tuple[float, float], said: list[str]
+) -> None:
+    clock, heard = [100.0], list[str]()
+    monkeypatch.setattr(engine_start, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(engine_start, "begins_early", lambda config: early)
+    monkeypatch.setattr(engine_start, "make_engine", lambda *given: clock.__setitem__(0, clock[0] + 3.0))
+    monkeypatch.setattr(engine_start, "rank_zero_info", heard.append)
+    starter = EngineStarter(EngineConfig())
+    begun(starter)
+    clock[0] += 4.0
+    starter.finish("for the policy", CPU)  # type: ignore[arg-type]
+    assert starter.seconds == expected
+    assert heard == said
+    # One that was there at once is not worth a line.
+    monkeypatch.setattr(engine_start, "make_engine", lambda *given: None)
+    starter.finish("for the policy", CPU)  # type: ignore[arg-type]
+    assert heard == said
+
+
+def test_memory_that_runs_out_is_one_screen_and_what_failed_is_not_closed_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
+
+    asked, screen = list[Any](), memory.out_of_memory_error
+
+    def noted(doing: str, device: Any, *args: Any, **options: Any) -> MemoryShortageError:
+        asked.append((doing, device))
+        return screen(doing, device, *args, **options)
+
+    monkeypatch.setattr(memory, "out_of_memory_error", noted)
+    monkeypatch.setattr(engine_start, "make_engine", fails)
+    starter = EngineStarter(EngineConfig())
+    begun(starter)
+    with pytest.raises(MemoryShortageError) as error:
+        starter.finish("for the policy", CPU)  # type: ignore[arg-type]
+    assert error.value.where == "data.engine"
+    assert asked == [("starting the engine", CPU)], "the screen tells what is free on the learner's device"
+    # A start that fails has closed itself.
+    starter.give_up()
+    assert "close" not in start.notes
+    assert starter.seconds is None
 
 
 def test_an_engine_that_is_built_at_once_has_nothing_to_begin() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import threading
 from pathlib import Path
 
 import pytest
 
 from lit_grpo.errors import UserError
+from lit_grpo.tracking import run_note
 from lit_grpo.tracking.run_note import RUN_FILE, RunNote, read_note
 from lit_grpo.tracking.store_address import StoreAddress
+from tests.waiting import PATIENCE
 
 
 def test_an_address_that_was_given_goes_before_the_variable_and_the_folder(tmp_path, monkeypatch):
@@ -23,16 +27,28 @@ def test_an_address_that_was_given_goes_before_the_variable_and_the_folder(tmp_p
     with pytest.raises(UserError, match="plain files") as error:
         StoreAddress.choose(tmp_path, None, None)
     assert error.value.where == "environment variable MLFLOW_TRACKING_URI"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(UserError, match="plain files") as error:
+        StoreAddress.choose(tmp_path, "file:///home/me?password=hunter2", None)
+    assert error.value.where == "RunLogger.tracking_uri"
+    assert "hunter2" not in str(error.value)
+    for name in ("databricks", "none"):
+        assert StoreAddress.choose(tmp_path, name, None) == StoreAddress(name, None)
 
 
 def test_the_way_to_a_run():
     store, server = StoreAddress("sqlite:///x.db", None), StoreAddress("https://me:secret@host/", None)
     assert store.page("run", "7") == "http://127.0.0.1:5000/#/experiments/7/runs/run/model-metrics"
     assert store.page("run", None) is None
+    assert store.page(None, "7") is None
     assert server.page("run", "7") is None
     assert store.view_command("run") == "mlflow ui --backend-store-uri sqlite:///x.db"
     assert "secret" not in str(server.view_command("run"))
     assert str(server.view_command("run")).endswith("host/#/runs/run")
+    assert StoreAddress("http://host", None).view_command(None) == "http://host/#/runs"
+    database = StoreAddress("postgresql://me:secret@host/my runs", None)
+    assert "secret" not in str(database.view_command("run"))
+    assert shlex.split(str(database.view_command("run")))[-1].endswith("host/my runs")
     assert StoreAddress("none", None).view_command("run") is None
 
 
@@ -48,10 +64,44 @@ def test_entries_are_added_to_those_that_are_there(tmp_path):
     assert (tmp_path / RUN_FILE).stat().st_mode & 0o077 == 0
 
 
+def test_an_entry_of_the_moment_is_newer_than_the_note_and_a_given_one_than_both(tmp_path):
+    note(tmp_path).update(sent=9)
+    assert read_note(tmp_path) == {"sent": 9}
+    note(tmp_path).update()
+    assert read_note(tmp_path) == {"sent": 5}
+
+
+def test_threads_that_write_at_once_lose_nothing(tmp_path, monkeypatch):
+    """What one has read is not written any more once another has written."""
+    run, inside, go = note(tmp_path), threading.Event(), threading.Event()
+    write = run_note.write_atomically
+
+    def slowly(*args, **kwargs):
+        if not inside.is_set():
+            inside.set()
+            assert go.wait(PATIENCE)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(run_note, "write_atomically", slowly)
+    first = threading.Thread(target=run.update, kwargs={"run_id": "a"})
+    first.start()
+    assert inside.wait(PATIENCE)
+    second = threading.Thread(target=run.update, kwargs={"ended": "FINISHED"})
+    second.start()
+    # It waits for the first; without that it would be done by now.
+    second.join(0.2)
+    go.set()
+    first.join()
+    second.join()
+    assert read_note(tmp_path) == {"sent": 5, "run_id": "a", "ended": "FINISHED"}
+
+
 def test_a_folder_that_another_process_may_have_is_left_alone(tmp_path):
     note(tmp_path, held=False).update(ended="FAILED")
     assert not (tmp_path / RUN_FILE).exists()
     (tmp_path / RUN_FILE).write_text("half of a li")
+    assert read_note(tmp_path) == {}
+    (tmp_path / RUN_FILE).write_text('["no", "note"]')
     assert read_note(tmp_path) == {}
 
 
