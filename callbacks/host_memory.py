@@ -45,8 +45,8 @@ class HostMemory:
         return free.pop() if free else self._new(like.shape, like.dtype)
 
     def give_back(self, buffers: Iterable[Tensor]) -> None:
-        """Let buffers be taken again."""
-        for buffer in buffers:
+        """Let buffers be taken again; after :meth:`close` they are not kept."""
+        for buffer in () if self._closed else buffers:
             self._free[buffer.shape, buffer.dtype].append(buffer)
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:

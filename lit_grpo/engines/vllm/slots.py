@@ -43,7 +43,8 @@ class SlotShortcut:
                 kinds[0].num_cached_block,
                 int(kinds[0].block_size),
             )
-            asks = list(inspect.signature(self._allocate).parameters)[:2] == ["request", "num_new_tokens"]
+            asked = list(inspect.signature(self._allocate).parameters)
+            asks = asked[:2] == ["request", "num_new_tokens"] and "num_lookahead_tokens" in asked
             files = len(inspect.signature(self._cache).parameters) == 2
         except (AttributeError, IndexError, TypeError, ValueError):
             return

@@ -50,6 +50,11 @@ class OtherArguments(Manager):
         pytest.fail("only its form is looked at")
 
 
+class NoDrafts(Manager):
+    def allocate_slots(self, request: Any, num_new_tokens: int) -> Any:  # type: ignore[override]
+        pytest.fail("only its form is looked at")
+
+
 class OtherCache(Manager):
     def cache_blocks(self, request: Any, num_computed_tokens: int, more: int = 0) -> None:
         pytest.fail("only its form is looked at")
@@ -127,6 +132,7 @@ def test_blocks_are_filed_when_one_became_full(computed: int, filed: int | None,
         engine(Manager(FullAttentionManager()), num_lookahead_tokens=2),
         engine(Manager(FullAttentionManager(), hash_block_size=2)),
         engine(OtherArguments(FullAttentionManager())),
+        engine(NoDrafts(FullAttentionManager())),
         engine(OtherCache(FullAttentionManager())),
         SimpleNamespace(engine_core=object()),
     ],
