@@ -17,6 +17,9 @@ MODULES = (
 )  # fmt: skip
 """Modules whose classes a configuration names by ``class_path``."""
 
+LIGHTNING = ("lightning.pytorch.callbacks", "lightning.pytorch.loggers")
+"""Modules of Lightning whose classes it names so."""
+
 
 def load_classes() -> None:
     """Import the classes of :data:`MODULES`, which a configuration may then name without their modules.
@@ -76,6 +79,13 @@ def argument_of(class_path: str, name: str) -> Argument:
     return Argument(last, name, found)
 
 
+def full_path(name: str) -> str:
+    """Return the import path of a class that a configuration may name without its module."""
+    if "." in name:
+        return name
+    return next((f"{m}.{name}" for m in MODULES if name in _class_names(importlib.import_module(m))), name)
+
+
 def similar_class(class_path: str, example: str | None = None) -> str:
     """Say what to write instead of a class path that leads nowhere; ``example`` is a class that may stand there."""
     module_name, _, name = class_path.rpartition(".")
@@ -99,7 +109,7 @@ def _class_names(module: ModuleType) -> list[str]:
 
 
 def _full_path(name: str, example: str) -> str:
-    paths = {n: f"{m}.{n}" for m in MODULES for n in _class_names(importlib.import_module(m))}
+    paths = {n: f"{m}.{n}" for m in (*LIGHTNING, *MODULES) for n in _class_names(importlib.import_module(m))}
     if near := nearest(name, paths):
         return f"did you mean {paths[near]}?"
     return f"give the import path, for example {example}"
