@@ -66,7 +66,7 @@ def help_of_class(argv: Sequence[str]) -> list[str]:
 
     jsonargparse reads what stands behind it as options of the class, and refuses all others.
     """
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         if word.startswith("--") and word.partition("=")[0].endswith(".help"):
             value = [] if "=" in word or following.startswith("-") else [following]
             return [word, *value]

@@ -6,18 +6,15 @@ type but in their text. A message that no pattern fits is shown as it is, withou
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, SequenceNode
 
-from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
+from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.errors import class_paths
 from lit_grpo.cli.errors.parser_messages import (
     class_problem,
@@ -29,9 +26,9 @@ from lit_grpo.cli.errors.parser_messages import (
     wanted_types,
     whole_value,
 )
+from lit_grpo.cli.errors.places import Places, Source, key_of, shown_option
 from lit_grpo.cli.errors.right_values import (
     EXAMPLES_OF,
-    IN_LISTS,
     Types,
     class_names,
     group_example,
@@ -43,7 +40,7 @@ from lit_grpo.cli.errors.right_values import (
     type_below,
     types_in_words,
 )
-from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, reads_as, with_closed_brackets, written
+from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets, written
 from lit_grpo.errors import UserError
 from lit_grpo.utils.examples import members_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
@@ -76,11 +73,14 @@ EXAMPLES = {
 }
 """A class that may stand at a key, for a word that is no class; a reward anywhere else."""
 
+_CLASS_WORDS = frozenset({"class", "cls", "type", "target", "_target_"})
+"""Words of other programs for ``class_path``."""
+
 _SAYS_NOTHING = re.compile(r"\s*(a string or stream input is required)?\s*")
 """What jsonargparse says of some values below a list of classes: nothing, or what its YAML reader says of a number."""
 
 
-class Explainer:
+class Explainer(Places):
     """Maker of error screens for one command line: it has the valid keys and finds where the given ones stand.
 
     Args:
@@ -105,10 +105,8 @@ class Explainer:
         own_options: Iterable[str] = (),
         types: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
-        self.command, self.argv, self.layers = command, list(argv), list(layers)
-        self.keys, self.own_options = sorted(set(keys)), {"help", "print_config", *own_options}
-        self.types = dict(types or {})
-        self.known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
+        super().__init__(command, argv, layers, keys, types)
+        self.own_options = {"help", "print_config", *own_options}
 
     def explain(self, message: str) -> UserError:
         """Return the error that a message of jsonargparse tells of."""
@@ -123,12 +121,12 @@ class Explainer:
         if found := re.search(r"arguments are required: (.*)", message):
             return self._missing([key.removeprefix(f"{self.command}.") for key in found[1].split(", ")])
         if found := re.match(r"(?:argument )?--(\S+)\.help: (.*)", message, re.DOTALL):
-            option = self.option(lambda name: name == f"{found[1]}.help") or ("", "")
-            where, path = _shown(option), option[1]
+            option = next((one for one in self.options() if one[0] == f"--{found[1]}.help"), ("", ""))
+            where, path = shown_option(option), option[1]
             base = re.search(r"is not a subclass of (\w+)", found[2])
             problem = "is no import path" if "import path" in found[2] else f"is no {base[1]}" if base else found[2]
-            return self._bad_class(found[1], path, problem, _Source(where, f"{found[1]}.class_path", path))
-        if found := re.match(r"argument (?:-\w/)?--(\S+?): expected .*argument", message):
+            return self._bad_class(found[1], path, problem, Source(where, f"{found[1]}.class_path", path))
+        if found := re.match(r"argument (?:-\w/)?--([^\s/]+?)(?:/\S+)?: expected .*argument", message):
             return self._nothing_behind(found[1])
         if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
             return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
@@ -165,51 +163,6 @@ class Explainer:
                     remedy="write its keys below it, or leave it out",
                 )
 
-    # Finding the file and line of a key.
-
-    def place(self, key: str) -> str:
-        """Say where a key was given: the command line, else the last file that has it or its nearest parent."""
-        if (option := self.option(lambda name: name == key)) is not None:
-            return _shown(option)
-        if (found := find(self.layers, key)) is not None:
-            return str(found[0].place(found[1]))
-        if (name := self.variable(key)) in os.environ:
-            return f"environment variable {name}"
-        if (option := self.option(lambda name: name.startswith(f"{key}."))) is not None:
-            return _shown(option)
-        parts = key.split(".")
-        parents = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
-        if (option := self.option(lambda name: name in parents)) is not None:
-            return _shown(option)
-        if (name := next((name for name in map(self.variable, parents) if name in os.environ), "")) != "":
-            return f"environment variable {name}"
-        for parent in parents:
-            if (found := find(self.layers, parent)) is not None:
-                return str(found[0].place(found[1]))
-        return self.sources()
-
-    def option(self, matches: Callable[[str], bool]) -> tuple[str, str] | None:
-        """Return (``--key``, value) of the last option whose key satisfies ``matches``."""
-        # From the end: of an option that is given twice the last one holds.
-        return next((option for option in reversed(self.options()) if matches(_key_of(option[0]))), None)
-
-    def options(self) -> list[tuple[str, str]]:
-        """List (``--key``, value) of the options in order; the value is empty where none follows."""
-        found = []
-        for word, following in zip(self.argv, [*self.argv[1:], ""], strict=True):
-            option, equals, value = word.partition("=")
-            if option.startswith("--"):
-                found.append((option, value if equals else following))
-        return found
-
-    def variable(self, key: str) -> str:
-        """Name the environment variable of a key."""
-        return "__".join([f"LIT_GRPO_{self.command}", *key.split(".")]).upper()
-
-    def sources(self) -> str:
-        """List the configuration files, or say ``command line`` if there is none."""
-        return ", ".join(layer.file for layer in self.layers) or "command line"
-
     def locate(self, error: UserError) -> UserError:
         """Add file and line to an error whose ``where`` is a key, or ``Class.argument``."""
         key = error.where or ""
@@ -223,19 +176,9 @@ class Explainer:
         if key.split(".")[0] in self.known or not first:
             place = self.place(key)
         else:
-            place = self._place_of_argument(first, last) or self.sources()
+            place = self.place_of_argument(first, last) or self.sources()
         shown = place if last in place else f"`{key}` in {place}"
         return UserError(error.what, where=shown, remedy=error.remedy)
-
-    def _place_of_argument(self, class_name: str, argument: str) -> str | None:
-        if (option := self.option(lambda name: name.endswith(f".{argument}"))) is not None:
-            return _shown(option)
-        for layer in reversed(self.layers):
-            for node in mappings_of_class(layer.root, class_name) if layer.root is not None else ():
-                pair = child(node, argument)
-                return str(layer.place(pair[0] if pair else node))
-        keys = [key for key in self.keys if key.split(".")[-1] == argument]
-        return self.place(keys[0]) if len(keys) == 1 else None
 
     # Errors by kind.
 
@@ -319,8 +262,8 @@ class Explainer:
 
     def _nothing_behind(self, key: str) -> UserError:
         """Return the error for an option at the end of the command line, or with another option behind it."""
-        for option, following in zip(self.argv, [*self.argv[1:], "--"], strict=True):
-            name = _key_of(option)
+        for option, following in zip(self.argv, [*self.argv[1:], "--"], strict=False):
+            name = key_of(option)
             if option.startswith("--") and following.startswith("-") and f"{name}.".startswith(f"{key}."):
                 if name.endswith(".help"):
                     what = f"`{key}` is no class, whose arguments could be listed"
@@ -335,26 +278,7 @@ class Explainer:
                 return UserError(f"{option} has no value behind it", where="command line", remedy=remedy)
         return UserError(f"--{key} has no value behind it", where="command line", remedy="give one")
 
-    def _source(self, key: str, details: str) -> _Source | None:
-        """Return what gave a wrong value, where that is an option or the environment.
-
-        Args:
-            key: the key that a message is about.
-            details: what it says of the value, which it quotes.
-        """
-        below, value = whole_value(details)
-        name = _key_of(f"--{key}.{below}" if below else f"--{key}")
-        typed = [option for option in self.options() if _key_of(option[0]) == name]
-        # From the end: of an option that is given twice the last one holds, but of one that appends each does.
-        right = [option for option in reversed(typed) if reads_as(option[1], value)]
-        if found := right or typed[-1:]:
-            return _Source(_shown(found[0]), _key_of(found[0][0]), found[0][1])
-        variable = self.variable(key)
-        if variable in os.environ and not below and reads_as(os.environ[variable], value):
-            return _Source(f"environment variable {variable}", key, os.environ[variable])
-        return None
-
-    def _bad_value(self, key: str, details: str, source: _Source | None = None) -> UserError:
+    def _bad_value(self, key: str, details: str, source: Source | None = None) -> UserError:
         """Return the error for a value that a key does not take.
 
         Args:
@@ -366,7 +290,7 @@ class Explainer:
             return UserError(details, where="--config")
         # jsonargparse first tries text as the path of a file with the value. Nobody who sees this meant one.
         details = re.sub(r"^ *- Expected a path but .* either not accessible or invalid\n", "", details, flags=re.M)
-        source = source or self._source(key, details)
+        source = source or self.source(key, details)
         if source is not None and (closed := with_closed_brackets(source.text)) is not None:
             what = f"a bracket in the value of `{source.key}` is not closed"
             option = source.place.removeprefix("command line, ").partition(" ")[0]
@@ -382,14 +306,15 @@ class Explainer:
         nested = bool(whole_value(details)[0])
         if not nested and (given := given_for_keys(details, takes_keys(self.types.get(key)))) is not None:
             return self._bad_group(key, given, where)
-        if found := class_problem(details):
-            return self._bad_class(key, *found, source, wanted_classes(details, found[0]))
+        problem = class_problem(details)
+        if problem is not None and "NestedArg" not in problem[0]:
+            return self._bad_class(key, *problem, source, wanted_classes(details, problem[0]))
         if nested:
             option = where.removeprefix("command line, ").partition(" ")[0]
             what = f"there is no option {option if option.startswith('--') else f'--{key}.{whole_value(details)[0]}'}"
             remedy = f"`{key}` has no keys below it"
             if source is not None and key in self.types and takes_class(self.types[key][0]):
-                remedy = source.class_first(self._example_class(key))
+                remedy = source.class_first(key, self._example_class(key))
             return UserError(what, where="command line", remedy=remedy)
         if re.search(r"Subtypes: \[list\[[\w.]+\.Reward\]", details):
             given = given_value(details)
@@ -405,28 +330,14 @@ class Explainer:
             what = f"there is no option {option}"
             return UserError(what, where="command line", remedy=f"`{key}` has no keys below it")
         right = "{NAME: VALUE}"
-        for name in class_paths.arguments_of(path := class_paths.full_path(self._chosen_class(key))):
+        for name in class_paths.arguments_of(path := class_paths.full_path(self.chosen_class(key))):
             if (value := right_value(name, class_paths.argument_of(path, name).type, None)) is not None:
                 right = f"{{{name}: {value}}}"
                 break
         what = f"`{key}.init_args` takes the arguments of a class as keys and values, not {given!r}"
         return UserError(what, where=where, remedy=f"for example {option} {shlex.quote(right)}")
 
-    def _chosen_class(self, key: str) -> str:
-        """Return the import path of the class at a key, of a list of the last one; empty where none is named."""
-        names = (f"--{key}", f"--{key}+", f"--{key}.class_path")
-        typed = [text for option, text in self.options() if option in names]
-        if typed:
-            value = read(typed[-1])
-        elif (found := find(self.layers, key)) is not None:
-            value = read(yaml.serialize(found[2]))
-        else:
-            value = self.types[key][1] if key in self.types else None
-        value = value[-1] if isinstance(value, list) and value else value
-        value = value.get("class_path") if isinstance(value, Mapping) else value
-        return value if isinstance(value, str) else ""
-
-    def _bad_part(self, key: str, source: _Source | None) -> UserError | None:
+    def _bad_part(self, key: str, source: Source | None) -> UserError | None:
         """Return the error for a word in the place of keys and values below a key, such as one held-out set."""
         hint = self.types[key][0] if key in self.types else None
         if source is not None and source.key != key:
@@ -434,7 +345,7 @@ class Explainer:
                 return None
             parts = {source.key: read(source.text)}
         else:
-            value = self._given(key, source)
+            value = self.given(key, source)
             parts = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {}
         for part, value in parts.items():
             below = type_below(hint, part.removeprefix(f"{key}.").split("."))
@@ -470,6 +381,8 @@ class Explainer:
         # These two stand beside the arguments, and `path` is no `class_path`.
         near = nearest(name, known) or next(iter(near_names(name, ["init_args", "class_path"], slips_only=True)), None)
         listed = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+        if near is None and name in _CLASS_WORDS:
+            near = "class_path"
         if name.isdigit():
             listed = f"--{key}.NAME is an argument of the last class of the list; for another one write the whole list"
         what = f"{class_path} has no argument `{name}` (under `{key}`)"
@@ -511,7 +424,7 @@ class Explainer:
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
     def _bad_class(
-        self, key: str, class_path: str, problem: str, source: _Source | None = None, wanted: Iterable[str] = ()
+        self, key: str, class_path: str, problem: str, source: Source | None = None, wanted: Iterable[str] = ()
     ) -> UserError:
         """Return the error for a ``class_path`` that cannot be used, or for its ``init_args``.
 
@@ -524,20 +437,21 @@ class Explainer:
         """
 
         def place(argument: str | None = None) -> str:
-            return source.place if source is not None else self._place_of_class(key, class_path, argument)
+            return source.place if source is not None else self.place_of_class(key, class_path, argument)
 
         if option := re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\w+)", problem):
             name, known = option[1] or option[2], class_paths.arguments_of(class_path)
-            if (found := class_in_wrong_form(self._given(key, source), name)) is not None:
-                return UserError(f"`{key}`: {found[0]}", where=place(), remedy=f"write {found[1]}")
+            if (wrong := class_in_wrong_form(self.given(key, source), name)) is not None:
+                return UserError(f"`{key}`: {wrong[0]}", where=place(), remedy=f"write {wrong[1]}")
             error = self.bad_argument(key, class_path, name, known, place(name))
             # A base class stands where nobody has named one.
-            if class_path.rpartition(".")[2] in EXAMPLES_OF and not (error.remedy or "").startswith("did you mean"):
-                example = EXAMPLES_OF[class_path.rpartition(".")[2]]
-                remedy = f"name its class too: class_path: {example}"
-                return UserError(
-                    error.what, where=error.where, remedy=source.class_first(example) if source else remedy
-                )
+            base = class_path.rpartition(".")[2]
+            if base in EXAMPLES_OF and not (error.remedy or "").startswith("did you mean"):
+                own = key in self.types and base in class_names(self.types[key][0])
+                example = EXAMPLES.get(key, EXAMPLES_OF[base]) if own else EXAMPLES_OF[base]
+                source = source or self.source_of(f"{key}.{name}")
+                remedy = source.class_first(key, example) if source else f"name its class too: class_path: {example}"
+                return UserError(error.what, where=error.where, remedy=remedy)
             return error
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
             argument = class_paths.argument_of(class_path, inner[1])
@@ -559,8 +473,12 @@ class Explainer:
         example = self._example_class(key, [first.removeprefix("is no "), *wanted])
         below = source is not None and source.key not in (key, f"{key}.class_path")
         if source is not None and below and first == "is no import path" and class_path not in source.text:
+            # What the class is misspelt as shows only with the argument behind it where the key takes text too.
+            if class_path == self.chosen_class(key) and self.place(key) not in (self.sources(), source.place):
+                what, remedy = f"`{key}`: {class_path!r} {first}", _instead(key, class_path, first, example)
+                return UserError(what, where=self.place(key), remedy=remedy)
             what = f"`{source.key}` is an argument of a class, and `{key}` is {class_path!r}"
-            return UserError(what, where=where, remedy=source.class_first(example))
+            return UserError(what, where=where, remedy=source.class_first(key, example))
         class_path = "null" if class_path == "None" else class_path
         what = f"`{key}`: {class_path!r}{separator}{first}"
         return UserError(what, where=where, remedy=_instead(key, class_path, first, example))
@@ -571,76 +489,9 @@ class Explainer:
         types = class_names(self.types[key][0]) if key in self.types else []
         return found or next((EXAMPLES_OF[one] for one in types if one in EXAMPLES_OF), EXAMPLES_OF["Reward"])
 
-    def _given(self, key: str, source: _Source | None) -> Any:
-        """Return the value of a key as YAML reads it, from the option or variable that gave it, else from the files."""
-        found = find(self.layers, key)
-        return read(source.text if source is not None else yaml.serialize(found[2]) if found is not None else "")
-
-    def _place_of_class(self, key: str, class_path: str, argument: str | None = None) -> str:
-        """Say where a class, or one of its arguments, stands below ``key``."""
-        if argument is not None and (option := self.option(lambda name: name == f"{key}.{argument}")) is not None:
-            return _shown(option)
-        found = find(self.layers, key)
-        if found is None or self.option(lambda name: name == key) is not None:
-            return self.place(key)
-        layer, _, value = found
-        for node in mappings_of_class(value, class_path):
-            pair = child(node, argument) if argument is not None else None
-            return str(layer.place(pair[0] if pair else node))
-        # A class may be written as its bare path, and a dataclass (an optional part) without any.
-        pair = child(value, argument) if argument is not None else None
-        named: Node | None = pair[0] if pair else _scalar(value, class_path)
-        return str(layer.place(named)) if named is not None else self.place(key)
-
 
 def _cannot_be(name: str, given: str | None) -> str:
     return f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
-
-
-def _key_of(option: str) -> str:
-    """Return the key that an option of the command line stands for."""
-    # There `init_args` may be left out or stand for all of them, and a + at the end appends to a list.
-    return option.removeprefix("--").replace(".init_args.", ".").removesuffix(".init_args").rstrip("+")
-
-
-def _shown(option: tuple[str, str]) -> str:
-    return f"command line, {option[0]} {option[1]}".rstrip()
-
-
-def _scalar(node: Node, text: str) -> Node | None:
-    """Find the first scalar below ``node`` that reads ``text``."""
-    if isinstance(node, ScalarNode):
-        return node if node.value == text else None
-    for item in node.value if isinstance(node.value, list) else ():
-        for inner in item if isinstance(item, tuple) else (item,):
-            if (found := _scalar(inner, text)) is not None:
-                return found
-    return None
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Option of the command line, or variable of the environment, that gave a value."""
-
-    place: str
-    key: str
-    """Its key, which may lie below that of the message."""
-    text: str
-    """The value, as it was typed."""
-
-    @property
-    def typed(self) -> bool:
-        return self.place.startswith("command line")
-
-    def class_first(self, example: str) -> str:
-        """Say how an argument is given together with its class, of which ``example`` is one."""
-        if not self.typed:
-            return f"name its class too: class_path: {example}"
-        option = self.place.removeprefix("command line, ").partition(" ")[0].partition("=")[0]
-        group = option.partition(".init_args")[0] if ".init_args" in option else option.rpartition(".")[0]
-        # Before it, since options are read in their order.
-        group += "+" if example in IN_LISTS else ""
-        return f"name its class before it, for example {group} {example} {option} {shlex.quote(self.text)}"
 
 
 def _instead(key: str, class_path: str, problem: str, example: str | None) -> str:

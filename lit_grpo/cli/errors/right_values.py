@@ -36,6 +36,7 @@ EXAMPLES = {
     "trainer.devices": "2",
     "trainer.max_time": "00:08:00:00",
     "data.prompts": "rows.jsonl",
+    "ckpt_path": "last",
 }
 """Values of keys whose type alone says too little."""
 
@@ -53,8 +54,10 @@ EXAMPLES_OF = {
 }
 """A class that may stand where one has to derive from the class of this name."""
 
-IN_LISTS = frozenset(EXAMPLES_OF[base] for base in ("Reward", "Callback", "Monitor"))
-"""Those of them that stand in lists, to which an option with a ``+`` appends."""
+IN_LISTS = frozenset(
+    {"lit_grpo.data.BenchmarkPrompts", *(EXAMPLES_OF[base] for base in ("Reward", "Callback", "Monitor"))}
+)
+"""Examples that stand in lists, to which an option with a ``+`` appends."""
 
 _LIKELIEST = {
     ("model.policy", "text"): "path",
