@@ -124,9 +124,11 @@ def make_checked(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise
     # A class of a person may raise anything while it is made, and end the program.
     except (Exception, SystemExit) as error:
+        named = next((name for name in kwargs if re.search(rf"\b{name}\b", str(error))), None)
         raise UserError(
             f"{cls.__name__} cannot be made: {type(error).__name__}: {error}".rstrip(": "),
-            where=line_of(error),
+            # A line of a library helps nobody where the message names the argument.
+            where=f"{cls.__name__}.{named}" if named and cls.__module__.startswith("lightning.") else line_of(error),
             remedy="change its arguments or mend it; LIT_GRPO_DEBUG=1 shows the whole traceback",
         ) from error
 

@@ -371,3 +371,83 @@ def test_help_of_a_class_leaves_out_what_stands_beside_it(capsys):
     words = ["--data.rewards.help", "ExactMatch", "--data.group_size", "4"]
     assert main(["fit", "--config", "c.yaml", *words]) == 0
     assert "--data.rewards.ignore_case" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.prompts", ""],
+        ["--data.prompts="],
+        ["--data.val_prompts", ""],
+        ["--data.val.mine.path", ""],
+        ["--data.prompts.init_args.path="],
+        ["--ckpt_path", ""],
+        ["--checkpoint.dirpath", ""],
+        ["--model.policy.path", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_current_folder(words, fit):
+    code, _, screen = fit(*words)
+    assert code == 2
+    assert f"`{words[0].strip('-=')}` is empty".replace(".init_args", "") in screen.replace(".init_args", "")
+    assert part(screen, "where") == f"command line, {words[0].rstrip('=')}"
+    assert "is a variable of the shell not set?" in part(screen, "remedy")
+
+
+def test_an_empty_path_of_a_file_and_of_the_environment(fit, tmp_path, monkeypatch):
+    (tmp_path / "d.yaml").write_text("data: {prompts: ''}")
+    code, _, screen = fit("--config", "d.yaml")
+    assert code == 2
+    assert "`data.prompts` is empty where: d.yaml:1" in screen
+    monkeypatch.setenv("LIT_GRPO_FIT__CKPT_PATH", "")
+    code, _, screen = fit()
+    assert code == 2
+    assert "`ckpt_path` is empty where: environment variable LIT_GRPO_FIT__CKPT_PATH" in screen
+
+
+# What only the class or the Trainer itself refuses, while they are built.
+REFUSED = {
+    "no argument that is needed": (
+        ["--data.prompts", "JsonlPrompts"], "needs `path`", "--data.prompts JsonlPrompts",
+        "for example --data.prompts.path rows.jsonl",
+    ),
+    "no function": (
+        ["--data.rewards+", "FunctionReward"], "needs `function`", "--data.rewards+ FunctionReward",
+        "for example --data.rewards.function my_module.my_function",
+    ),
+    "a time": (
+        ["--trainer.max_time", "8h"], "not a valid duration", "--trainer.max_time 8h", "--trainer.max_time 00:08:00:00",
+    ),
+    "a strategy": (
+        ["--trainer.strategy", "null"], "strategy name", "--trainer.strategy null", "--trainer.strategy ddp",
+    ),
+    "an action below an argument": (
+        ["--trainer.callbacks.actions", "{critical: stopp}"], "'stopp' is no action",
+        "--trainer.callbacks.actions {critical: stopp}", "choose one of log,",
+    ),
+    "an argument of a class of Lightning": (
+        ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor=r", "--trainer.callbacks.mode", "high"],
+        "`mode` can be", "--trainer.callbacks.mode high", "change its arguments",
+    ),
+    "a scheduler": (
+        ["--model.optimizer.scheduler", "StepLR"], "'StepLR' is no import path", "--model.optimizer.scheduler StepLR",
+        "for example torch.optim.lr_scheduler.StepLR",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_while_it_is_built(case, capsys, monkeypatch):
+    from lit_grpo.learner import models
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load_model", loaded)
+    words, what, place, remedy = case
+    assert main(["fit", "--config", "c.yaml", *words]) == 2
+    screen = " ".join(capsys.readouterr().err.split())
+    assert what in screen
+    assert f"command line, {place}" in part(screen, "where")
+    assert remedy in part(screen, "remedy")

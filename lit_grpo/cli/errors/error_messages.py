@@ -40,7 +40,7 @@ from lit_grpo.cli.errors.right_values import (
     type_below,
     types_in_words,
 )
-from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets, written
+from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets
 from lit_grpo.errors import UserError
 from lit_grpo.utils.examples import members_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
@@ -61,17 +61,6 @@ ELSEWHERE = {
     "class of torch",
 }
 """Options that are typed at the top and stand elsewhere, of LightningCLI and of other programs, and where they are."""
-
-EXAMPLES = {
-    "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
-    "trainer.callbacks": "lit_grpo.callbacks.HealthMonitor",
-    "trainer.plugins": "lightning.pytorch.plugins.MixedPrecision",
-    "data.prompts": "lit_grpo.data.JsonlPrompts",
-    "data.val_prompts": "lit_grpo.data.JsonlPrompts",
-    "data.test_prompts": "lit_grpo.data.JsonlPrompts",
-    "data.clean.decontaminate": "lit_grpo.data.BenchmarkPrompts",
-}
-"""A class that may stand at a key, for a word that is no class; a reward anywhere else."""
 
 _CLASS_WORDS = frozenset({"class", "cls", "type", "target", "_target_"})
 """Words of other programs for ``class_path``."""
@@ -176,7 +165,13 @@ class Explainer(Places):
         if key.split(".")[0] in self.known or not first:
             place = self.place(key)
         else:
-            place = self.place_of_argument(first, last) or self.sources()
+            name, *arguments = key.split(".")
+            # Below an argument of a class there may be names of a person's own: HealthMonitor.actions.critical.
+            wholes = [".".join(arguments[:count]) for count in range(len(arguments), 0, -1)]
+            options = [option for whole in wholes if (option := self.option_of_argument(whole)) is not None]
+            found = [self.place_of_argument(name, whole) for whole in wholes]
+            inner = next((one for one in found if one is not None), None) or self.sources()
+            place = shown_option(options[0]) if options else inner
         shown = place if last in place else f"`{key}` in {place}"
         return UserError(error.what, where=shown, remedy=error.remedy)
 
@@ -318,7 +313,7 @@ class Explainer(Places):
             return UserError(what, where="command line", remedy=remedy)
         if re.search(r"Subtypes: \[list\[[\w.]+\.Reward\]", details):
             given = given_value(details)
-            right = _one_reward(source.text if source is not None else given or "")
+            right = class_paths.one_reward(source.text if source is not None else given or "")
             remedy = f"give a list, for example {shown_as(key, right, where)}"
             return UserError(_cannot_be(key, given), where=where, remedy=remedy)
         return self._bad_type(key, details, where)
@@ -448,7 +443,7 @@ class Explainer(Places):
             base = class_path.rpartition(".")[2]
             if base in EXAMPLES_OF and not (error.remedy or "").startswith("did you mean"):
                 own = key in self.types and base in class_names(self.types[key][0])
-                example = EXAMPLES.get(key, EXAMPLES_OF[base]) if own else EXAMPLES_OF[base]
+                example = class_paths.EXAMPLES.get(key, EXAMPLES_OF[base]) if own else EXAMPLES_OF[base]
                 source = source or self.source_of(f"{key}.{name}")
                 remedy = source.class_first(key, example) if source else f"name its class too: class_path: {example}"
                 return UserError(error.what, where=error.where, remedy=remedy)
@@ -462,9 +457,13 @@ class Explainer(Places):
         where = place()
         if required := re.search(r"arguments are required: (.*)", problem):
             needed = " and ".join(f"`{name}`" for name in required[1].split(", "))
-            return UserError(
-                f"{class_path} needs {needed} (under `{key}`)", where=where, remedy="add it under `init_args:`"
-            )
+            remedy = "add it under `init_args:`"
+            typed = where.removeprefix("command line, ").partition(" ")[0].partition("=")[0].rstrip("+")
+            if typed in (f"--{key}", f"--{key}.class_path"):
+                name = required[1].split(", ")[0]
+                right = right_value(name, class_paths.argument_of(class_path, name).type, None) or "VALUE"
+                remedy = f"give it too, for example --{key}.{name} {shlex.quote(right)}"
+            return UserError(f"{class_path} needs {needed} (under `{key}`)", where=where, remedy=remedy)
         first = next((line.strip() for line in problem.splitlines() if line.strip()), problem)[:200]
         if "has no attribute 'keys'" in first:
             what = f"`{key}`: `init_args` of {class_path} takes the arguments as keys and values"
@@ -475,48 +474,25 @@ class Explainer(Places):
         if source is not None and below and first == "is no import path" and class_path not in source.text:
             # What the class is misspelt as shows only with the argument behind it where the key takes text too.
             if class_path == self.chosen_class(key) and self.place(key) not in (self.sources(), source.place):
-                what, remedy = f"`{key}`: {class_path!r} {first}", _instead(key, class_path, first, example)
+                what, remedy = f"`{key}`: {class_path!r} {first}", class_paths.instead(class_path, first, example)
                 return UserError(what, where=self.place(key), remedy=remedy)
             what = f"`{source.key}` is an argument of a class, and `{key}` is {class_path!r}"
             return UserError(what, where=where, remedy=source.class_first(key, example))
         class_path = "null" if class_path == "None" else class_path
         what = f"`{key}`: {class_path!r}{separator}{first}"
-        return UserError(what, where=where, remedy=_instead(key, class_path, first, example))
+        return UserError(what, where=where, remedy=class_paths.instead(class_path, first, example))
 
     def _example_class(self, key: str, bases: Iterable[str] = ()) -> str:
         """Return the import path of a class that may stand at a key, or that derives from one of some classes."""
-        found = next((EXAMPLES_OF[base] for base in bases if base in EXAMPLES_OF), None) or EXAMPLES.get(key)
+        found = next((EXAMPLES_OF[base] for base in bases if base in EXAMPLES_OF), None) or class_paths.EXAMPLES.get(
+            key
+        )
         types = class_names(self.types[key][0]) if key in self.types else []
         return found or next((EXAMPLES_OF[one] for one in types if one in EXAMPLES_OF), EXAMPLES_OF["Reward"])
 
 
 def _cannot_be(name: str, given: str | None) -> str:
     return f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
-
-
-def _instead(key: str, class_path: str, problem: str, example: str | None) -> str:
-    base = problem.removeprefix("is no ")
-    if base == problem or problem == "is no import path":
-        return class_paths.similar_class(class_path, example)
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", class_path) or class_path == "null":
-        return f"name a class, for example {example}, or {{class_path: {example}, init_args: {{NAME: VALUE}}}}"
-    if base == "Reward" and not class_path.rpartition(".")[2][:1].isupper():
-        return f"name a class that derives from Reward, or give a function: {_one_reward(class_path)}"
-    return f"name a class that derives from {base}, for example {example}"
-
-
-def _one_reward(word: str) -> str:
-    """Write the list of one reward that was probably meant: a class by its bare name, else a function."""
-    value = read(word)
-    if isinstance(value, Mapping):
-        wrong = class_in_wrong_form(value, str(next(iter(value), "")))
-        return f"[{wrong[1] if wrong else written(value)}]"
-    if word.rpartition(".")[2][:1].isupper():
-        return f"[{word}]"
-    function = (
-        word if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", word) and not word.endswith(".py") else "my_module.my_function"
-    )
-    return f"[{{class_path: lit_grpo.rewards.FunctionReward, init_args: {{function: {function}}}}}]"
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:

@@ -114,8 +114,12 @@ class Places:
         """List the configuration files, or say ``command line`` if there is none."""
         return ", ".join(layer.file for layer in self.layers) or "command line"
 
+    def option_of_argument(self, argument: str) -> tuple[str, str] | None:
+        """Return the last option that gives an argument of some class, or something below it."""
+        return self.option(lambda name: f".{argument}." in f"{name}.")
+
     def place_of_argument(self, class_name: str, argument: str) -> str | None:
-        if (option := self.option(lambda name: name.endswith(f".{argument}"))) is not None:
+        if (option := self.option_of_argument(argument)) is not None:
             return shown_option(option)
         for layer in reversed(self.layers):
             for node in mappings_of_class(layer.root, class_name) if layer.root is not None else ():

@@ -34,13 +34,16 @@ EXAMPLES = {
     "data.engine.name": "vllm",
     "data.group_size": "8",
     "trainer.devices": "2",
+    "trainer.strategy": "ddp",
+    "trainer.accelerator": "auto",
+    "trainer.profiler": "simple",
     "trainer.max_time": "00:08:00:00",
     "data.prompts": "rows.jsonl",
     "ckpt_path": "last",
 }
 """Values of keys whose type alone says too little."""
 
-_OF_ARGUMENTS = {"actions": "{critical: stop}", "path": "rows.jsonl"}
+_OF_ARGUMENTS = {"actions": "{critical: stop}", "path": "rows.jsonl", "function": "my_module.my_function"}
 """The same for arguments of classes, by their names."""
 
 EXAMPLES_OF = {
