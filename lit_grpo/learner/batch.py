@@ -10,6 +10,7 @@ from torch import Tensor
 from lit_grpo.policy.forward.batching import Layout, PolicyInput, cut
 from lit_grpo.types import Experience, Rollout
 from lit_grpo.utils.random import derive_seed
+from lit_grpo.utils.tensors import padded_rows
 
 
 def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
@@ -20,10 +21,9 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
     # Masks come from lengths, never from ids: the padding id may be one that the policy generates.
     lengths = [len(c.token_ids) for c in batch.completions]
     count, width = len(lengths), max(lengths, default=0)
-    ids = torch.tensor([[*c.token_ids, *([0] * (width - len(c.token_ids)))] for c in batch.completions])
+    ids = padded_rows([c.token_ids for c in batch.completions], width, 0, torch.int64)
     # NaN where the engine gave no log-probability: a number would be taken for one.
-    unknown = [float("nan")] * width
-    sampled = torch.tensor([[*c.logprobs, *unknown[len(c.logprobs) :]] for c in batch.completions])
+    sampled = padded_rows([c.logprobs for c in batch.completions], width, float("nan"), torch.float64)
     return Experience(
         lengths=torch.tensor(lengths),
         group_ids=torch.arange(count) // batch.group_size,
@@ -33,8 +33,8 @@ def make_experience(batch: Rollout, device: torch.device | str) -> Experience:
         sample_keys=torch.tensor(_sample_keys(batch), dtype=torch.long),
         truncated=torch.tensor([c.truncated for c in batch.completions]),
         width=width,
-        token_ids=ids.view(count, width).long(),
-        sampler_logprobs=sampled.view(count, width).float(),
+        token_ids=ids,
+        sampler_logprobs=sampled.float(),
         invalid=batch.no_answer,
         prompt_ids=[batch.prompts[i // batch.group_size].id for i in range(count)],
     ).to(device)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lit_grpo.types import Completion, Prompt, Rollout
+from lit_grpo.utils.tensors import tensor_of
 
 _APART = ("prompts", "completions", "evaluation")
 """Fields of a rollout that are kept in a form of their own, or not at all."""
@@ -36,15 +37,13 @@ def pack(made: ProducedRollout, index_of: Mapping[int, int]) -> dict[str, Any]:
     """
     rollout = made.rollout
     completions = rollout.completions
-    ids = [token for completion in completions for token in completion.token_ids]
-    logprobs = [value for completion in completions for value in completion.logprobs]
     return {
         "fields": {f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name not in _APART},
         "prompts": [index_of[id(prompt)] for prompt in rollout.prompts],
         # As tensors: a checkpoint is read by an unpickler in Python, slow where there are millions of numbers.
         "lengths": torch.tensor([len(completion.token_ids) for completion in completions]),
-        "token_ids": torch.tensor(ids, dtype=torch.int64),
-        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        "token_ids": tensor_of((i for c in completions for i in c.token_ids), torch.int64),
+        "logprobs": tensor_of((value for c in completions for value in c.logprobs), torch.float64),
         "places": [(c.request, c.sample, c.finish_reason, c.policy_version) for c in completions],
         "experts": [completion.experts for completion in completions],
         "used": made.prompts,

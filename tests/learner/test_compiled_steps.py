@@ -198,3 +198,15 @@ def test_without_a_place_for_it_the_run_goes_on(monkeypatch, tmp_path, caplog):
     compiling.keep_code()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert "kept among temporary files" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("level", "own", "told"), [("DEBUG", "", True), ("INFO", "", False), ("DEBUG", "+dynamo", False)]
+)
+def test_what_compiles_again_is_told_where_it_is_asked_for(monkeypatch, caplog, level, own, told):
+    asked = []
+    monkeypatch.setattr(torch._logging, "set_logs", lambda **logs: asked.append(logs))
+    monkeypatch.setenv("TORCH_LOGS", own)
+    with caplog.at_level(level, logger="lit_grpo.policy.model.compiling"):
+        compiling.tell_what_compiles_again()
+    assert asked == ([{"recompiles": True}] if told else [])

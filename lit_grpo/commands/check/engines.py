@@ -15,7 +15,7 @@ from lit_grpo.engines.vllm_processes.choose import measured_key, write_measured
 from lit_grpo.errors import EngineError, UserError
 from lit_grpo.types import Request, Sampling
 
-CANDIDATES = (1, 2, 4)
+CANDIDATES = (1, 2, 3, 4)
 """Numbers of processes that are tried."""
 WORTH = 1.05
 """How much faster more processes must be, since each takes memory of the card for itself."""

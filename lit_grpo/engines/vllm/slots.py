@@ -58,16 +58,16 @@ class SlotShortcut:
 
     # Both run once for each token of each sample, so they are kept short.
 
-    def allocate_slots(self, request: Any, num_new_tokens: int, **more: Any) -> Any:
+    def allocate_slots(self, request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **more: Any) -> Any:
         """Return no new blocks where none is needed and none became full; else what vLLM's own method returns."""
-        if num_new_tokens == 1 and len(more) < 2:
+        if num_new_tokens == 1 and not num_lookahead_tokens and not more:
             filed = self._filed.get(request.request_id)
-            # Filed: a sample that was begun, and has not been taken off.
-            if filed is not None and not more.get("num_lookahead_tokens", 1 if more else 0):
+            # None: it has no blocks, since it has not begun or was taken off.
+            if filed is not None:
                 needed = request.num_computed_tokens + 1
                 if needed <= len(self._blocks[request.request_id]) * self._size and needed // self._size <= filed:
                     return self._empty
-        return self._allocate(request, num_new_tokens, **more)
+        return self._allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **more)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """File the blocks of a sample that became full, if one did."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.tensors import tensor_of
 
 ALIKE = 0.75
 """A segment joins a padded product if its length is at least this share of that of the longest one in it."""
@@ -137,11 +138,11 @@ class Segments:
         """
         if self._cumulative is None:
             nonempty = [s for s in self.segments if s.length]
-            keys = [i for s in nonempty for i in _key_positions(s)]
+            keys = tensor_of((i for s in nonempty for i in _key_positions(s)), torch.int64)
             query_lengths = torch.tensor([0, *(s.length for s in nonempty)]).cumsum(0)
             key_lengths = torch.tensor([0, *(s.length + s.prompt_length for s in nonempty)]).cumsum(0)
             self._cumulative = (
-                to_device(torch.tensor(keys), self.device),
+                to_device(keys, self.device),
                 to_device(query_lengths.to(torch.int32), self.device),
                 to_device(key_lengths.to(torch.int32), self.device),
                 -(-max(s.length for s in nonempty) // _BOUND_MULTIPLE) * _BOUND_MULTIPLE,

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lit_grpo.policy.forward.attention import Segment, Segments, to_device
+from lit_grpo.utils.tensors import tensor_of
 
 ROW_TOKENS = 1024
 """Length at which :func:`share_prompts` closes a row: attention costs the square of it."""
@@ -98,7 +100,7 @@ def pad_rows(
         target.extend(completion)
         row.extend([i] * len(completion))
         column.extend(range(len(completion)))
-    index = to_device(torch.tensor([source, target, row, column], dtype=torch.long), device)
+    index = to_device(tensor_of(chain(source, target, row, column), torch.int64).view(4, -1), device)
     positions = torch.arange(longest, device=device).expand(len(prompts), longest)
     real = positions < torch.tensor(sizes, device=device)[:, None]
     return PolicyInput(
@@ -165,7 +167,7 @@ def share_prompts(
         positions.append(position + [0] * padding)
         segments.append(segment + [-1] * padding)
         owners.append(owner + [-1] * padding)
-    index = to_device(torch.tensor([source, target, row_of, column], dtype=torch.long), device)
+    index = to_device(tensor_of(chain(source, target, row_of, column), torch.int64).view(4, -1), device)
     tokens = to_device(torch.tensor([ids, positions, segments, owners], dtype=torch.long), device)  # [4, B, S]
     segment_of = tokens[2]
     visible = (segment_of[:, :, None] == segment_of[:, None, :]) | (segment_of[:, None, :] == 0)
@@ -230,8 +232,8 @@ def pack_rows(
             index[1].extend(completion)
             index[2].extend([i] * count)
             index[3].extend(range(count))
-    source, target, row, column = to_device(torch.tensor(index, dtype=torch.long), device)
-    tokens = to_device(torch.tensor([ids, positions, owners], dtype=torch.long), device)  # [3, S]
+    source, target, row, column = to_device(tensor_of(chain(*index), torch.int64).view(4, -1), device)
+    tokens = to_device(tensor_of(chain(ids, positions, owners), torch.int64).view(3, -1), device)  # [3, S]
     return PolicyInput(
         input_ids=tokens[:1],
         position_ids=tokens[1:2],

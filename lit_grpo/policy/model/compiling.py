@@ -44,6 +44,7 @@ def compile_blocks(model: nn.Module) -> None:
         raise UserError(error.what, where="model.policy.compile", remedy="set compile: false") from error
     attention.note_reach(model)
     keep_code()
+    tell_what_compiles_again()
     dynamo = cast(Any, torch._dynamo).config
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * VARIANTS)
@@ -67,6 +68,16 @@ def keep_code() -> None:
         log.warning("compiled code is kept among temporary files: %s cannot be made (%s)", folder, error)
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def tell_what_compiles_again() -> None:
+    """Let the compiler say what it compiles once more and why, where ``LIT_GRPO_LOG=debug`` asks for it.
+
+    All forms are compiled ahead of the first step; a step that waits for the compiler has met another one.
+    ``TORCH_LOGS`` is left as it is.
+    """
+    if log.isEnabledFor(logging.DEBUG) and not os.environ.get("TORCH_LOGS"):
+        torch._logging.set_logs(recompiles=True)
 
 
 def mark_varying(*tensors: Any) -> None:
