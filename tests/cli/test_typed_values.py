@@ -191,6 +191,24 @@ WRONG = {
     "a wrong choice in a group": (
         ["--model.objective", "{recipe: dappo}"], "`model.objective.recipe` cannot be 'dappo'", "did you mean 'dapo'?",
     ),
+    "no list in a group": (
+        ["--data", "{rewards: ExactMatch}"], "`data.rewards` cannot be 'ExactMatch'",
+        "give a list, for example rewards: [E",
+    ),
+    "a file for a set in a group": (
+        ["--data", "{val: {mine: x.jsonl}}"], "`data.val.mine` takes keys below it",
+        "mean --data.val.mine.path x.jsonl?",
+    ),
+    "a number for a group in a group": (
+        ["--data.engine", "{server: 5}"], "`data.engine.server` holds keys and values, not 5", "write its keys below it",
+    ),
+    "arguments of the logger that nobody has named": (
+        ["--trainer.logger.init_args", "7"], "keys and values, not '7'", "--trainer.logger.init_args '{root: text}'",
+    ),
+    "a number for a group in a set": (
+        ["--data.val", "{mine: {sampling: 5}}"], "EvaluationSet.sampling` cannot be '5'",
+        "give keys and values or null",
+    ),
     "a misspelt key in a group": (
         ["--model.optimizer", "{lrr: 1}"], "`model.optimizer` has no key `lrr`", "did you mean `model.optimizer.lr`?",
     ),
@@ -305,6 +323,9 @@ IN_A_FILE = {
     ),
     "a number for text": (
         "data: {prompts: {class_path: JsonlPrompts, init_args: {path: 007}}}", "cannot be '7'", "path: '007'",
+    ),
+    "a number for a group": (
+        "data: {engine: {server: 5}}", "`data.engine.server` holds keys and values, not 5", "write its keys below it",
     ),
     "null in a list of classes": ("trainer: {callbacks: [null]}", "'null' is no Callback", "name a class"),
 }  # fmt: skip

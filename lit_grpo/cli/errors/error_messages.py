@@ -40,7 +40,7 @@ from lit_grpo.cli.errors.right_values import (
     type_below,
     types_in_words,
 )
-from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets
+from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets, written
 from lit_grpo.errors import UserError
 from lit_grpo.utils.examples import members_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
@@ -133,6 +133,11 @@ class Explainer(Places):
         for layer in self.layers:
             if layer.root is not None:
                 self._check_mapping(layer.root, "")
+        # And an option for a whole group as well, below which it takes a number for a group.
+        for option, text in self.options():
+            key = key_of(option)
+            if key in self.known and key not in self.keys and isinstance(value := read(text), Mapping):
+                self._check_mapping(yaml.compose(written(value)), f"{key}.")
 
     def _check_mapping(self, node: MappingNode, prefix: str) -> None:
         for key, value in node.value:
@@ -144,8 +149,9 @@ class Explainer(Places):
             if isinstance(value, MappingNode):
                 self._check_mapping(value, f"{path}.")
             # Text may be the path of a file with the keys. What may be left out as a whole is a key of its own.
-            elif path not in self.keys and (isinstance(value, SequenceNode) or value.tag == "tag:yaml.org,2002:null"):
-                found = "a list" if isinstance(value, SequenceNode) else "null"
+            elif path not in self.keys and value.tag != "tag:yaml.org,2002:str":
+                null = value.tag == "tag:yaml.org,2002:null"
+                found = "a list" if isinstance(value, SequenceNode) else "null" if null else str(value.value)
                 raise UserError(
                     f"`{path}` holds keys and values, not {found}",
                     where=self.place(path),
@@ -292,7 +298,8 @@ class Explainer(Places):
             shown = f"{option} {shlex.quote(closed)}" if source.typed else closed
             return UserError(what, where=source.place, remedy=f"did you mean {shown}?")
         if below := message_below(details):
-            return self._bad_value(below[0].removeprefix(f"{self.command}."), below[1], source)
+            inner = below[0].removeprefix(f"{self.command}.")
+            return self._bad_value(inner, below[1], source and source.part(inner))
         where = source.place if source is not None else self.place(key)
         if found := re.match(r"\s*init_args is (.*), no mapping", details):
             return self._bad_arguments(key, found[1], where)
@@ -402,6 +409,7 @@ class Explainer(Places):
         known = self.types.get(key) if argument is None else argument.type
         says_nothing = _SAYS_NOTHING.fullmatch(details) is not None
         types = wanted_types(details) or (types_in_words(known[0]) if says_nothing and known is not None else [])
+        types = ["keys and values", "null"] if types == ["null"] and takes_keys(known) else types
         if names := literal_choices(details):
             # What is no word may stand there too; null is everywhere, and nobody misspells it.
             others = [one for one in types if one.endswith(("number", "list", "mapping")) or one == "true or false"]

@@ -15,7 +15,7 @@ from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
 from lit_grpo.cli.errors.class_paths import arguments_of
 from lit_grpo.cli.errors.parser_messages import whole_value
 from lit_grpo.cli.errors.right_values import IN_LISTS
-from lit_grpo.cli.errors.value_forms import read, reads_as
+from lit_grpo.cli.errors.value_forms import read, reads_as, written
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ class Source:
     @property
     def typed(self) -> bool:
         return self.place.startswith("command line")
+
+    def part(self, key: str) -> Source:
+        """Return what gives a key below the one whose whole value this is."""
+        value = read(self.text)
+        for name in key.removeprefix(f"{self.key}.").split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return Source(self.place, key, value if isinstance(value, str) else written(value))
 
     def class_first(self, key: str, example: str) -> str:
         """Say how an argument of a class below ``key`` is given together with its class, such as ``example``."""
@@ -163,7 +170,8 @@ class Places:
         else:
             value = self.types[key][1] if key in self.types else None
         value = value[-1] if isinstance(value, list) and value else value
-        value = value.get("class_path") if isinstance(value, Mapping) else value
+        # The parser's own mapping, of a default, is no Mapping.
+        value = value.get("class_path") if hasattr(value, "get") else value
         return value if isinstance(value, str) else ""
 
     def given(self, key: str, source: Source | None) -> Any:
