@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from yaml.nodes import MappingNode, SequenceNode
 
 from lit_grpo.cli.config_files import Layer
@@ -40,7 +41,7 @@ from lit_grpo.cli.errors.right_values import (
     type_below,
     types_in_words,
 )
-from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets, written
+from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets
 from lit_grpo.errors import UserError
 from lit_grpo.utils.examples import members_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
@@ -136,8 +137,9 @@ class Explainer(Places):
         # And an option for a whole group as well, below which it takes a number for a group.
         for option, text in self.options():
             key = key_of(option)
-            if key in self.known and key not in self.keys and isinstance(value := read(text), Mapping):
-                self._check_mapping(yaml.compose(written(value)), f"{key}.")
+            group = key in self.known and key not in self.keys and isinstance(read(text), Mapping)
+            if group and isinstance(node := yaml.compose(text), MappingNode):
+                self._check_mapping(node, f"{key}.")
 
     def _check_mapping(self, node: MappingNode, prefix: str) -> None:
         for key, value in node.value:
