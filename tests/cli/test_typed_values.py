@@ -200,7 +200,8 @@ WRONG = {
         "mean --data.val.mine.path x.jsonl?",
     ),
     "a number for a group in a group": (
-        ["--data.engine", "{server: 5}"], "`data.engine.server` holds keys and values, not 5", "write its keys below it",
+        ["--data.engine", "{server: 5}"], "`data.engine.server` holds keys and values, not 5",
+        "write its keys below it",
     ),
     "arguments of the logger that nobody has named": (
         ["--trainer.logger.init_args", "7"], "keys and values, not '7'", "--trainer.logger.init_args '{root: text}'",
