@@ -7,17 +7,32 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A time limit an example, or for drawing examples, says something of the machine and nothing of the code. Everything
+# else stays as it is where the tests run.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+# What a run sets for its own process, where nobody else has: how long MLflow is asked, and where W&B writes.
+_SET_BY_RUNS = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "WANDB_MODE")
+_AT_THE_START = {name: os.environ.get(name) for name in _SET_BY_RUNS}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Take away the seed of an earlier test: which one ran before in this process is chance.
+    """Take away the seed and the settings of an earlier test: which one ran before in this process is chance.
 
-    ``seed_everything`` leaves it in the environment, where every run reads it. Not a fixture: those of a module or a
-    session come before those of a test, and train too.
+    ``seed_everything`` leaves the seed in the environment, where every run reads it. Not a fixture: those of a module
+    or a session come before those of a test, and train too.
     """
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)
+    for name, value in (dict.fromkeys(("PL_GLOBAL_SEED", "PL_SEED_WORKERS")) | _AT_THE_START).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # The command line shows errors in its own way where nobody else does; wandb does too.
+    sys.excepthook = sys.__excepthook__
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +50,8 @@ def messages_reach_the_test() -> None:
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).propagate = True
             logging.getLogger(name).setLevel(logging.INFO)
+    if "transformers" in sys.modules:
+        logging.getLogger("transformers").setLevel(logging.WARNING)
     # Alembic, with which MLflow and Optuna make their tables, switches off every logger that it does not know.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] in ("lightning", "lit_grpo") and isinstance(logger, logging.Logger):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -398,8 +399,10 @@ def test_remedies_that_change_nothing_are_refused():
 def test_a_restored_checkpoint_may_still_be_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written behind the training, slowly, and gone back to before anybody has waited for it."""
     write = checkpoint_writer.write_content
+    looked_for = threading.Event()
 
     def slow(*arguments: Any) -> None:
+        assert looked_for.wait(PATIENCE)
         time.sleep(1.0)
         write(*arguments)
 
@@ -416,6 +419,7 @@ def test_a_restored_checkpoint_may_still_be_under_way(tmp_path: Path, monkeypatc
             if self.versions == [1, 2]:
                 self.ring.save(trainer, 2)
                 assert not self.ring.path(2).exists()
+                looked_for.set()
                 restore(trainer, pl_module, self.ring.path(2))
 
     monkeypatch.setattr(checkpoint_writer, "write_content", slow)

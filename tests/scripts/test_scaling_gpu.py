@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,13 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path, monke
     )
     monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", stubborn])
     monkeypatch.setattr(runs, "_GRACE_SECONDS", 0.5)
+    log = tmp_path / "run" / "log.txt"
+
+    def clock() -> float:
+        # The time is over when both have said who they are, however long they take to start.
+        return 2.0 * (log.is_file() and log.read_text().count("\n") == 2)
+
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     outcome = runs.run(
         Point("tiny", 1, 4),
         tmp_path,
@@ -266,7 +274,7 @@ def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path, monke
     )
     assert outcome.cut
     assert "2 s" in str(outcome.failure)
-    ids = [int(word) for word in (tmp_path / "run" / "log.txt").read_text().split()]
+    ids = [int(word) for word in log.read_text().split()]
     assert len(ids) == 2
     wait_until(lambda: not any(_alive(pid) for pid in ids), "the end of both")
 

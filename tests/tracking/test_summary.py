@@ -31,7 +31,7 @@ def logger(tmp_path, monkeypatch):
     """A run whose server cannot be reached: nothing to wait for, and that is shown too."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.chdir(tmp_path)
-    return RunLogger(root="runs", run_name="the-run", tracking_uri="http://127.0.0.1:9")
+    return RunLogger(root="runs", run_name="the-run", tracking_uri="http://127.0.0.1:9", patience=1)
 
 
 def fit(logger, rollouts, *callbacks):

@@ -24,8 +24,9 @@ from lit_grpo.rewards.isolation.sandbox import Limits, confine
 from lit_grpo.rewards.isolation.threads import ThreadSupervisor, wait_beside
 
 _MAX_OUTPUT_BYTES = 1_000_000
-# Between the end of its output and its exit a program needs a moment, or it would be killed and counted as failed.
-_EXIT_GRACE_SECONDS = 0.05
+# Between the end of its output and its exit a program needs a moment, or it would be killed and counted as failed. How
+# long a moment is depends on the machine, and on what else it does: a twentieth of a second lost right answers.
+_EXIT_GRACE_SECONDS = 1.0
 
 
 class Job(TypedDict):

@@ -58,7 +58,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\\$|\\text\s*\{\s*\\?\$\s*\}|(?<=\d)\s*\\?(?:dollars?|USD)\b", ""),
         (r"[$€£¥]", ""),
         (r"\\%|\s*(?:percent(?:age)?|pct)\b", "%"),
-        (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\\?degrees?\b", r"^\\circ "),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|(?<=\d)\s*\\?degrees?\b", r"^\\circ "),
         (r"(?<![\\a-zA-Z])(pi|theta|alpha|beta|infty)(?![a-zA-Z])", r"\\\1 "),
         (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![\\a-zA-Z])(sin|cos|tan|sec|csc|cot|log|ln|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1 "),

@@ -164,7 +164,9 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(engine
 id_sequences = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=100).map(tuple)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(prompts=st.lists(id_sequences, min_size=1, max_size=6), seed=st.integers(0, 2**63 - 1))
 def test_ids_go_in_and_come_out_unchanged(engine: Any, model: Any, prompts: list[tuple[int, ...]], seed: int) -> None:
     seen: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}

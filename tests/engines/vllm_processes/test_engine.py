@@ -412,15 +412,20 @@ def test_generation_goes_on_while_this_process_computes(pair: Any) -> None:
     """The engine has what it asked for when this process, which held its lock all the while, looks again."""
     asked = requests(4)
     list(pair.generate(asked, SAMPLING))
-    running = pair.generate(asked, SAMPLING)
-    first = next(running)
-    end = time.monotonic() + 3.0
-    while time.monotonic() < end:  # Python of this process alone
-        pass
-    waited = time.monotonic()
-    rest = list(running)
-    assert time.monotonic() - waited < 0.5
-    assert len([first, *rest]) == 16
+    needed, waited = [], []
+    # The best of three: another process may take the core from under one of them.
+    for _ in range(3):
+        needed.append(clock(lambda: list(pair.generate(asked, SAMPLING))))
+        running = pair.generate(asked, SAMPLING)
+        found = [next(running)]
+        end = time.monotonic() + 0.5 + 3 * needed[-1]
+        while time.monotonic() < end:  # Python of this process alone
+            pass
+        began = time.perf_counter()
+        found.extend(running)
+        waited.append(time.perf_counter() - began)
+        assert len(found) == 16
+    assert min(waited) < min(needed) / 2
 
 
 def test_a_thread_that_waits_for_the_engine_leaves_the_others_their_time(pair: Any) -> None:

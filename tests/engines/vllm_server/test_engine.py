@@ -173,7 +173,9 @@ def test_completions_come_as_they_finish(engine: VLLMServer) -> None:
 id_sequences = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=100).map(tuple)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(prompts=st.lists(id_sequences, min_size=1, max_size=6), seed=st.integers(0, 2**63 - 1))
 def test_ids_go_in_and_come_out_unchanged(
     engine: VLLMServer, models: list[Any], prompts: list[tuple[int, ...]], seed: int

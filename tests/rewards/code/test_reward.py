@@ -75,6 +75,8 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "script": ("n = int(input())\nprint(n * 2)  ", {"cases": [{"input": "3\n", "output": "6"}, {"input": "4", "output": "8\n\n"}]}),
     "script that exits": ("import sys\nprint(sum(map(int, sys.stdin)))\nsys.exit(0)", {"cases": [{"input": "1\n2\n", "output": "3"}]}),
     "much input": ("import sys\nprint(len(sys.stdin.read()))", {"cases": [{"input": "x" * 500_000, "output": "500000"}]}),
+    "its output ends before it does": ("import os, time\nprint(3, flush=True)\nos.close(1)\ntime.sleep(0.3)",
+                                       {"cases": [{"input": "", "output": "3"}]}),
     "main": ("if __name__ == '__main__':\n print('a  \\nb')", {"cases": [{"input": "", "output": "a\nb"}]}),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lit_grpo.errors import UserError
@@ -231,6 +231,7 @@ FRAGMENTS = st.sampled_from(
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=4), max_size=25).map(lambda parts: " ".join(parts))
 
 
+@example(gold="", text="° } } }")
 @given(gold=TEXTS, text=TEXTS)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_reading_never_raises_and_always_agrees_with_itself(gold, text):

@@ -424,6 +424,11 @@ CASES: list[tuple[str, str, bool]] = [
     (r"5\text{ cm}^2", r"\boxed{5\text{ cm}}", WRONG),
     (r"10\text{ hours}", r"\boxed{10\text{ minutes}}", WRONG),
     ("30", r"\boxed{30^\circ}", RIGHT),
+    # The bracket behind the sign of the degree may be another's.
+    (r"\frac{90^\circ}{7}", r"\boxed{\frac{90}{7}^\circ}", RIGHT),
+    (r"\cos{40^\circ}", r"\boxed{\cos 40^\circ}", RIGHT),
+    (r"\cos{40^\circ}", r"\boxed{\cos 50^\circ}", WRONG),
+    (r"45^\circ", r"\boxed{\frac{90^{\circ}}{2}}", RIGHT),
     (r"30^\circ", r"\boxed{\frac{\pi}{6} \text{ radians}}", RIGHT),
     ("x", r"\boxed{5}", WRONG),
     ("7", r"\boxed{7}\boxed{7}", RIGHT),
