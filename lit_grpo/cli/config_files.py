@@ -84,6 +84,16 @@ def read_layers(argv: Sequence[str], command: str) -> list[Layer]:
 
 def _read(file: str) -> Layer:
     path = Path(file)
+    if not file or file.startswith("-"):
+        raise UserError(
+            "--config has no file behind it", where="command line", remedy="name a YAML file: --config FILE"
+        )
+    if path.is_dir():
+        there = ", ".join(_configurations(path)[:8])
+        what = f"{file} is a folder, and a configuration is a file"
+        raise UserError(
+            what, where="--config", remedy=f"it has {there}" if there else "name a YAML file: --config FILE"
+        )
     if not path.is_file():
         raise UserError(f"there is no configuration file {file}", where="--config", remedy=_similar_file(path))
     try:

@@ -10,7 +10,7 @@ import ast
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_grpo.cli.errors.schema import PLAIN_KEYS, Field, read_schema, subclasses, trainer_defaults
@@ -59,6 +59,18 @@ class Entry:
     def children(self) -> Mapping[str, Field]:
         """The keys below, of a dataclass that may be left out as well."""
         return self.field.group or (self.field.optional.fields if self.field.optional is not None else {})
+
+
+def help_of_class(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of a command of which ``--KEY.help`` is left alone, where it is one of them.
+
+    jsonargparse reads what stands behind it as options of the class, and refuses all others.
+    """
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
+        if word.startswith("--") and word.partition("=")[0].endswith(".help"):
+            value = [] if "=" in word or following.startswith("-") else [following]
+            return [word, *value]
+    return list(argv)
 
 
 def wanted(argv: list[str]) -> str | None:

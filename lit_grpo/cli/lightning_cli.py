@@ -24,6 +24,7 @@ from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.config_merge_check import check_class_changes
 from lit_grpo.cli.errors.class_paths import load_classes
 from lit_grpo.cli.errors.error_messages import Explainer, user_error_below
+from lit_grpo.cli.errors.right_values import right_value, shown_as
 from lit_grpo.cli.errors.schema import PLAIN_KEYS
 from lit_grpo.cli.interrupt import FirstCtrlC
 from lit_grpo.cli.printed_config import with_recipe
@@ -68,6 +69,10 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     # The loaders share out prompts over ranks themselves.
     "use_distributed_sampler": False,
 }
+
+_ARGUMENT_OF = {"gpu": "accelerator", "cuda": "accelerator", "timer": "max_time", "duration": "max_time"}
+_WORDS_OF_ARGUMENTS = re.compile("|".join(_ARGUMENT_OF))
+"""Words in Lightning's messages, and the Trainer's argument that each is about."""
 
 _ABOVE_ZERO = ("val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "num_nodes")
 """Numbers of the Trainer that it divides by, or counts to, without a look."""
@@ -322,12 +327,15 @@ class TrainingCLI(LightningCLI):
         # Lightning checks many of its arguments by using them.
         except (MisconfigurationException, ValueError, TypeError, ArithmeticError) as error:
             text = str(error).partition(" Find a complete list of options")[0]
-            raise UserError(f"the Trainer refuses this: {text}", where=self._argument_named_in(text)) from error
+            key, explainer = self._argument_named_in(text), self._explainer()
+            right = right_value(key, None, None) if key.startswith("trainer.") else None
+            remedy = None if right is None else f"for example {shown_as(key, right, explainer.place(key))}"
+            raise UserError(f"the Trainer refuses this: {text}", where=key, remedy=remedy) from error
 
     def _argument_named_in(self, text: str) -> str:
         """Return the key of the Trainer's argument that a message of Lightning is about, as far as it can be told."""
         trainer, defaults = self.config[self._command].trainer, self._subcommand_parsers[self._command].get_defaults()
-        words = re.findall(r"[a-z_]+", text.lower().replace("gpu", "accelerator").replace("cuda", "accelerator"))
+        words = re.findall(r"[a-z_]+", _WORDS_OF_ARGUMENTS.sub(lambda word: _ARGUMENT_OF[word[0]], text.lower()))
         given = [name for name in trainer.keys() if trainer.get(name) != defaults.trainer.get(name)]  # noqa: SIM118
         named = [name for name in given if name in words]
         # Of several the one that is named first; where none is, the only one that was given.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -123,9 +124,11 @@ def make_checked(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise
     # A class of a person may raise anything while it is made, and end the program.
     except (Exception, SystemExit) as error:
+        named = next((name for name in kwargs if re.search(rf"\b{name}\b", str(error))), None)
         raise UserError(
             f"{cls.__name__} cannot be made: {type(error).__name__}: {error}".rstrip(": "),
-            where=line_of(error),
+            # A line of a library helps nobody where the message names the argument.
+            where=f"{cls.__name__}.{named}" if named and cls.__module__.startswith("lightning.") else line_of(error),
             remedy="change its arguments or mend it; LIT_GRPO_DEBUG=1 shows the whole traceback",
         ) from error
 
@@ -205,6 +208,17 @@ def _parse(value: Any, enable_path: bool = True, simple_types: bool = False) -> 
     return parsed, path
 
 
+def _is_class(text: Any) -> bool:
+    """Tell whether text is the YAML of a class, which a key that takes a class or text has not taken for one."""
+    if not isinstance(text, str) or not text.lstrip().startswith("{") or not re.search(r"class_path|init_args", text):
+        return False
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return False
+    return isinstance(value, dict) and not value.keys().isdisjoint({"class_path", "init_args"})
+
+
 def _mapping_of(text: str) -> dict[str, Any]:
     """Read the arguments of a class that are typed all at once: ``--data.prompts.init_args '{digits: 2}'``."""
     parsed, _ = _original_parse(text, False)
@@ -234,6 +248,12 @@ def _adapt(value: Any, hint: Any, *args: Any, **kwargs: Any) -> Any:
     # A comment, read once more, would be null.
     if hint is types.NoneType and isinstance(value, str) and _source.get() != "foreign" and not _is_null(value):
         raise ValueError(f"Expected a {hint}. Got value: {value}")
+    # A class in a wrong form would be taken for the path of a file where the key takes text too.
+    if _source.get() != "foreign" and takes_text(hint):
+        if _is_class(value) and hint is str:
+            raise ValueError(f"Expected a {hint}. Got value: {value}")
+        if _is_class(kwargs.get("orig_val")):
+            kwargs["orig_val"] = None
     nested = _source.get() != "foreign" and isinstance(value, _typehints.NestedArg) and "." in value.key
     # `--data.val.mine.path` is the path of `mine` also where no file has set `data.val`: without a mapping there,
     # jsonargparse takes `mine.path` for the key.

@@ -11,7 +11,7 @@ from pathlib import Path
 from lit_grpo.cli.config_files import Layer, read_layers
 from lit_grpo.cli.engine_ahead import start_ahead
 from lit_grpo.cli.errors.fast_validation import validate_fast
-from lit_grpo.cli.help import help_text, wanted
+from lit_grpo.cli.help import help_of_class, help_text, wanted
 from lit_grpo.cli.main import DONE, INTERRUPTED, STOPPED
 from lit_grpo.errors import UserError
 
@@ -30,7 +30,7 @@ def run(command: str, argv: list[str]) -> int:
     from lit_grpo.cli.lightning_cli import TrainingCLI
     from lit_grpo.run.stop import KEYBOARD, stop_reason
 
-    cli = TrainingCLI(command, argv, layers)
+    cli = TrainingCLI(command, help_of_class(argv), layers)
     log.debug("%s has returned", command)
     reason = stop_reason(cli.trainer)
     if reason is None:

@@ -81,7 +81,7 @@ IN_A_FILE = {
     ),
     "logger by its nickname": (
         "trainer: {logger: tensorboard}\n" + GOOD,
-        ["'tensorboard' is no import path", "a.yaml:1", "for example lightning.pytorch.loggers.TensorBoardLogger"],
+        ["'tensorboard' is no import path", "a.yaml:1", "did you mean lightning.pytorch.loggers.TensorBoardLogger?"],
     ),
     "optional choice": (
         "model:\n  policy: {tiny: {}}\n  objective: {advantage: gruop_std}\n" + DATA,
@@ -213,11 +213,11 @@ ON_THE_COMMAND_LINE = {
     ),
     "no arguments of a class": (
         ["--data.prompts.init_args", "5"],
-        ["init_args is 5, no mapping; write '{NAME: VALUE, ...}'", "command line, --data.prompts.init_args 5"],
+        ["takes the arguments of a class as keys and values, not '5'", "command line, --data.prompts.init_args 5"],
     ),
     "argument of the last reward": (
         ["--data.rewards.weight", "heavy"],
-        ["ExactMatch.weight` cannot be 'heavy'", "remedy: for example --data.rewards.weight 1.0"],
+        ["ExactMatch.weight` cannot be 'heavy'", "remedy: give a number, for example --data.rewards.weight 1.0"],
     ),
     "argument inside of what is typed": (
         ["--data.rewards", "[{class_path: ExactMatch, init_args: {weight: heavy}}]"],
@@ -230,7 +230,10 @@ ON_THE_COMMAND_LINE = {
     "below a number": (["--data.rollouts.x=3"], ["no option --data.rollouts.x", "`data.rollouts` has no keys below"]),
     "what to print": (["--print_config=skip_defaul"], ["`--print_config` cannot be 'skip_defaul'", "'skip_default'"]),
     "seed": (["--seed_everything", "-1"], ["no seed", "--seed_everything -1"]),
-    "value missing": (["--data.rollouts"], ["data.rollouts: expected one argument"]),
+    "value missing": (
+        ["--data.rollouts"],
+        ["--data.rollouts has no value behind it", "for example --data.rollouts 100"],
+    ),
     "word": (["stray"], ["'stray' is not expected here"]),
     "file": (["--config", "aa.yaml"], ["no configuration file aa.yaml", "did you mean a.yaml?"]),
     # All that it has in common with a.yaml is the ending.
@@ -244,7 +247,10 @@ ON_THE_COMMAND_LINE = {
         ["--data.rewards", "reward.right_sum"],
         ["`data.rewards` cannot be 'reward.right_sum'", "FunctionReward, init_args: {function: reward.right_sum}}]"],
     ),
-    "class in the place of rewards": (["--data.rewards", "ExactMatch"], ["remedy: give a list: [ExactMatch]"]),
+    "class in the place of rewards": (
+        ["--data.rewards", "ExactMatch"],
+        ["give a list, for example --data.rewards '[ExactMatch]'"],
+    ),
     "function among rewards": (
         ["--data.rewards", "[os.path.join]"],
         ["'os.path.join' is no Reward", "FunctionReward, init_args: {function: os.path.join}}]"],

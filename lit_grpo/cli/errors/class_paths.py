@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, written
 from lit_grpo.utils.bounds import parameter_hints
 from lit_grpo.utils.spelling import nearest
 
@@ -16,6 +19,9 @@ MODULES = (
     "lit_grpo.rewards", "lit_grpo.data", "lit_grpo.callbacks", "lit_grpo.callbacks.monitors", "lit_grpo.tracking",
 )  # fmt: skip
 """Modules whose classes a configuration names by ``class_path``."""
+
+LIGHTNING = ("lightning.pytorch.callbacks", "lightning.pytorch.loggers")
+"""Modules of Lightning whose classes it names so."""
 
 
 def load_classes() -> None:
@@ -49,6 +55,18 @@ def arguments_of(class_path: str) -> list[str]:
     return names
 
 
+EXAMPLES = {
+    "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
+    "trainer.callbacks": "lit_grpo.callbacks.HealthMonitor",
+    "trainer.plugins": "lightning.pytorch.plugins.MixedPrecision",
+    "data.prompts": "lit_grpo.data.JsonlPrompts",
+    "data.val_prompts": "lit_grpo.data.JsonlPrompts",
+    "data.test_prompts": "lit_grpo.data.JsonlPrompts",
+    "data.clean.decontaminate": "lit_grpo.data.BenchmarkPrompts",
+}
+"""A class that may stand at a key, for a word that is no class; a reward anywhere else."""
+
+
 @dataclass(frozen=True)
 class Argument:
     """One argument of a class that a configuration names."""
@@ -76,6 +94,13 @@ def argument_of(class_path: str, name: str) -> Argument:
     return Argument(last, name, found)
 
 
+def full_path(name: str) -> str:
+    """Return the import path of a class that a configuration may name without its module."""
+    if "." in name:
+        return name
+    return next((f"{m}.{name}" for m in MODULES if name in _class_names(importlib.import_module(m))), name)
+
+
 def similar_class(class_path: str, example: str | None = None) -> str:
     """Say what to write instead of a class path that leads nowhere; ``example`` is a class that may stand there."""
     module_name, _, name = class_path.rpartition(".")
@@ -99,7 +124,7 @@ def _class_names(module: ModuleType) -> list[str]:
 
 
 def _full_path(name: str, example: str) -> str:
-    paths = {n: f"{m}.{n}" for m in MODULES for n in _class_names(importlib.import_module(m))}
+    paths = {n: f"{m}.{n}" for m in (*LIGHTNING, *MODULES) for n in _class_names(importlib.import_module(m))}
     if near := nearest(name, paths):
         return f"did you mean {paths[near]}?"
     return f"give the import path, for example {example}"
@@ -115,3 +140,29 @@ def _similar_module(module_name: str, name: str, error: ImportError) -> str:
     if near := nearest(last, modules):
         return f"did you mean {package_name}.{near}.{name}?"
     return f"{module_name} cannot be imported ({error}): is it installed, or in the folder you are in?"
+
+
+def instead(class_path: str, problem: str, example: str | None) -> str:
+    """Say what to write in the place of a class that cannot stand there, of which ``example`` is one that can."""
+    base = problem.removeprefix("is no ")
+    if base == problem or problem == "is no import path":
+        return similar_class(class_path, example)
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", class_path) or class_path == "null":
+        return f"name a class, for example {example}, or {{class_path: {example}, init_args: {{NAME: VALUE}}}}"
+    if base == "Reward" and not class_path.rpartition(".")[2][:1].isupper():
+        return f"name a class that derives from Reward, or give a function: {one_reward(class_path)}"
+    return f"name a class that derives from {base}, for example {example}"
+
+
+def one_reward(word: str) -> str:
+    """Write the list of one reward that was probably meant: a class by its bare name, else a function."""
+    value = read(word)
+    if isinstance(value, Mapping):
+        wrong = class_in_wrong_form(value, str(next(iter(value), "")))
+        return f"[{wrong[1] if wrong else written(value)}]"
+    if word.rpartition(".")[2][:1].isupper():
+        return f"[{word}]"
+    function = (
+        word if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", word) and not word.endswith(".py") else "my_module.my_function"
+    )
+    return f"[{{class_path: lit_grpo.rewards.FunctionReward, init_args: {{function: {function}}}}}]"

@@ -6,19 +6,44 @@ type but in their text. A message that no pattern fits is shown as it is, withou
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+import yaml
+from yaml.nodes import MappingNode, SequenceNode
 
-from lit_grpo.cli.config_files import Layer, child, find, mappings_of_class
+from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.errors import class_paths
-from lit_grpo.cli.errors.right_values import group_example, key_that_was_meant, right_value, shown_as, takes_keys
+from lit_grpo.cli.errors.parser_messages import (
+    class_problem,
+    given_for_keys,
+    given_value,
+    literal_choices,
+    message_below,
+    wanted_classes,
+    wanted_types,
+    whole_value,
+)
+from lit_grpo.cli.errors.places import Places, Source, key_of, shown_option
+from lit_grpo.cli.errors.right_values import (
+    EXAMPLES_OF,
+    Types,
+    class_names,
+    group_example,
+    key_that_was_meant,
+    right_value,
+    shown_as,
+    takes_class,
+    takes_keys,
+    type_below,
+    types_in_words,
+)
+from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, with_closed_brackets
 from lit_grpo.errors import UserError
+from lit_grpo.utils.examples import members_of
 from lit_grpo.utils.foreign_names import FOREIGN_NAMES
 from lit_grpo.utils.spelling import near_names, nearest
 from lit_grpo.utils.text import shorten
@@ -38,23 +63,14 @@ ELSEWHERE = {
 }
 """Options that are typed at the top and stand elsewhere, of LightningCLI and of other programs, and where they are."""
 
-EXAMPLES = {
-    "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
-    "trainer.callbacks": "lit_grpo.callbacks.HealthMonitor",
-    "trainer.plugins": "lightning.pytorch.plugins.MixedPrecision",
-    "data.prompts": "lit_grpo.data.JsonlPrompts",
-    "data.val_prompts": "lit_grpo.data.JsonlPrompts",
-    "data.test_prompts": "lit_grpo.data.JsonlPrompts",
-    "data.clean.decontaminate": "lit_grpo.data.BenchmarkPrompts",
-}
-"""A class that may stand at a key, for a word that is no class; a reward anywhere else."""
-
+_CLASS_WORDS = frozenset({"class", "cls", "type", "target", "_target_"})
+"""Words of other programs for ``class_path``."""
 
 _SAYS_NOTHING = re.compile(r"\s*(a string or stream input is required)?\s*")
 """What jsonargparse says of some values below a list of classes: nothing, or what its YAML reader says of a number."""
 
 
-class Explainer:
+class Explainer(Places):
     """Maker of error screens for one command line: it has the valid keys and finds where the given ones stand.
 
     Args:
@@ -79,22 +95,29 @@ class Explainer:
         own_options: Iterable[str] = (),
         types: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
-        self.command, self.argv, self.layers = command, list(argv), list(layers)
-        self.keys, self.own_options = sorted(set(keys)), {"help", "print_config", *own_options}
-        self.types = dict(types or {})
-        self.known = {".".join(key.split(".")[:n]) for key in self.keys for n in range(1, key.count(".") + 2)}
+        super().__init__(command, argv, layers, keys, types)
+        self.own_options = {"help", "print_config", *own_options}
 
     def explain(self, message: str) -> UserError:
         """Return the error that a message of jsonargparse tells of."""
         # The order matters: a message may quote another inside it, and the outer one names the key.
         if found := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', message, re.DOTALL):
             return self._bad_value(found[1].removeprefix(f"{self.command}."), found[2])
-        if found := re.search(r"does not accept option '([^']+)'", message):
-            return self._unknown_key(found[1])
+        # What is typed for a whole group is named without the group's own key.
+        if found := re.search(r"(?:Group '([^']+)' )?does not accept option '([^']+)'", message):
+            return self._unknown_key(".".join(filter(None, (found[1], found[2]))))
         if found := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
             return self.unknown_option(found[1].split())
         if found := re.search(r"arguments are required: (.*)", message):
             return self._missing([key.removeprefix(f"{self.command}.") for key in found[1].split(", ")])
+        if found := re.match(r"(?:argument )?--(\S+)\.help: (.*)", message, re.DOTALL):
+            option = next((one for one in self.options() if one[0] == f"--{found[1]}.help"), ("", ""))
+            where, path = shown_option(option), option[1]
+            base = re.search(r"is not a subclass of (\w+)", found[2])
+            problem = "is no import path" if "import path" in found[2] else f"is no {base[1]}" if base else found[2]
+            return self._bad_class(found[1], path, problem, Source(where, f"{found[1]}.class_path", path))
+        if found := re.match(r"argument (?:-\w/)?--([^\s/]+?)(?:/\S+)?: expected .*argument", message):
+            return self._nothing_behind(found[1])
         if found := re.match(r"argument (?:-\w/)?--(\S+?): (.*)", message, re.DOTALL):
             return UserError(f"{found[1]}: {found[2]}", where=self.place(found[1]), remedy="give the option a value")
         if found := re.match(r'Invalid option "([^"]*)" for --print_config', message):
@@ -111,6 +134,12 @@ class Explainer:
         for layer in self.layers:
             if layer.root is not None:
                 self._check_mapping(layer.root, "")
+        # And an option for a whole group as well, below which it takes a number for a group.
+        for option, text in self.options():
+            key = key_of(option)
+            group = key in self.known and key not in self.keys and isinstance(read(text), Mapping)
+            if group and isinstance(node := yaml.compose(text), MappingNode):
+                self._check_mapping(node, f"{key}.")
 
     def _check_mapping(self, node: MappingNode, prefix: str) -> None:
         for key, value in node.value:
@@ -122,52 +151,14 @@ class Explainer:
             if isinstance(value, MappingNode):
                 self._check_mapping(value, f"{path}.")
             # Text may be the path of a file with the keys. What may be left out as a whole is a key of its own.
-            elif path not in self.keys and (isinstance(value, SequenceNode) or value.tag == "tag:yaml.org,2002:null"):
-                found = "a list" if isinstance(value, SequenceNode) else "null"
+            elif path not in self.keys and value.tag != "tag:yaml.org,2002:str":
+                null = value.tag == "tag:yaml.org,2002:null"
+                found = "a list" if isinstance(value, SequenceNode) else "null" if null else str(value.value)
                 raise UserError(
                     f"`{path}` holds keys and values, not {found}",
                     where=self.place(path),
                     remedy="write its keys below it, or leave it out",
                 )
-
-    # Finding the file and line of a key.
-
-    def place(self, key: str) -> str:
-        """Say where a key was given: the command line, else the last file that has it or its nearest parent."""
-        if (option := self.option(lambda name: name == key)) is not None:
-            return _shown(option)
-        if (found := find(self.layers, key)) is not None:
-            return str(found[0].place(found[1]))
-        if (name := self.variable(key)) in os.environ:
-            return f"environment variable {name}"
-        if (option := self.option(lambda name: name.startswith(f"{key}."))) is not None:
-            return _shown(option)
-        parts = key.split(".")
-        parents = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
-        if (option := self.option(lambda name: name in parents)) is not None:
-            return _shown(option)
-        for parent in parents:
-            if (found := find(self.layers, parent)) is not None:
-                return str(found[0].place(found[1]))
-        return self.sources()
-
-    def option(self, matches: Callable[[str], bool]) -> tuple[str, str] | None:
-        """Return (``--key``, value) of the last option whose key satisfies ``matches``."""
-        # From the end: of an option that is given twice the last one holds.
-        for i in range(len(self.argv) - 1, -1, -1):
-            option, equals, value = self.argv[i].partition("=")
-            if option.startswith("--") and matches(_key_of(option)):
-                value = value if equals else next(iter(self.argv[i + 1 : i + 2]), "")
-                return option, value
-        return None
-
-    def variable(self, key: str) -> str:
-        """Name the environment variable of a key."""
-        return "__".join([f"LIT_GRPO_{self.command}", *key.split(".")]).upper()
-
-    def sources(self) -> str:
-        """List the configuration files, or say ``command line`` if there is none."""
-        return ", ".join(layer.file for layer in self.layers) or "command line"
 
     def locate(self, error: UserError) -> UserError:
         """Add file and line to an error whose ``where`` is a key, or ``Class.argument``."""
@@ -182,19 +173,15 @@ class Explainer:
         if key.split(".")[0] in self.known or not first:
             place = self.place(key)
         else:
-            place = self._place_of_argument(first, last) or self.sources()
+            name, *arguments = key.split(".")
+            # Below an argument of a class there may be names of a person's own: HealthMonitor.actions.critical.
+            wholes = [".".join(arguments[:count]) for count in range(len(arguments), 0, -1)]
+            options = [option for whole in wholes if (option := self.option_of_argument(whole)) is not None]
+            found = [self.place_of_argument(name, whole) for whole in wholes]
+            inner = next((one for one in found if one is not None), None) or self.sources()
+            place = shown_option(options[0]) if options else inner
         shown = place if last in place else f"`{key}` in {place}"
         return UserError(error.what, where=shown, remedy=error.remedy)
-
-    def _place_of_argument(self, class_name: str, argument: str) -> str | None:
-        if (option := self.option(lambda name: name.endswith(f".{argument}"))) is not None:
-            return _shown(option)
-        for layer in reversed(self.layers):
-            for node in mappings_of_class(layer.root, class_name) if layer.root is not None else ():
-                pair = child(node, argument)
-                return str(layer.place(pair[0] if pair else node))
-        keys = [key for key in self.keys if key.split(".")[-1] == argument]
-        return self.place(keys[0]) if len(keys) == 1 else None
 
     # Errors by kind.
 
@@ -224,6 +211,8 @@ class Explainer:
         if not close and (elsewhere := [k for k in self.keys if k.split(".")[-1] == parts[-1]]):
             return f"did you mean {' or '.join(show(k) for k in elsewhere[:3])}?"
         near = close or near_names(unknown, siblings)
+        if not siblings:
+            return f"{show(prefix.rstrip('.'))} has no keys below it"
         if not near:
             return f"valid {'options' if own else 'keys'} here: {', '.join(siblings)}"
         meant = [prefix + name + (suffix if prefix + name + suffix in self.known else "") for name in near]
@@ -242,6 +231,9 @@ class Explainer:
             )
         given = options[0].partition("=")[0]
         key = given.lstrip("-")
+        if (whole := next((word for word in self.argv if word.startswith(f"{given} ")), None)) is not None:
+            remedy = f"leave out the quotes around both: {given} {shlex.quote(whole.removeprefix(given).strip())}"
+            return UserError(f"{whole!r} is one word, not an option and its value", where="command line", remedy=remedy)
         if not given.startswith("--") and key.rstrip("+") in self.known | self.own_options:
             remedy = f"did you mean --{key}?"
         else:
@@ -271,30 +263,109 @@ class Explainer:
             f"or on the command line as --{keys[0]} ...",
         )
 
-    def _bad_value(self, key: str, details: str) -> UserError:
+    def _nothing_behind(self, key: str) -> UserError:
+        """Return the error for an option at the end of the command line, or with another option behind it."""
+        for option, following in zip(self.argv, [*self.argv[1:], "--"], strict=False):
+            name = key_of(option)
+            if option.startswith("--") and following.startswith("-") and f"{name}.".startswith(f"{key}."):
+                if name.endswith(".help"):
+                    what = f"`{key}` is no class, whose arguments could be listed"
+                    remedy = f"lit-grpo {self.command} --help {key} describes it"
+                    return UserError(what, where=f"command line, {option}", remedy=remedy)
+                hint, default = self.types.get(key, (None, None))
+                below = name.removeprefix(key).removeprefix(".")
+                right = right_value(name, (type_below(hint, below.split(".")) if below else hint, default), None)
+                if right is None and takes_class(hint) and below in ("", "class_path"):
+                    right = self._example_class(key)
+                remedy = "give one" if right is None else f"for example {option} {shlex.quote(right)}"
+                return UserError(f"{option} has no value behind it", where="command line", remedy=remedy)
+        return UserError(f"--{key} has no value behind it", where="command line", remedy="give one")
+
+    def _bad_value(self, key: str, details: str, source: Source | None = None) -> UserError:
+        """Return the error for a value that a key does not take.
+
+        Args:
+            key: dotted key.
+            details: what jsonargparse says of its value.
+            source: what gave the value, where that was the value of a whole group.
+        """
         if key == "config":
             return UserError(details, where="--config")
         # jsonargparse first tries text as the path of a file with the value. Nobody who sees this meant one.
         details = re.sub(r"^ *- Expected a path but .* either not accessible or invalid\n", "", details, flags=re.M)
-        if (given := given_for_keys(details, takes_keys(self.types.get(key)))) is not None:
-            return self._bad_group(key, given)
-        if found := class_problem(details):
-            return self._bad_class(key, *found)
-        if below := re.search(r"NestedArg\(key='([^']+)'", details):
-            what = f"there is no option --{key}.{below[1]}"
-            return UserError(what, where="command line", remedy=f"`{key}` has no keys below it")
+        source = source or self.source(key, details)
+        if source is not None and (closed := with_closed_brackets(source.text)) is not None:
+            what = f"a bracket in the value of `{source.key}` is not closed"
+            option = source.place.removeprefix("command line, ").partition(" ")[0]
+            shown = f"{option} {shlex.quote(closed)}" if source.typed else closed
+            return UserError(what, where=source.place, remedy=f"did you mean {shown}?")
+        if below := message_below(details):
+            inner = below[0].removeprefix(f"{self.command}.")
+            return self._bad_value(inner, below[1], source and source.part(inner))
+        where = source.place if source is not None else self.place(key)
+        if found := re.match(r"\s*init_args is (.*), no mapping", details):
+            return self._bad_arguments(key, found[1], where)
+        if (error := self._bad_part(key, source)) is not None:
+            return error
+        nested = bool(whole_value(details)[0])
+        if not nested and (given := given_for_keys(details, takes_keys(self.types.get(key)))) is not None:
+            return self._bad_group(key, given, where)
+        problem = class_problem(details)
+        if problem is not None and "NestedArg" not in problem[0]:
+            return self._bad_class(key, *problem, source, wanted_classes(details, problem[0]))
+        if nested:
+            option = where.removeprefix("command line, ").partition(" ")[0]
+            what = f"there is no option {option if option.startswith('--') else f'--{key}.{whole_value(details)[0]}'}"
+            remedy = f"`{key}` has no keys below it"
+            if source is not None and key in self.types and takes_class(self.types[key][0]):
+                remedy = source.class_first(key, self._example_class(key))
+            return UserError(what, where="command line", remedy=remedy)
         if re.search(r"Subtypes: \[list\[[\w.]+\.Reward\]", details):
             given = given_value(details)
-            remedy = f"give a list: {_one_reward(given or '')}"
-            return UserError(_cannot_be(key, given), where=self.place(key), remedy=remedy)
-        return self._bad_type(key, details, self.place(key))
+            right = class_paths.one_reward(source.text if source is not None else given or "")
+            remedy = f"give a list, for example {shown_as(key, right, where)}"
+            return UserError(_cannot_be(key, given), where=where, remedy=remedy)
+        return self._bad_type(key, details, where)
 
-    def _bad_group(self, key: str, given: str) -> UserError:
+    def _bad_arguments(self, key: str, given: str, where: str) -> UserError:
+        """Return the error for what is no mapping in the place of all arguments of a class."""
+        option = where.removeprefix("command line, ").partition(" ")[0]
+        if key in self.types and not takes_class(self.types[key][0]):
+            what = f"there is no option {option}"
+            return UserError(what, where="command line", remedy=f"`{key}` has no keys below it")
+        right = "{NAME: VALUE}"
+        for name in class_paths.arguments_of(path := class_paths.full_path(self.chosen_class(key))):
+            if (value := right_value(name, class_paths.argument_of(path, name).type, None)) is not None:
+                right = f"{{{name}: {value}}}"
+                break
+        what = f"`{key}.init_args` takes the arguments of a class as keys and values, not {given!r}"
+        return UserError(what, where=where, remedy=f"for example {option} {shlex.quote(right)}")
+
+    def _bad_part(self, key: str, source: Source | None) -> UserError | None:
+        """Return the error for a word in the place of keys and values below a key, such as one held-out set."""
+        hint = self.types[key][0] if key in self.types else None
+        if source is not None and source.key != key:
+            if not source.key.startswith(f"{key}."):
+                return None
+            parts = {source.key: read(source.text)}
+        else:
+            value = self.given(key, source)
+            parts = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {}
+        for part, value in parts.items():
+            below = type_below(hint, part.removeprefix(f"{key}.").split("."))
+            optional = value is None and type(None) in members_of(below)
+            if takes_keys((below, None)) and not isinstance(value, Mapping) and not optional:
+                given = "null" if value is None else source.text if source is not None and source.key == part else value
+                where = source.place if source is not None else self.place(part)
+                return self._bad_group(part, str(given), where, {part: (below, None)})
+        return None
+
+    def _bad_group(self, key: str, given: str, where: str, types: Types | None = None) -> UserError:
         """Return the error for a word in the place of keys and values."""
-        where, last = self.place(key), key.rpartition(".")[2]
+        last, types = key.rpartition(".")[2], types or self.types
         typed = where.startswith("command line, --")
-        meant = key_that_was_meant(key, given, self.types)
-        below, value = (meant, given) if meant is not None else group_example(key, self.types) or ("", "")
+        meant = key_that_was_meant(key, given, types)
+        below, value = (meant, given) if meant is not None else group_example(key, types) or ("", "")
         shown = f"--{key}.{below} {shlex.quote(value)}" if typed else f"{last}: {{{below}: {value}}}"
         remedy = f"did you mean {shown}?" if meant is not None else f"give its keys, for example {shown}"
         what = f"`{key}` takes keys below it, not {shorten(given, 60)!r}"
@@ -309,8 +380,15 @@ class Explainer:
 
     def bad_argument(self, key: str, class_path: str, name: str, known: list[str], where: str) -> UserError:
         """Return the error for an argument that a class below ``key`` does not have."""
-        near = nearest(name, [*known, "init_args", "class_path"])
+        if name.partition(".")[0] not in known:
+            name = name.partition(".")[0]
+        # These two stand beside the arguments, and `path` is no `class_path`.
+        near = nearest(name, known) or next(iter(near_names(name, ["init_args", "class_path"], slips_only=True)), None)
         listed = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+        if near is None and name in _CLASS_WORDS:
+            near = "class_path"
+        if name.isdigit():
+            listed = f"--{key}.NAME is an argument of the last class of the list; for another one write the whole list"
         what = f"{class_path} has no argument `{name}` (under `{key}`)"
         return UserError(what, where=where, remedy=f"did you mean `{near}`?" if near else listed)
 
@@ -325,176 +403,106 @@ class Explainer:
         """
         name = key if argument is None else f"{key}: {argument.of}.{argument.name}"
         given = given_value(details)
-        what = _cannot_be(name, given)
-        types = wanted_types(details)
-        if names := literal_choices(details):
-            # What is no word may stand there too; null is everywhere, and nobody misspells it.
-            others = [one for one in types if one.endswith("number") or one == "true or false"]
-            return self.bad_choice(name, given, [*names, *others], where)
-        last = key if argument is None else argument.name
+        # Python's word for it, unless it was typed.
+        given = "null" if given == "None" and "None" not in where else given
         if given is None and where.startswith("command line, --"):
             given = where.removeprefix("command line, ").partition(" ")[2]
-        right = right_value(last, self.types.get(key) if argument is None else argument.type, given)
+        what = _cannot_be(name, given)
+        known = self.types.get(key) if argument is None else argument.type
+        says_nothing = _SAYS_NOTHING.fullmatch(details) is not None
+        types = wanted_types(details) or (types_in_words(known[0]) if says_nothing and known is not None else [])
+        types = ["keys and values", "null"] if types == ["null"] and takes_keys(known) else types
+        if names := literal_choices(details):
+            # What is no word may stand there too; null is everywhere, and nobody misspells it.
+            others = [one for one in types if one.endswith(("number", "list", "mapping")) or one == "true or false"]
+            return self.bad_choice(name, given, [*names, *others], where)
+        last = key if argument is None else argument.name
+        right = right_value(last, known, given)
         example = "" if right is None else f"for example {shown_as(last, right, where)}"
+        if "text" in types and (number := re.search(rf"\b{last.rpartition('.')[2]}: *([-+.\d][^\s,}}\]]*)", where)):
+            return UserError(what, where=where, remedy=f"quotes make it text: {last.rpartition('.')[2]}: '{number[1]}'")
         if types:
             remedy = f"give {' or '.join(types)}"
             return UserError(what, where=where, remedy=", ".join(filter(None, (remedy, example))))
-        if _SAYS_NOTHING.fullmatch(details):
-            return UserError(_cannot_be(name, given), where=where, remedy=example or None)
+        if says_nothing:
+            return UserError(what, where=where, remedy=example or None)
         return UserError(f"`{name}`: {' '.join(details.split())}", where=where)
 
-    def _bad_class(self, key: str, class_path: str, problem: str) -> UserError:
-        """Return the error for a ``class_path`` that cannot be used, or for its ``init_args``."""
+    def _bad_class(
+        self, key: str, class_path: str, problem: str, source: Source | None = None, wanted: Iterable[str] = ()
+    ) -> UserError:
+        """Return the error for a ``class_path`` that cannot be used, or for its ``init_args``.
+
+        Args:
+            key: its key.
+            class_path: the class.
+            problem: what jsonargparse says of it.
+            source: the option or variable that gave it, where one did.
+            wanted: names of the classes from which it may derive, where they are known.
+        """
+
+        def place(argument: str | None = None) -> str:
+            return source.place if source is not None else self.place_of_class(key, class_path, argument)
+
         if option := re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\w+)", problem):
             name, known = option[1] or option[2], class_paths.arguments_of(class_path)
-            return self.bad_argument(key, class_path, name, known, self._place_of_class(key, class_path, name))
+            if (wrong := class_in_wrong_form(self.given(key, source), name)) is not None:
+                return UserError(f"`{key}`: {wrong[0]}", where=place(), remedy=f"write {wrong[1]}")
+            error = self.bad_argument(key, class_path, name, known, place(name))
+            # A base class stands where nobody has named one.
+            base = class_path.rpartition(".")[2]
+            if base in EXAMPLES_OF and not (error.remedy or "").startswith("did you mean"):
+                own = key in self.types and base in class_names(self.types[key][0])
+                example = class_paths.EXAMPLES.get(key, EXAMPLES_OF[base]) if own else EXAMPLES_OF[base]
+                source = source or self.source_of(f"{key}.{name}")
+                remedy = source.class_first(key, example) if source else f"name its class too: class_path: {example}"
+                return UserError(error.what, where=error.where, remedy=remedy)
+            return error
         if inner := re.match(r'(?:Parser|Configuration) key "([^"]+)":\s*(.*)', problem, re.DOTALL):
             argument = class_paths.argument_of(class_path, inner[1])
-            return self._bad_type(key, inner[2], self._place_of_class(key, class_path, inner[1]), argument)
-        where = self._place_of_class(key, class_path)
+            if "NestedArg" in inner[2]:
+                what = f"`{argument.name}` of {class_path} has no keys below it"
+                return UserError(what, where=place(), remedy="give its value without a further name behind it")
+            return self._bad_type(key, inner[2], place(inner[1]), argument)
+        where = place()
         if required := re.search(r"arguments are required: (.*)", problem):
             needed = " and ".join(f"`{name}`" for name in required[1].split(", "))
-            return UserError(
-                f"{class_path} needs {needed} (under `{key}`)", where=where, remedy="add it under `init_args:`"
-            )
+            remedy = "add it under `init_args:`"
+            typed = where.removeprefix("command line, ").partition(" ")[0].partition("=")[0].rstrip("+")
+            if typed in (f"--{key}", f"--{key}.class_path"):
+                name = required[1].split(", ")[0]
+                right = right_value(name, class_paths.argument_of(class_path, name).type, None) or "VALUE"
+                remedy = f"give it too, for example --{key}.{name} {shlex.quote(right)}"
+            return UserError(f"{class_path} needs {needed} (under `{key}`)", where=where, remedy=remedy)
         first = next((line.strip() for line in problem.splitlines() if line.strip()), problem)[:200]
+        if "has no attribute 'keys'" in first:
+            what = f"`{key}`: `init_args` of {class_path} takes the arguments as keys and values"
+            return UserError(what, where=where, remedy="write init_args: {NAME: VALUE}, or leave it out")
         separator = " " if first.startswith("is no ") else ": "
+        example = self._example_class(key, [first.removeprefix("is no "), *wanted])
+        below = source is not None and source.key not in (key, f"{key}.class_path")
+        if source is not None and below and first == "is no import path" and class_path not in source.text:
+            # What the class is misspelt as shows only with the argument behind it where the key takes text too.
+            if class_path == self.chosen_class(key) and self.place(key) not in (self.sources(), source.place):
+                what, remedy = f"`{key}`: {class_path!r} {first}", class_paths.instead(class_path, first, example)
+                return UserError(what, where=self.place(key), remedy=remedy)
+            what = f"`{source.key}` is an argument of a class, and `{key}` is {class_path!r}"
+            return UserError(what, where=where, remedy=source.class_first(key, example))
+        class_path = "null" if class_path == "None" else class_path
         what = f"`{key}`: {class_path!r}{separator}{first}"
-        return UserError(what, where=where, remedy=_instead(key, class_path, first))
+        return UserError(what, where=where, remedy=class_paths.instead(class_path, first, example))
 
-    def _place_of_class(self, key: str, class_path: str, argument: str | None = None) -> str:
-        """Say where a class, or one of its arguments, stands below ``key``."""
-        if argument is not None and (option := self.option(lambda name: name == f"{key}.{argument}")) is not None:
-            return _shown(option)
-        found = find(self.layers, key)
-        if found is None or self.option(lambda name: name == key) is not None:
-            return self.place(key)
-        layer, _, value = found
-        for node in mappings_of_class(value, class_path):
-            pair = child(node, argument) if argument is not None else None
-            return str(layer.place(pair[0] if pair else node))
-        # A class may be written as its bare path, and a dataclass (an optional part) without any.
-        pair = child(value, argument) if argument is not None else None
-        named: Node | None = pair[0] if pair else _scalar(value, class_path)
-        return str(layer.place(named)) if named is not None else self.place(key)
+    def _example_class(self, key: str, bases: Iterable[str] = ()) -> str:
+        """Return the import path of a class that may stand at a key, or that derives from one of some classes."""
+        found = next((EXAMPLES_OF[base] for base in bases if base in EXAMPLES_OF), None) or class_paths.EXAMPLES.get(
+            key
+        )
+        types = class_names(self.types[key][0]) if key in self.types else []
+        return found or next((EXAMPLES_OF[one] for one in types if one in EXAMPLES_OF), EXAMPLES_OF["Reward"])
 
 
 def _cannot_be(name: str, given: str | None) -> str:
     return f"`{name}` cannot be" + (f" {given!r}" if given is not None else " this")
-
-
-def _key_of(option: str) -> str:
-    """Return the key that an option of the command line stands for."""
-    # There `init_args` may be left out or stand for all of them, and a + at the end appends to a list.
-    return option.removeprefix("--").replace(".init_args.", ".").removesuffix(".init_args").rstrip("+")
-
-
-def _shown(option: tuple[str, str]) -> str:
-    return f"command line, {option[0]} {option[1]}".rstrip()
-
-
-def _scalar(node: Node, text: str) -> Node | None:
-    """Find the first scalar below ``node`` that reads ``text``."""
-    if isinstance(node, ScalarNode):
-        return node if node.value == text else None
-    for item in node.value if isinstance(node.value, list) else ():
-        for inner in item if isinstance(item, tuple) else (item,):
-            if (found := _scalar(inner, text)) is not None:
-                return found
-    return None
-
-
-def _instead(key: str, class_path: str, problem: str) -> str:
-    if problem == "is no Reward" and not class_path.rpartition(".")[2][:1].isupper():
-        return f"name a class that derives from Reward, or give a function: {_one_reward(class_path)}"
-    if problem.startswith("is no ") and problem != "is no import path":
-        return f"name a class that derives from {problem.removeprefix('is no ')}"
-    return class_paths.similar_class(class_path, EXAMPLES.get(key))
-
-
-def _one_reward(word: str) -> str:
-    """Write the list of one reward that was probably meant: a class by its bare name, else a function."""
-    if word.rpartition(".")[2][:1].isupper():
-        return f"[{word}]"
-    function = (
-        word if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", word) and not word.endswith(".py") else "my_module.my_function"
-    )
-    return f"[{{class_path: lit_grpo.rewards.FunctionReward, init_args: {{function: {function}}}}}]"
-
-
-# Reading jsonargparse's messages.
-
-
-def class_problem(details: str) -> tuple[str, str] | None:
-    """Return (class path, its problem) of the class that jsonargparse could not use; of nested ones the innermost."""
-    if found := re.search(r"Expected a dot import path string: (\S+)", details):
-        return found[1], "is no import path"
-    if found := re.search(r"Import path (\S+) does not correspond to a subclass of (\S+)", details):
-        return found[1], f"is no {found[2]}"
-    found = re.search(r"Problem with given class_path '([^']+)':\s*\n(.*)", details, re.DOTALL)
-    if not found:
-        return None
-    lines = found[2].splitlines()
-    # The problem is the block indented like its first line; complaints of the union's other types follow, further left.
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    block = []
-    for line in lines:
-        if len(line) - len(line.lstrip()) < indent:
-            break
-        block.append(line[indent:])
-    return class_problem("\n".join(block)) or (found[1], "\n".join(block))
-
-
-def literal_choices(details: str) -> list[str]:
-    """List the values of the ``Literal`` types that a value did not match."""
-    found: list[str] = []
-    for body in re.findall(r"Literal\[(.*?)\](?=\.| |,|\]|$)", details, re.M):
-        found += [item.strip().strip("'\"") for item in body.split(",")]
-    return list(dict.fromkeys(found))
-
-
-def given_value(details: str) -> str | None:
-    """Return the value that a message complains of, as text."""
-    found = re.search(r"Got value: (.*)", details) or re.search(r"Given value: (.*)", details)
-    return found[1].strip().strip("'\"") if found else None
-
-
-def given_for_keys(details: str, optional: bool) -> str | None:
-    """Return what was given in the place of keys and values, as text; None if that is not what a message says.
-
-    Args:
-        details: message of jsonargparse.
-        optional: whether the key takes a dataclass that may be left out, of which messages are worded otherwise.
-    """
-    if found := re.search(r"Unable to load config ['\"](.*?)['\"]\s*(?:\n|$)", details):
-        return found[1]
-    if not optional or not re.search(r"Given value type: <class '(str|int|float|bool|list)'>", details):
-        return None
-    # A dotted word is the import path of a class.
-    given = given_value(details)
-    return None if given is None or re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", given) else given
-
-
-def wanted_types(details: str) -> list[str]:
-    """Name the types that a value did not match, in words a person uses."""
-    types = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", details, re.M)
-    return list(dict.fromkeys(_in_words(type_name) for type_name in types))
-
-
-def _in_words(type_name: str) -> str:
-    words = {
-        "float": "a number",
-        "int": "a whole number",
-        "bool": "true or false",
-        "str": "text",
-        "NoneType": "null",
-        "dict": "a mapping",
-        "list": "a list",
-        "tuple": "a list",
-        "Iterable": "a list",
-    }
-    name = re.sub(r"^<class '(.*)'>$", r"\1", type_name.strip()).partition("[")[0].rpartition(".")[2]
-    return words.get(name, name)
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:

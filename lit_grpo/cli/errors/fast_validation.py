@@ -13,6 +13,10 @@ from yaml.nodes import MappingNode, ScalarNode
 from lit_grpo.cli.config_files import Layer, find, is_config_option
 from lit_grpo.cli.errors.error_messages import Explainer
 from lit_grpo.cli.errors.schema import Field, NotReadableError, OptionalDataclass, read_schema
+from lit_grpo.errors import UserError
+
+_PATHS = frozenset({"path", "dirpath", "ckpt_path", "default_root_dir", "prompts", "val_prompts", "test_prompts"})
+"""Last names of keys that take a path."""
 
 
 def validate_fast(command: str, argv: Sequence[str], layers: Sequence[Layer], own_options: Iterable[str] = ()) -> None:
@@ -36,6 +40,7 @@ def validate_fast(command: str, argv: Sequence[str], layers: Sequence[Layer], ow
     explainer.check_keys()
     _check_options(explainer, fields)
     _check_environment(explainer)
+    _check_paths(explainer, fields)
     for key, field in fields.items():
         _check_choice(explainer, key, field.choices, key)
         if field.optional is not None:
@@ -65,6 +70,20 @@ def _check_environment(explainer: Explainer) -> None:
     for name in sorted(os.environ):
         if name.startswith(f"LIT_GRPO_{explainer.command.upper()}_") and name not in known:
             raise explainer.unknown_variable(name)
+
+
+def _check_paths(explainer: Explainer, fields: dict[str, Field]) -> None:
+    """Refuse an empty path, which is the current folder, and is what a variable of the shell is that nobody has set."""
+    typed = zip(explainer.argv, explainer.argv[1:], strict=False)
+    empty = [option for option, value in typed if option.startswith("--") and "=" not in option and value == ""]
+    empty += [word.removesuffix("=") for word in explainer.argv if word.startswith("--") and word.endswith("=")]
+    keys = [option.removeprefix("--").rstrip("+") for option in empty]
+    keys += [key for key in fields if _plain_value(explainer, key) == ""]
+    keys += [key for key in fields if os.environ.get(explainer.variable(key)) == ""]
+    for key in keys:
+        if key.rpartition(".")[2] in _PATHS:
+            remedy = "name a path, or null for none; is a variable of the shell not set?"
+            raise UserError(f"`{key}` is empty", where=explainer.place(key.replace(".init_args.", ".")), remedy=remedy)
 
 
 def _check_choice(explainer: Explainer, key: str, choices: tuple[str, ...], name: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import re
 import shlex
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lit_grpo.cli.errors.parser_messages import in_words
 from lit_grpo.utils.examples import example_of, members_of
 
 EXAMPLES = {
@@ -32,9 +34,33 @@ EXAMPLES = {
     "data.engine.name": "vllm",
     "data.group_size": "8",
     "trainer.devices": "2",
+    "trainer.strategy": "ddp",
+    "trainer.accelerator": "auto",
+    "trainer.profiler": "simple",
     "trainer.max_time": "00:08:00:00",
+    "data.prompts": "rows.jsonl",
+    "ckpt_path": "last",
 }
 """Values of keys whose type alone says too little."""
+
+_OF_ARGUMENTS = {"actions": "{critical: stop}", "path": "rows.jsonl", "function": "my_module.my_function"}
+"""The same for arguments of classes, by their names."""
+
+EXAMPLES_OF = {
+    "Reward": "lit_grpo.rewards.ExactMatch",
+    "Callback": "lit_grpo.callbacks.HealthMonitor",
+    "Monitor": "lit_grpo.callbacks.EntropyMonitor",
+    "Logger": "lightning.pytorch.loggers.TensorBoardLogger",
+    "PromptSource": "lit_grpo.data.JsonlPrompts",
+    "Strategy": "lightning.pytorch.strategies.DDPStrategy",
+    "Profiler": "lightning.pytorch.profilers.SimpleProfiler",
+}
+"""A class that may stand where one has to derive from the class of this name."""
+
+IN_LISTS = frozenset(
+    {"lit_grpo.data.BenchmarkPrompts", *(EXAMPLES_OF[base] for base in ("Reward", "Callback", "Monitor"))}
+)
+"""Examples that stand in lists, to which an option with a ``+`` appends."""
 
 _LIKELIEST = {
     ("model.policy", "text"): "path",
@@ -43,11 +69,13 @@ _LIKELIEST = {
     ("model.optimizer", "text"): "type",
     ("data.sampling", "number"): "temperature",
     ("data.format", "text"): "chat_template",
+    ("EvaluationSet", "number"): "limit",
+    ("EvaluationSet", "text"): "path",
     ("checkpoint", "number"): "every_n_rollouts",
     ("checkpoint", "text"): "dirpath",
     ("completions", "number"): "every",
 }
-"""Key that a number or a word is for which stands in the place of a whole group."""
+"""Key that a number or a word is for which stands in the place of a whole group, by the group or by its class."""
 
 Types = Mapping[str, tuple[Any, Any]]
 """Type and default of keys."""
@@ -63,12 +91,19 @@ def right_value(key: str, type_and_default: tuple[Any, Any] | None, given: str |
     """
     if key in EXAMPLES:
         return EXAMPLES[key]
+    if (last := key.rpartition(".")[2]) in _OF_ARGUMENTS:
+        return _OF_ARGUMENTS[last]
     if type_and_default is None:
         return None
     hint, default = type_and_default
     if key.startswith("model.objective.") and default is None:
         default = _default_of_part(key.rpartition(".")[2])
-    return example_of(hint, default, given)
+    found = example_of(hint, default, given)
+    if found is None:
+        lists = [one for one in members_of(hint) if typing.get_origin(one) in (list, collections.abc.Sequence)]
+        classes = [name for one in lists for name in class_names(one) if name in EXAMPLES_OF]
+        found = f"[{EXAMPLES_OF[classes[0]]}]" if classes else None
+    return found
 
 
 def shown_as(key: str, value: str, where: str) -> str:
@@ -94,6 +129,38 @@ def takes_keys(type_and_default: tuple[Any, Any] | None) -> bool:
     return any(isinstance(one, type) and dataclasses.is_dataclass(one) for one in members_of(hint))
 
 
+def type_below(hint: Any, names: Sequence[str]) -> Any:
+    """Return the type of what stands below a mapping or dataclass at some names; None if nothing can stand there."""
+    for name in names:
+        found = None
+        for one in members_of(hint):
+            if isinstance(one, type) and dataclasses.is_dataclass(one):
+                found = typing.get_type_hints(one, include_extras=True).get(name, found)
+            elif isinstance(origin := typing.get_origin(one), type) and issubclass(origin, Mapping):
+                found = typing.get_args(one)[1]
+        hint = found
+    return hint
+
+
+def takes_class(hint: Any) -> bool:
+    """Tell whether a class may stand at a key of this type, or a list of classes."""
+    return bool(class_names(hint))
+
+
+def class_names(hint: Any) -> list[str]:
+    """Name the classes of which one may stand at a key of this type, alone or in a list."""
+    inner = [one for member in members_of(hint) for one in (typing.get_args(member) or (member,))]
+    plain = ("builtins", "collections.abc", "datetime", "pathlib", "types", "typing")
+    classes = [one for one in inner if isinstance(one, type) and one.__module__ not in plain]
+    return [one.__name__ for one in classes if not dataclasses.is_dataclass(one)]
+
+
+def types_in_words(hint: Any) -> list[str]:
+    """Name the types that a key takes as a person would; empty where one of them has no such name."""
+    names = [in_words(getattr(typing.get_origin(one) or one, "__name__", "")) for one in members_of(hint)]
+    return list(dict.fromkeys(names)) if all(" " in name or name in ("text", "null") for name in names) else []
+
+
 def key_that_was_meant(group: str, given: str, types: Types) -> str | None:
     """Return the key below a group to which a value belongs that was given for the whole group.
 
@@ -104,8 +171,12 @@ def key_that_was_meant(group: str, given: str, types: Types) -> str | None:
     for name, (hint, _) in below.items():
         if given in _words(hint):
             return name
+    if given in ("null", "Null", "NULL", "~"):
+        return None
     number = re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", given) is not None
-    likeliest = _LIKELIEST.get((group, "number" if number else "text"))
+    classes = [getattr(one, "__name__", "") for one in members_of(types[group][0])] if group in types else []
+    kind = "number" if number else "text"
+    likeliest = next((_LIKELIEST[name, kind] for name in (group, *classes) if (name, kind) in _LIKELIEST), None)
     plain = number or re.fullmatch(r"[\w./~-]+", given) is not None
     return likeliest if plain and likeliest in below else None
 

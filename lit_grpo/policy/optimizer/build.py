@@ -151,7 +151,8 @@ def _parameter_names(optimizer_class: Any) -> frozenset[str]:
 def _imported(path: str, where: str) -> Any:
     optional = path.partition(".")[0] in ("bitsandbytes", PACKAGE)
     install = "pip install 'lit-grpo[quantized]' -c constraints.txt"
-    return import_by_path(path, where, remedy=install if optional else "for example torch.optim.AdamW")
+    example = "torch.optim.lr_scheduler.StepLR" if where.endswith("scheduler") else "torch.optim.AdamW"
+    return import_by_path(path, where, remedy=install if optional else f"for example {example}")
 
 
 @torch.no_grad()
