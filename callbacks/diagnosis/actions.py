@@ -53,10 +53,11 @@ def check_actions(given: Mapping[str, str] | None, where: str, *, alone: bool) -
     actions = dict(DEFAULT_ACTIONS)
     for key, action in (given or {}).items():
         if key not in known:
+            near = nearest(key, known)
             raise UserError(
                 f"{key!r} is neither a severity nor a diagnosis",
                 where=f"{where}.actions",
-                remedy=f"did you mean {nearest(key, known)!r}? Severities are {', '.join(SEVERITIES)}",
+                remedy=(f"did you mean {near!r}? " if near else "") + f"Severities are {', '.join(SEVERITIES)}",
             )
         if action not in possible:
             hint = ", or put the monitor into a HealthMonitor, which can do more" if action in get_args(Action) else ""
