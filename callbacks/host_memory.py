@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +20,10 @@ _SMALL = 2**20
 class HostMemory:
     """Page-locked buffers for the tensors of a GPU, kept from one checkpoint to the next.
 
-    Memory that is not locked is copied into at a tenth of the speed, in pieces, while everything waits. To get locked
-    memory takes as long again, once: 10 s for the 7.6 GB of a model of 0.6 billion parameters and its optimizer, seen
-    on an H200. Torch's own (``pin_memory``) keeps the driver busy all that time, and with it every other thread that
-    wants something of the GPU. Nearly all of it is the system's, though, which looks for free pages and clears them:
-    here pages are got first, by writing into them, and locked when they are there.
+    A copy into memory that is not locked goes in pieces, while everything waits. To get locked memory takes long, once:
+    a training step beside which torch's own (``pin_memory``) was made waited 7 to 10 s for the driver, with the 7.6 GB
+    of a model of 0.6 billion parameters and its optimizer on an H200. The system's part of it, to find free pages and
+    to clear them, needs no driver: here pages are got first, by writing into them, and locked when they are there.
     """
 
     def __init__(self) -> None:
@@ -96,14 +94,13 @@ class HostMemory:
 
 
 def _lock(raw: Tensor) -> None:
-    _checked(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+    result = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
+    if int(result) != 0:
+        raise RuntimeError(f"CUDA error: memory cannot be locked ({result})")
 
 
 def _unlock(locked: list[Tensor]) -> None:
-    while locked:
-        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
-
-
-def _checked(result: Any) -> None:
-    if int(result) != 0:
-        raise RuntimeError(f"CUDA error: memory cannot be locked ({result})")
+    # Without a look whether one is left: the thread that makes buffers may be giving back its last one too.
+    with contextlib.suppress(IndexError):
+        while True:
+            torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())

@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [(method, seed) for seed in args.seeds for method in args.only]
     options = options_of(args)
     written = [r for r in side_by_side.read(args.out) if r["options"] == options]
-    # A later record of the same run takes the place of an earlier one, and one that was cut that of none.
-    known = {(r["method"], r["seed"]): r for r in sorted(written, key=lambda r: bool(r["status"] != CUT))}
+    # Of several records of one run the last counts, and one that was cut only where no other is: it is put first.
+    known = {(r["method"], r["seed"]): r for r in sorted(written, key=lambda r: r["status"] != CUT)}
     todo = [job for job in wanted if job not in known or known[job]["status"] == CUT]
     if args.at_once and todo:
         known |= run_all(todo, options, args)
@@ -138,7 +138,8 @@ def run(method: str, seed: int, options: list[str], folder: Path, seconds: float
     command += ["--seed_everything", str(seed), "--trainer.logger.run_dir", str(place)]
     command += ["--trainer.logger.tracking_uri", "none"]
     place.parent.mkdir(parents=True, exist_ok=True)
-    began, code = time.monotonic(), 0
+    began = time.monotonic()
+    code: int | None = None
     screen = place.with_suffix(".txt")
     with screen.open("w", encoding="utf-8") as file:
         # Killed by SIGTERM, so that it takes its engines along.
@@ -148,9 +149,9 @@ def run(method: str, seed: int, options: list[str], folder: Path, seconds: float
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait()
-            code = -1
     named = {"method": method, "seed": seed, "options": options, "seconds": round(time.monotonic() - began, 1)}
-    if code == -1:
+    # It was ended for want of time; a code below 0 would be a signal of somebody else's.
+    if code is None:
         came = read_run(place) if (place / "metrics.jsonl").is_file() else {}
         return named | {"status": CUT} | came if came.get("curves") else None
     # 3: a guard has stopped it, which is a result too.

@@ -52,11 +52,6 @@ class SlotShortcut:
             self._manager = manager
             manager.allocate_slots, manager.cache_blocks = self.allocate_slots, self.cache_blocks
 
-    @property
-    def installed(self) -> bool:
-        """Whether vLLM asks here."""
-        return self._manager is not None
-
     # Both run once for each token of each sample, so they are kept short.
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **more: Any) -> Any:
