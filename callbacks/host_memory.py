@@ -103,4 +103,6 @@ def _unlock(locked: list[Tensor]) -> None:
     # Without a look whether one is left: the thread that makes buffers may be giving back its last one too.
     with contextlib.suppress(IndexError):
         while True:
-            torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
+            # Taken first, since there may be no driver to ask where none is left; and held, since its pages go with it.
+            raw = locked.pop()
+            torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())

@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 import weakref
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +170,23 @@ def test_nothing_stays_locked_of_memory_that_nobody_closed(driver: Driver) -> No
     del memory
     gc.collect()
     assert not driver.locked
+
+
+def test_pages_are_there_until_they_are_unlocked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, unlock = HostMemory(), driver.cudaHostUnregister
+    memory.take(torch.empty(MEGABYTE, dtype=torch.uint8))
+    raw = weakref.ref(memory._locked[0])
+    there: list[bool] = []
+
+    def look(address: int) -> int:
+        there.append(raw() is not None)
+        return unlock(address)
+
+    monkeypatch.setattr(driver, "cudaHostUnregister", look)
+    memory.close()
+    gc.collect()
+    assert there == [True]
+    assert raw() is None
 
 
 def test_closing_ends_what_is_being_made(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
