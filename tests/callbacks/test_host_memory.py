@@ -7,7 +7,6 @@ import mmap
 import threading
 import time
 import weakref
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
