@@ -20,6 +20,7 @@ from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.adapters import HotAdapters, engine_arguments
 from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
+from lit_grpo.engines.vllm.decoding import PlainDecoding
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of, sampling_settings
@@ -184,6 +185,7 @@ class VLLMEngine:
         self._calls = itertools.count()
         self._collector = LogprobCollector(self._engine)
         self._slots = SlotShortcut(self._engine)
+        self._decoding = PlainDecoding(self._engine, self._collector.running)
         self._running_samples: dict[str, _RunningSample] = {}
         self._searches = False
         """Whether the text of a running sample may end it."""
@@ -506,6 +508,7 @@ class VLLMEngine:
         _open_engines.discard(self)
         self._running_samples.clear()
         self._collector.close()
+        self._decoding.close()
         self._slots.close()
         client, self._engine = self._engine.engine_core, None
         gc.unfreeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lit_grpo.engines.base import EngineError
@@ -40,6 +41,11 @@ class LogprobCollector:
             raise EngineError(f"this version of vLLM hides what its engine samples: {error}") from error
         self._running: dict[str, SampledTokens] = {}
         self._client.get_output = self._take
+
+    @property
+    def running(self) -> Mapping[str, SampledTokens]:
+        """The tokens so far of every request that is open."""
+        return self._running
 
     def open(self, request_id: str) -> SampledTokens:
         """Take the tokens of a request from now on, by the id that ``LLMEngine.add_request`` returned."""

@@ -1,0 +1,292 @@
+"""Steps in which samples only need their next token, without a walk through vLLM's scheduler for each of them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from lit_grpo.engines.vllm.tokens import SampledTokens
+
+KNOWN_SCHEDULERS = {
+    "cf94dbdd": "0.26.0",
+    "66bea4c2": "0.26.0",
+    "34090211": "0.32.0",
+    "b67fba5a": "0.32.0",
+}
+"""Digest of the code of vLLM that is spared, and a version that has it. See :func:`scheduler_digest`."""
+
+# What :class:`PlainDecoding` has no part in: a scheduler for which one of these is otherwise is left alone.
+_WITHOUT = {
+    "log_stats": False,
+    "connector": None,
+    "ec_connector": None,
+    "aux_output_connector": None,
+    "enable_return_routed_experts": False,
+    "return_sampling_mask": False,
+    "defer_block_free": False,
+    "is_encoder_decoder": False,
+    "need_mamba_block_aligned_split": False,
+    "use_pp": False,
+    "use_eagle": False,
+    "num_spec_tokens": 0,
+    "num_lookahead_tokens": 0,
+    "num_sampled_tokens_per_step": 1,
+    "pp_size": 1,
+}
+
+
+class PlainDecoding:
+    """Schedules and files the next token of running samples in two short loops, and leaves all else to vLLM.
+
+    vLLM's scheduler spends some ten microseconds on each token of each sample: a dozen conditions and calls to find that
+    the sample needs one more token and no memory, and as many to append the token and find that nothing has come to an
+    end. Sampling from a small model is bound by the speed of Python, and half of its time is that. Both questions are
+    answered here by the numbers that vLLM's own code compares; what it keeps for each sample is then the same after
+    every step. Its own methods still run in every step, for samples that begin, end, are read in or need memory.
+
+    The methods that are spared must be those that were read: they are compared by their code, and with any other nothing
+    is changed. Nor is anything for models with several kinds of cache, drafts, statistics of vLLM's or connectors.
+
+    Args:
+        engine: a ``vllm.v1.engine.llm_engine.LLMEngine`` whose core is in this process.
+        running: where the tokens of each sample go, by vLLM's id of the request; samples that are not in it are left to
+            vLLM.
+    """
+
+    def __init__(self, engine: Any, running: Mapping[str, SampledTokens]) -> None:
+        self._scheduler: Any = None
+        try:
+            scheduler = engine.engine_core.engine_core.scheduler
+            manager = scheduler.kv_cache_manager
+            if not _is_plain(scheduler, manager) or scheduler_digest(type(scheduler)) not in KNOWN_SCHEDULERS:
+                return
+            from vllm.v1.request import RequestStatus
+        except (AttributeError, ImportError, IndexError, OSError, TypeError):
+            return
+        self._scheduler, self._manager, self._running = scheduler, manager, running
+        self._decoding = RequestStatus.RUNNING
+        kind = manager.coordinator.single_type_managers[0]
+        self._blocks, self._filed, self._size = kind.req_to_blocks, kind.num_cached_block, int(kind.block_size)
+        self._files = bool(manager.enable_caching)
+        # One step is scheduled before the tokens of the last are known.
+        self._ahead = any(base.__name__ == "AsyncScheduler" for base in type(scheduler).__mro__)
+        self._limits = [n for n in ("max_num_running_reqs", "max_num_active_reqs") if hasattr(scheduler, n)]
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
+
+    @property
+    def active(self) -> bool:
+        """Whether it takes part in the engine's steps."""
+        return self._scheduler is not None
+
+    def close(self) -> None:
+        """Give vLLM its own methods back, and hold no reference to the engine any longer."""
+        if self._scheduler is not None:
+            del self._scheduler.schedule, self._scheduler.update_from_output
+        self._scheduler = self._manager = self._running = self._blocks = self._filed = None
+        self._schedule = self._update = None
+
+    # The loops below run once for each token of each sample, so they make no call that can be spared.
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Return what vLLM's own ``schedule`` returns."""
+        scheduler = self._scheduler
+        found = None if throttle_prefills else self._plain(scheduler)
+        if found is None:
+            return self._schedule(throttle_prefills)
+        plain, others = found
+        running, count = scheduler.running, len(plain)
+        # vLLM sees the other samples alone, with what the plain ones leave of the batch.
+        before = {name: getattr(scheduler, name) for name in self._limits}
+        budget = scheduler.max_num_scheduled_tokens
+        earlier = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        scheduler.running = others
+        scheduler.max_num_scheduled_tokens = budget - count
+        for name, limit in before.items():
+            setattr(scheduler, name, limit - count)
+        others_before = len(others)
+        try:
+            output = self._schedule()
+        finally:
+            admitted = scheduler.running[others_before:]
+            scheduler.running = running + admitted if admitted else running
+            scheduler.max_num_scheduled_tokens = budget
+            for name, limit in before.items():
+                setattr(scheduler, name, limit)
+        self._add(output, plain, running)
+        if earlier is not None:
+            earlier.update([request.request_id for request in plain])
+        self._advance(plain, scheduler)
+        return output
+
+    def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any]] | None:
+        """Return the samples that need one token and no memory, and those that may need a block; None: it is vLLM's.
+
+        It is where a sample is read in, and where vLLM may have to take one off.
+        """
+        size, blocks, filed, files = self._size, self._blocks, self._filed, self._files
+        last = scheduler.max_model_len - 1
+        earlier = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        plain, others = [], []
+        for request in scheduler.running:
+            placeholders = request.num_output_placeholders
+            needed, known = request.num_computed_tokens + 1, len(request._all_token_ids)
+            if request.is_prefill_chunk or known + placeholders != needed:
+                return None
+            name = request.request_id
+            # Full blocks of known tokens are filed; without placeholders the last known token is the one that is needed.
+            if (
+                needed <= len(blocks[name]) * size
+                and (not files or known // size <= filed.get(name, -1))
+                and needed <= last
+                and (not placeholders or needed + 1 - placeholders < request.num_prompt_tokens + request.max_tokens)
+                and (earlier is None or name in earlier)
+            ):
+                plain.append(request)
+            else:
+                others.append(request)
+        if not plain or self._manager.block_pool.get_num_free_blocks() < len(others):
+            return None
+        return None if len(plain) + len(others) > scheduler.max_num_scheduled_tokens else (plain, others)
+
+    def _add(self, output: Any, plain: list[Any], running: list[Any]) -> None:
+        """Put the plain samples into what vLLM scheduled, in the order of the running ones."""
+        scheduled = output.num_scheduled_tokens
+        # Samples are rows of the batch in this order, so it is kept.
+        counts = dict.fromkeys([request.request_id for request in running], 1)
+        names = [request.request_id for request in plain]
+        if len(names) < len(running):
+            for name in counts.keys() - scheduled.keys() - set(names):
+                del counts[name]
+        counts.update(scheduled)
+        output.num_scheduled_tokens = counts
+        output.total_num_scheduled_tokens += len(plain)
+        cached = output.scheduled_cached_reqs
+        cached.req_ids.extend(names)
+        cached.new_block_ids.extend([None] * len(names))
+        cached.num_computed_tokens.extend([request.num_computed_tokens for request in plain])
+        cached.num_output_tokens.extend(
+            [len(request._output_token_ids) + request.num_output_placeholders for request in plain]
+        )
+        # Empty where the version does not ask for it.
+        if getattr(output, "num_common_prefix_blocks", None):
+            common = self._manager.get_num_common_prefix_blocks
+            output.num_common_prefix_blocks = common(running[0].request_id)
+
+    def _advance(self, plain: list[Any], scheduler: Any) -> None:
+        """Count the scheduled token of each plain sample, as ``_update_after_schedule`` does."""
+        if not self._ahead:
+            for request in plain:
+                request.num_computed_tokens += 1
+                request.num_in_flight_tokens += 1
+            return
+        following = scheduler.current_step + 1
+        staggered = scheduler.use_v2_model_runner
+        for request in plain:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
+            if staggered:
+                request.next_decode_eligible_step = following
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Give each running sample its token, and return what vLLM's own method returns for those that end."""
+        sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
+        if (
+            not sampled
+            or logprobs is None
+            or logprobs.cu_num_generated_tokens is not None
+            or model_runner_output.pooler_output
+            or model_runner_output.num_nans_in_logits
+            or scheduler_output.scheduled_spec_decode_tokens
+        ):
+            return self._update(scheduler_output, model_runner_output)
+        requests, running, decoding = self._scheduler.requests, self._running, self._decoding
+        size, filed, files, ahead = self._size, self._filed, self._files, self._ahead
+        longest = self._scheduler.max_model_len
+        rows = model_runner_output.req_id_to_index
+        values = logprobs.logprobs[:, 0].tolist()
+        left: dict[str, int] = {}
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            request, tokens = requests.get(name), running.get(name)
+            # One that was taken off may still get tokens from before; vLLM knows which.
+            if (
+                request is None
+                or tokens is None
+                or count != 1
+                or request.status is not decoding
+                or request.num_preemptions
+                or not request._output_token_ids
+                or len(new := sampled[row := rows[name]]) != 1
+            ):
+                left[name] = count
+                continue
+            token, ids, every, params = new[0], request._output_token_ids, request._all_token_ids, request.sampling_params
+            if (
+                token == params.eos_token_id
+                or token in params.stop_token_ids
+                or len(ids) + 1 >= request.max_tokens
+                or len(every) + 1 >= longest
+                or params.repetition_detection is not None
+            ):
+                left[name] = count
+                continue
+            request.num_in_flight_tokens -= 1
+            ids.append(token)
+            every.append(token)
+            if len(every) % size == 0:
+                request.update_block_hashes()
+            if ahead:
+                request.num_output_placeholders -= 1
+                if files:
+                    known = request.num_computed_tokens - request.num_output_placeholders
+                    if known // size > filed.get(name, 0):
+                        self._manager.cache_blocks(request, known)
+            tokens.ids.append(token)
+            tokens.logprobs.append(values[row])
+        if len(left) < len(scheduler_output.num_scheduled_tokens):
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.num_scheduled_tokens = left
+        return self._update(scheduler_output, model_runner_output)
+
+
+def scheduler_digest(scheduler: type[Any]) -> str:
+    """Return eight hexadecimal digits of the code that :class:`PlainDecoding` spares, or counts on.
+
+    Raises:
+        OSError: the code is not there.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import output, utils
+    from vllm.v1.request import Request
+
+    methods = (
+        "schedule",
+        "_make_cached_request_data",
+        "_update_after_schedule",
+        "_preempt_request",
+        "update_from_output",
+        "_update_request_with_output",
+    )
+    parts: list[Any] = [vars(base)[name] for base in scheduler.__mro__ for name in methods if name in vars(base)]
+    parts += [KVCacheManager.allocate_slots, KVCacheManager.cache_blocks, utils.check_stop]
+    parts += [Request.append_output_token_ids, Request.update_block_hashes]
+    parts += [output.CachedRequestData, output.SchedulerOutput]
+    return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:8]
+
+
+def _is_plain(scheduler: Any, manager: Any) -> bool:
+    """Return whether samples need one token a step, in one kind of cache, and nobody else looks on."""
+    config, kinds = scheduler.scheduler_config, manager.coordinator.single_type_managers
+    return (
+        type(scheduler).__name__ in ("Scheduler", "AsyncScheduler")
+        and all(getattr(scheduler, name, value) == value for name, value in _WITHOUT.items())
+        and [type(kind).__name__ for kind in kinds] == ["FullAttentionManager"]
+        and manager.block_pool.hash_block_size == kinds[0].block_size
+        and manager.watermark_blocks == 0
+        and config.long_prefill_token_threshold == 0
+        and scheduler.max_num_scheduled_tokens <= config.max_num_batched_tokens
+    )

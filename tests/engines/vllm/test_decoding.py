@@ -1,0 +1,284 @@
+"""Plain decoding beside vLLM's own scheduler: the same batches, and the same state of every sample after every step."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lit_grpo.engines.vllm.decoding import KNOWN_SCHEDULERS, PlainDecoding, scheduler_digest
+from lit_grpo.engines.vllm.tokens import LogprobCollector
+from tests.engines.vllm.vllm_fixtures import make_model
+
+pytestmark = pytest.mark.vllm
+
+SIZE = 16
+"""Tokens of a block."""
+END, OTHER_END = 1, 2
+LONGEST = 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    # Random in some versions: once, for both schedulers.
+    init_none_hash(_hash)
+    path = tmp_path_factory.mktemp("model")
+    make_model(tied=True, seed=0).save_pretrained(path)
+    return path
+
+
+class Twin:
+    """A scheduler of vLLM's without a model: tokens are a hash of the request and of the position."""
+
+    def __init__(self, folder: Path, ahead: bool, second_runner: bool, blocks: int, seats: int, caching: bool) -> None:
+        import torch
+        from vllm import EngineArgs
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = EngineArgs(
+            model=str(folder), max_model_len=LONGEST, max_num_seqs=seats, max_num_batched_tokens=LONGEST, dtype="float32",
+            block_size=SIZE, enable_prefix_caching=caching, enable_chunked_prefill=True, skip_tokenizer_init=True,
+        ).create_engine_config()  # fmt: skip
+        # The platform may have changed them: no model runs here.
+        config.cache_config.block_size, config.cache_config.num_gpu_blocks = SIZE, blocks
+        config.cache_config.enable_prefix_caching = caching
+        config.scheduler_config.async_scheduling = ahead
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        made: Any = (AsyncScheduler if ahead else Scheduler)(
+            config, cache, StructuredOutputManager(config), block_size=SIZE, hash_block_size=SIZE
+        )
+        made.use_v2_model_runner = second_runner
+        self.scheduler, self.ahead, self.caching = made, ahead, caching
+        self.steps: deque[tuple[Any, Any]] = deque()
+        self.tokens: dict[str, list[tuple[int, float]]] = {}
+        client = SimpleNamespace(engine_core=SimpleNamespace(scheduler=made), get_output=None)
+        self.engine = SimpleNamespace(engine_core=client, log_stats=False)
+
+    def add(self, name: str, prompt: list[int], limit: int) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=limit, ignore_eos=True, stop_token_ids=[END, OTHER_END], logprobs=0)
+        hasher = get_request_block_hasher(SIZE, _hash) if self.caching else None
+        request = Request(name, list(prompt), params, None, arrival_time=0.0, block_hasher=hasher)
+        self.tokens[name] = []
+        self.scheduler.add_request(request)
+
+    def drop(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        if name in self.scheduler.requests:
+            self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> Any:
+        """Return what was scheduled, in a form that can be compared."""
+        requests = self.scheduler.requests
+        output = self.scheduler.schedule()
+        # What the model would sample: a token for each request that is read to its end.
+        sampled = []
+        for name in output.num_scheduled_tokens:
+            request = requests[name]
+            position = request.num_computed_tokens
+            whole = position >= request.num_tokens + request.num_output_placeholders - (1 if self.ahead else 0)
+            sampled.append([_token(name, position)] if whole and not request.is_prefill_chunk else [])
+        self.steps.append((output, self._result(output, sampled)))
+        cached = output.scheduled_cached_reqs
+        return (
+            list(output.num_scheduled_tokens.items()),
+            output.total_num_scheduled_tokens,
+            [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+            sorted(zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True),
+                   key=lambda row: row[0]),
+            sorted(cached.resumed_req_ids), cached.all_token_ids, output.finished_req_ids, output.preempted_req_ids,
+            getattr(output, "num_common_prefix_blocks", None),
+        )  # fmt: skip
+
+    @staticmethod
+    def _result(output: Any, sampled: list[list[int]]) -> Any:
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        names = list(output.num_scheduled_tokens)
+        rows = np.array([[(ids or [0])[0]] for ids in sampled]).reshape(len(names), 1)
+        logprobs = LogprobsLists(rows, -rows / 7.0, np.zeros(len(names)))
+        return ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, sampled, logprobs)
+
+    def update(self) -> list[Any]:
+        """File the tokens of the oldest step, and return what vLLM says of requests that ended."""
+        output, result = self.steps.popleft()
+        if not output.num_scheduled_tokens:
+            result.logprobs = None
+        found = self.scheduler.update_from_output(output, result)
+        ends = []
+        for one in found[0].outputs if 0 in found else ():
+            self.tokens[one.request_id] += [
+                (token, float(lp)) for token, lp in zip(one.new_token_ids, one.new_logprobs.logprobs[:, 0], strict=True)
+            ]
+            if one.finish_reason is not None:
+                ends.append((one.request_id, one.finish_reason, one.stop_reason))
+        return sorted(ends)
+
+    def state(self) -> Any:
+        """Return all that the scheduler keeps."""
+        made, manager = self.scheduler, self.scheduler.kv_cache_manager
+        (kind,) = manager.coordinator.single_type_managers
+        each = {
+            name: (
+                request.status, request.num_computed_tokens, request.num_output_placeholders, request.num_in_flight_tokens,
+                list(request.output_token_ids), list(request.all_token_ids), list(request.block_hashes),
+                request.num_preemptions, request.is_prefill_chunk,
+                [block.block_id for block in kind.req_to_blocks.get(name, ())], kind.num_cached_block.get(name),
+                getattr(request, "num_stale_output_tokens", 0), getattr(request, "async_tokens_to_discard", 0),
+            )
+            for name, request in made.requests.items()
+        }  # fmt: skip
+        free = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+        hashed = [block.block_hash for block in manager.block_pool.blocks]
+        running = [request.request_id for request in made.running]
+        budgets = [
+            getattr(made, name, None)
+            for name in ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens", "current_step")
+        ]
+        return each, free, hashed, running, len(made.waiting), made.prev_step_scheduled_req_ids, budgets
+
+
+def _hash(value: Any) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+def _token(name: str, position: int) -> int:
+    number = int.from_bytes(hashlib.sha256(f"{name.split('-')[0]} {position}".encode()).digest()[:4], "big")
+    # One of thirty ends a sample.
+    return number % 60 + 1
+
+
+class Spared:
+    """Counts the tokens that took vLLM's own way in the scheduler with plain decoding."""
+
+    def __init__(self, decoding: PlainDecoding) -> None:
+        self.all = self.scheduled = self.filed = 0
+        schedule, update = decoding._schedule, decoding._update
+
+        def scheduled(*args: Any) -> Any:
+            output = schedule(*args)
+            self.scheduled += len(output.num_scheduled_tokens)
+            return output
+
+        def updated(output: Any, result: Any) -> Any:
+            self.all += len(result.req_ids)
+            self.filed += len(output.num_scheduled_tokens)
+            return update(output, result)
+
+        decoding._schedule, decoding._update = scheduled, updated
+
+
+def pair(folder: Path, **options: Any) -> tuple[Twin, Twin, LogprobCollector, PlainDecoding]:
+    own, ours = Twin(folder, **options), Twin(folder, **options)
+    collector = LogprobCollector(ours.engine)
+    decoding = PlainDecoding(ours.engine, collector.running)
+    assert decoding.active, "the installed vLLM is none that was read"
+    return own, ours, collector, decoding
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("second_runner", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("blocks", "seats"), [(400, 16), (28, 16), (16, 6)])
+def test_every_step_is_that_of_vllm(
+    folder: Path, ahead: bool, second_runner: bool, caching: bool, blocks: int, seats: int
+) -> None:
+    own, ours, collector, decoding = pair(
+        folder, ahead=ahead, second_runner=second_runner, blocks=blocks, seats=seats, caching=caching
+    )
+    spared, chance, preempted = Spared(decoding), random.Random(blocks + seats), 0
+    names: list[str] = []
+    pieces = {}
+    for step in range(160):
+        for _ in range(chance.choice([0, 0, 0, 1, 3]) if step < 120 else 0):
+            # Of one group: the same prompt, and sometimes the same tokens.
+            group, name = chance.randrange(6), f"{len(names)}-{step}"
+            prompt = [3 + (group * 7 + i) % 90 for i in range(5 + 9 * group)]
+            limit = chance.choice([1, 3, 30, 40])
+            names.append(name)
+            for twin in (own, ours):
+                twin.add(name, prompt, limit)
+            pieces[name] = collector.open(name)
+        if names and chance.random() < 0.1:
+            gone = chance.choice(names)
+            own.drop(gone)
+            ours.drop(gone)
+            collector.drop(gone)
+        assert ours.schedule() == own.schedule()
+        if not ahead or len(own.steps) == 2:
+            assert ours.update() == own.update()
+        assert ours.state() == own.state()
+        preempted += sum(request.num_preemptions > 0 for request in own.scheduler.requests.values())
+    for name in names:
+        taken = list(zip(pieces[name].ids, pieces[name].logprobs, strict=True))
+        # What vLLM's own way handed out comes in between, and is put among them by the collector in a run.
+        assert sorted(taken + ours.tokens[name]) == sorted(own.tokens[name])
+    assert (preempted > 0) == (blocks < 100), "some are taken off where the cache is small"
+    if blocks == 400 and seats == 16:
+        assert spared.filed < 0.4 * spared.all
+        assert spared.scheduled < 0.5 * spared.all
+
+
+@pytest.fixture
+def quiet(folder: Path) -> Iterator[tuple[Twin, PlainDecoding]]:
+    _, ours, _, decoding = pair(folder, ahead=True, second_runner=True, blocks=60, seats=8, caching=True)
+    yield ours, decoding
+
+
+def test_closed_it_leaves_vllm_as_it_was(quiet: tuple[Twin, PlainDecoding]) -> None:
+    twin, decoding = quiet
+    assert {"schedule", "update_from_output"} <= vars(twin.scheduler).keys()
+    decoding.close()
+    decoding.close()
+    assert not {"schedule", "update_from_output"} & vars(twin.scheduler).keys()
+    assert not decoding.active
+
+
+def test_both_schedulers_of_the_installed_version_are_known() -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert scheduler_digest(Scheduler) in KNOWN_SCHEDULERS
+    assert scheduler_digest(AsyncScheduler) in KNOWN_SCHEDULERS
+
+    class Other(AsyncScheduler):
+        def update_from_output(self, *args: Any) -> Any:
+            return super().update_from_output(*args)
+
+    assert scheduler_digest(Other) not in KNOWN_SCHEDULERS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("log_stats", True),
+        ("connector", object()),
+        ("num_spec_tokens", 2),
+        ("num_lookahead_tokens", 1),
+        ("use_pp", True),
+        ("defer_block_free", True),
+        ("max_num_scheduled_tokens", 10**6),
+    ],
+)
+def test_with_anything_else_going_on_vllm_is_left_alone(folder: Path, name: str, value: Any) -> None:
+    twin = Twin(folder, ahead=True, second_runner=True, blocks=60, seats=8, caching=True)
+    setattr(twin.scheduler, name, value)
+    assert not PlainDecoding(twin.engine, {}).active
+    assert "schedule" not in vars(twin.scheduler)
