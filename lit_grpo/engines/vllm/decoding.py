@@ -41,14 +41,15 @@ _WITHOUT = {
 class PlainDecoding:
     """Schedules and files the next token of running samples in two short loops, and leaves all else to vLLM.
 
-    vLLM's scheduler spends some ten microseconds on each token of each sample: a dozen conditions and calls to find that
-    the sample needs one more token and no memory, and as many to append the token and find that nothing has come to an
-    end. Sampling from a small model is bound by the speed of Python, and half of its time is that. Both questions are
-    answered here by the numbers that vLLM's own code compares; what it keeps for each sample is then the same after
-    every step. Its own methods still run in every step, for samples that begin, end, are read in or need memory.
+    vLLM's scheduler spends some ten microseconds on each token of each sample: a dozen conditions and calls to find
+    that the sample needs one more token and no memory, and as many to append the token and find that nothing has come
+    to an end. Sampling from a small model is bound by the speed of Python, and much of its time is that. Both questions
+    are answered here by the numbers that vLLM's own code compares; what it keeps for each sample is then the same
+    after every step. Its own methods still run in every step, for samples that begin, end, are read in or need memory.
 
-    The methods that are spared must be those that were read: they are compared by their code, and with any other nothing
-    is changed. Nor is anything for models with several kinds of cache, drafts, statistics of vLLM's or connectors.
+    The methods that are spared must be those that were read: they are compared by their code, and with any other
+    nothing is changed. Nor is anything for models with several kinds of cache, drafts, connectors, or where vLLM
+    counts statistics.
 
     Args:
         engine: a ``vllm.v1.engine.llm_engine.LLMEngine`` whose core is in this process.
@@ -58,6 +59,8 @@ class PlainDecoding:
 
     def __init__(self, engine: Any, running: Mapping[str, SampledTokens]) -> None:
         self._scheduler: Any = None
+        self._manager: Any = None
+        self._running: Mapping[str, SampledTokens] | None = None
         try:
             scheduler = engine.engine_core.engine_core.scheduler
             manager = scheduler.kv_cache_manager
@@ -137,7 +140,7 @@ class PlainDecoding:
             if request.is_prefill_chunk or known + placeholders != needed:
                 return None
             name = request.request_id
-            # Full blocks of known tokens are filed; without placeholders the last known token is the one that is needed.
+            # Full blocks of known tokens are filed; without placeholders the last known token is the needed one.
             if (
                 needed <= len(blocks[name]) * size
                 and (not files or known // size <= filed.get(name, -1))
@@ -204,7 +207,8 @@ class PlainDecoding:
             or scheduler_output.scheduled_spec_decode_tokens
         ):
             return self._update(scheduler_output, model_runner_output)
-        requests, running, decoding = self._scheduler.requests, self._running, self._decoding
+        requests, decoding = self._scheduler.requests, self._decoding
+        running = self._running or {}
         size, filed, files, ahead = self._size, self._filed, self._files, self._ahead
         longest = self._scheduler.max_model_len
         rows = model_runner_output.req_id_to_index
@@ -224,7 +228,8 @@ class PlainDecoding:
             ):
                 left[name] = count
                 continue
-            token, ids, every, params = new[0], request._output_token_ids, request._all_token_ids, request.sampling_params
+            token, params = new[0], request.sampling_params
+            ids, every = request._output_token_ids, request._all_token_ids
             if (
                 token == params.eos_token_id
                 or token in params.stop_token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +47,9 @@ class Twin:
         from vllm.v1.structured_output import StructuredOutputManager
 
         config = EngineArgs(
-            model=str(folder), max_model_len=LONGEST, max_num_seqs=seats, max_num_batched_tokens=LONGEST, dtype="float32",
-            block_size=SIZE, enable_prefix_caching=caching, enable_chunked_prefill=True, skip_tokenizer_init=True,
+            model=str(folder), max_model_len=LONGEST, max_num_seqs=seats, max_num_batched_tokens=LONGEST,
+            dtype="float32", block_size=SIZE, enable_prefix_caching=caching, enable_chunked_prefill=True,
+            skip_tokenizer_init=True,
         ).create_engine_config()  # fmt: skip
         # The platform may have changed them: no model runs here.
         config.cache_config.block_size, config.cache_config.num_gpu_blocks = SIZE, blocks
@@ -101,8 +101,11 @@ class Twin:
             list(output.num_scheduled_tokens.items()),
             output.total_num_scheduled_tokens,
             [(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
-            sorted(zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True),
-                   key=lambda row: row[0]),
+            sorted(
+                zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens,
+                    strict=True),
+                key=lambda row: row[0],
+            ),
             sorted(cached.resumed_req_ids), cached.all_token_ids, output.finished_req_ids, output.preempted_req_ids,
             getattr(output, "num_common_prefix_blocks", None),
         )  # fmt: skip
@@ -137,9 +140,9 @@ class Twin:
         (kind,) = manager.coordinator.single_type_managers
         each = {
             name: (
-                request.status, request.num_computed_tokens, request.num_output_placeholders, request.num_in_flight_tokens,
-                list(request.output_token_ids), list(request.all_token_ids), list(request.block_hashes),
-                request.num_preemptions, request.is_prefill_chunk,
+                request.status, request.num_computed_tokens, request.num_output_placeholders,
+                request.num_in_flight_tokens, list(request.output_token_ids), list(request.all_token_ids),
+                list(request.block_hashes), request.num_preemptions, request.is_prefill_chunk,
                 [block.block_id for block in kind.req_to_blocks.get(name, ())], kind.num_cached_block.get(name),
                 getattr(request, "num_stale_output_tokens", 0), getattr(request, "async_tokens_to_discard", 0),
             )
@@ -237,9 +240,9 @@ def test_every_step_is_that_of_vllm(
 
 
 @pytest.fixture
-def quiet(folder: Path) -> Iterator[tuple[Twin, PlainDecoding]]:
+def quiet(folder: Path) -> tuple[Twin, PlainDecoding]:
     _, ours, _, decoding = pair(folder, ahead=True, second_runner=True, blocks=60, seats=8, caching=True)
-    yield ours, decoding
+    return ours, decoding
 
 
 def test_closed_it_leaves_vllm_as_it_was(quiet: tuple[Twin, PlainDecoding]) -> None:

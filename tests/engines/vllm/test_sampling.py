@@ -183,14 +183,16 @@ def test_ids_go_in_and_come_out_unchanged(engine: Any, model: Any, prompts: list
 
     asked = [Request(i, prompt, (seed, seed ^ 1)) for i, prompt in enumerate(prompts)]
     with pytest.MonkeyPatch.context() as patch:
-        # vLLM's own output processor is shown every step, for once, and must come to the same.
+        # vLLM's own scheduler and output processor are shown every step, for once, and must come to the same.
         patch.setattr(engine._collector, "_all_wanted", True)
+        leave_to_vllm(engine, patch)
         patch.setattr(engine._engine, "step", recording_step)
         completions = sampled(engine, asked, Sampling(temperature=1.0, max_new_tokens=6))
     for c in completions:
         assert seen[c.request, c.sample] == (prompts[c.request], c.token_ids, c.logprobs)
         assert all(0 <= token < VOCABULARY for token in c.token_ids)
     assert sampled(engine, asked, Sampling(temperature=1.0, max_new_tokens=6)) == completions
+    assert engine._decoding.active
     # vLLM could echo ids and still compute with others: the log-probabilities say that it did not.
     assert largest_gap(model, asked, completions, 1.0) < 2 * GAP
 
@@ -260,8 +262,8 @@ def test_lost_tokens_are_an_engine_error(engine: Any, monkeypatch: pytest.Monkey
     def third_step_lost() -> Any:
         step = take()
         if next(steps) == 3:
-            for output in step.outputs:
-                output.new_token_ids, output.new_logprobs = [], None
+            for tokens in engine._collector._running.values():
+                del tokens.ids[-1], tokens.logprobs[-1]
         return step
 
     monkeypatch.setattr(engine._collector, "_get_output", third_step_lost)
@@ -358,14 +360,25 @@ class CheckedSlots:
         assert self.state(request) == after
 
 
-def test_slots_that_are_there_are_those_that_vllm_finds(engine: Any, model: Any, tmp_path: Any) -> None:
+def leave_to_vllm(engine: Any, patch: pytest.MonkeyPatch) -> None:
+    """Have vLLM's own scheduler take every step."""
+    scheduler, decoding = engine._engine.engine_core.engine_core.scheduler, engine._decoding
+    patch.setattr(scheduler, "schedule", decoding._schedule)
+    patch.setattr(scheduler, "update_from_output", decoding._update)
+
+
+def test_slots_that_are_there_are_those_that_vllm_finds(
+    engine: Any, model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling = Sampling(max_new_tokens=70)
     wanted = requests(8)
+    leave_to_vllm(engine, monkeypatch)
     with CheckedSlots(engine) as roomy:
         expected = sampled(engine, wanted, sampling)
     assert roomy.answered > 0.8 * roomy.asked
     # A cache that is too small for all samples: some are taken off, and begin anew.
     small = start_engine(tmp_path, model, num_gpu_blocks_override=24, policy_tokenizer=stop_tokenizer())
+    leave_to_vllm(small, monkeypatch)
     try:
         with CheckedSlots(small) as tight:
             found = sampled(small, wanted, sampling)
@@ -376,5 +389,8 @@ def test_slots_that_are_there_are_those_that_vllm_finds(engine: Any, model: Any,
             [lp for c in expected for lp in c.logprobs], abs=GAP
         )
     finally:
+        monkeypatch.undo()
         small.close()
+    # With both shortcuts again: the same tokens and log-probabilities to the bit, in batches of the same sizes.
+    assert sampled(engine, wanted, sampling) == expected
     assert "allocate_slots" in vars(engine._engine.engine_core.engine_core.scheduler.kv_cache_manager)
