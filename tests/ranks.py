@@ -46,7 +46,9 @@ def on_two_ranks(job: Callable[[int, str], Any], folder: Path) -> list[Any]:
 def on_ranks(count: int, job: Callable[[int, str], Any], folder: Path) -> list[Any]:
     """What ``job(rank, folder)`` gave on each of so many ranks. It is a function of a module that can be imported."""
     port = free_port()
-    codes = _run([(_rank, (rank, port, str(folder), job, dict(os.environ))) for rank in range(count)])
+    # Importing a model touches the cards, and a fork of a process that has touched them can use none.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    codes = _run([(_rank, (rank, port, str(folder), job, dict(os.environ))) for rank in range(count)], method)
     assert codes == [0] * count, f"the ranks ended with {codes}; their errors are above"
     # The tests' own files, so any type may be in them.
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]

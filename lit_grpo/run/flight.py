@@ -105,7 +105,8 @@ def write_step(path: Path, tensors: Mapping[str, Any], rollout: Mapping[str, Any
 
     # To memory first, since safetensors would write straight to the name that readers look for.
     data = save(dict(tensors), metadata={"rollout": json.dumps(rollout)})
-    write_atomically(path, data)
+    # In every step: no step waits for a disk that a checkpoint is being written to.
+    write_atomically(path, data, to_disk=False)
     return len(data)
 
 

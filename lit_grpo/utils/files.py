@@ -16,10 +16,16 @@ OWNER_ALONE = 0o600
 """Mode of files that may hold what other people on the machine must not read."""
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, to_disk: bool = True) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, so that readers see the old file or the whole new one.
 
     Where ``path`` is a symbolic link, the link is replaced and the file it leads to is left alone.
+
+    Args:
+        path: the file.
+        content: what it then holds.
+        to_disk: wait until the disk has it. Without, a power failure may lose it, and nothing else may; beside a large
+            checkpoint that is written to the same disk, waiting takes seconds.
 
     Raises:
         OSError: the disk refuses; ``path`` is then what it was.
@@ -31,7 +37,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         # "x" refuses a name that is taken, and so never writes through a link that somebody has put there.
         with temporary.open("xb") as file:
             file.write(data)
-        move_into_place(temporary, path)
+        if to_disk:
+            move_into_place(temporary, path)
+        else:
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -160,6 +160,16 @@ def test_nor_do_those_of_other_objectives(monkeypatch, changes):
 
 
 @pytest.mark.slow
+def test_on_a_card_no_code_is_made_for_large_micro_batches_alone(monkeypatch):
+    backend = compiling._backend()
+    assert backend["backend"] == "inductor"
+    # Of this version of torch, where it has them: another version may lack one, and would refuse it.
+    assert set(backend["options"]) <= set(torch._inductor.list_options())
+    assert backend["options"]["triton.mix_order_reduction"] is False
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    assert compiling._backend() == {"backend": "aot_eager"}
+
+
 def test_layers_share_their_code(monkeypatch):
     two = fit(monkeypatch, 1, layers=2).before
     torch._dynamo.reset()

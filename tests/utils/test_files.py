@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from lit_grpo.run import flight
 from lit_grpo.utils.files import link_atomically, move_into_place, remove, write_atomically
 
 
@@ -48,6 +50,20 @@ def test_the_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", watched)
     write_atomically(path, "new")
     assert seen == [False, True]  # the file, then its folder
+
+
+def test_what_comes_in_every_step_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    def waited(_: int) -> None:
+        pytest.fail("a step waited for the disk")
+
+    monkeypatch.setattr(os, "fsync", waited)
+    path = tmp_path / "a.txt"
+    for content in ("old", "new"):
+        write_atomically(path, content, to_disk=False)
+        assert (path.read_text(), names(tmp_path)) == (content, ["a.txt"])
+    record = flight.step_file(tmp_path, 3)
+    flight.write_step(record, {"ids": torch.arange(3)}, {"step": 3})
+    assert record.is_file()
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path):

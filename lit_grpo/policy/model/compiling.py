@@ -50,7 +50,7 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * VARIANTS)
     for block in model_blocks:
         # Dynamic, since rows have another length in every micro-batch.
-        block.compile(dynamic=True, backend=BACKEND)
+        block.compile(dynamic=True, **_backend())
 
 
 def keep_code() -> None:
@@ -94,7 +94,17 @@ def is_compiled(model: nn.Module) -> bool:
 @functools.cache
 def compiled(function: F) -> F:
     """Compile a function for inputs of any shape, once for all callers."""
-    return cast(F, torch.compile(function, dynamic=True, backend=BACKEND))
+    return cast(F, torch.compile(function, dynamic=True, **_backend()))
+
+
+def _backend() -> dict[str, Any]:
+    """Return the compiler, set so that its code holds for micro-batches of any size."""
+    if BACKEND != "inductor":
+        return {"backend": BACKEND}
+    # On a card it fuses sums over rows with sums over columns only where a micro-batch is large (in torch 2.11 from
+    # 5 * 2**20 numbers on): the first large one, in the first step, waited 13 s for other code.
+    options = {name: False for name in ("triton.mix_order_reduction",) if name in torch._inductor.list_options()}
+    return {"backend": BACKEND, "options": options}
 
 
 def eagerly() -> AbstractContextManager[None]:

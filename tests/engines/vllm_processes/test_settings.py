@@ -14,8 +14,8 @@ from lit_grpo.cli.main import main
 from lit_grpo.engines import EngineConfig, EngineContext, check_engine
 from lit_grpo.engines.config import VLLMEngineConfig
 from lit_grpo.engines.vllm import start
+from lit_grpo.engines.vllm_processes import choose as choose_file
 from lit_grpo.engines.vllm_processes.choose import (
-    by_rule,
     choose,
     measured_file,
     measured_key,
@@ -184,31 +184,22 @@ def test_auto_is_one_process_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CPU" in choice.reason
 
 
-@pytest.mark.parametrize(
-    ("parameters", "memory", "expected"),
-    [
-        (0.5e9, 56, 2),
-        (1.5e9, 56, 2),
-        (7.6e9, 56, 1),
-        (0.5e9, 12, 1),  # a small card
-        (1.5e9, 16, 1),
-    ],
-)
-def test_the_rule_goes_by_size_and_memory(parameters: float, memory: int, expected: int) -> None:
-    choice = by_rule(int(parameters), memory * GIB, False)
-    assert choice[:2] == (expected, expected > 1)
-    assert f"{parameters / 1e9:.2g}B" in choice.reason
-    # Beside the learner one process of its own is worth it, too.
-    assert by_rule(int(parameters), memory * GIB, True)[:2] == (expected, True)
+def test_auto_is_one_process_on_a_card_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 1")
+    auto = VLLMEngineConfig(processes="auto")
+    assert choose(auto, context())[:2] == (1, False)
+    # Beside the learner it has a process of its own.
+    assert choose(auto, context(beside_learner=True))[:2] == (1, True)
+    assert "lit-grpo check" in choose(auto, context()).reason
 
 
 def test_what_was_measured_on_a_card_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     made = context()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 1")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB, 80 * GIB))
     auto = VLLMEngineConfig(processes="auto")
-    assert choose(auto, made).processes == 2
+    assert choose(auto, made).processes == 1
     key = measured_key(made.policy.model.config, "Card 1")
     write_measured(key, 4, {1: 100.0, 2: 210.0, 4: 300.0})
     assert choose(auto, made)[:2] == (4, True)
@@ -216,7 +207,11 @@ def test_what_was_measured_on_a_card_goes_before_the_rule(monkeypatch: pytest.Mo
     write_measured("another", 1, {1: 5.0})
     assert read_measured(key) == 4, "measurements of other models and cards stay"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 2")
-    assert choose(auto, made).processes == 2
+    assert choose(auto, made).processes == 1
+    # Engines are others since: what was measured of them says nothing.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 1")
+    monkeypatch.setattr(choose_file, "MEASUREMENT", 3)
+    assert choose(auto, made).processes == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"k": 3}', '{"k": {"processes": "two"}}', '{"k": {"processes": 0}}'])
