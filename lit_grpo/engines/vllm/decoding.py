@@ -77,6 +77,8 @@ class PlainDecoding:
         # One step is scheduled before the tokens of the last are known.
         self._ahead = any(base.__name__ == "AsyncScheduler" for base in type(scheduler).__mro__)
         self._limits = [n for n in ("max_num_running_reqs", "max_num_active_reqs") if hasattr(scheduler, n)]
+        # Paused, vLLM schedules nothing, or nothing new.
+        self._unpaused = scheduler._pause_state
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
@@ -97,7 +99,8 @@ class PlainDecoding:
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Return what vLLM's own ``schedule`` returns."""
         scheduler = self._scheduler
-        found = None if throttle_prefills else self._plain(scheduler)
+        held = throttle_prefills or scheduler._pause_state is not self._unpaused
+        found = None if held else self._plain(scheduler)
         if found is None:
             return self._schedule(throttle_prefills)
         plain, others = found

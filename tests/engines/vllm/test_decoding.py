@@ -239,6 +239,27 @@ def test_every_step_is_that_of_vllm(
         assert spared.scheduled < 0.5 * spared.all
 
 
+@pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])
+def test_a_pause_is_one_for_all_samples(folder: Path, state: str) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    own, ours, collector, _ = pair(folder, ahead=True, second_runner=True, blocks=100, seats=8, caching=True)
+    for name in ("0-0", "1-0", "2-0"):
+        for twin in (own, ours):
+            twin.add(name, [3, 4, 5], 40)
+        collector.open(name)
+    for step in range(24):
+        if step in (6, 12):
+            for twin in (own, ours):
+                twin.scheduler.set_pause_state(PauseState[state] if step == 6 else PauseState.UNPAUSED)
+        scheduled = ours.schedule()
+        assert scheduled == own.schedule()
+        assert (scheduled[1] == 0) == (state == "PAUSED_ALL" and 6 <= step < 12)
+        if len(own.steps) == 2:
+            assert ours.update() == own.update()
+        assert ours.state() == own.state()
+
+
 @pytest.fixture
 def quiet(folder: Path) -> tuple[Twin, PlainDecoding]:
     _, ours, _, decoding = pair(folder, ahead=True, second_runner=True, blocks=60, seats=8, caching=True)
