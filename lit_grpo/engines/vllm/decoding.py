@@ -146,7 +146,7 @@ class PlainDecoding:
             # Full blocks of known tokens are filed; without placeholders the last known token is the needed one.
             if (
                 needed <= len(blocks[name]) * size
-                and (not files or known // size <= filed.get(name, -1))
+                and (not files or known // size <= filed.get(name, 0))
                 and needed <= last
                 and (not placeholders or needed + 1 - placeholders < request.num_prompt_tokens + request.max_tokens)
                 and (earlier is None or name in earlier)
