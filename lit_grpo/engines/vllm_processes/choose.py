@@ -1,4 +1,4 @@
-"""How many engine processes share a card: as set, as measured by ``lit-grpo check``, or by a rule."""
+"""How many engine processes share a card: as set, as measured by ``lit-grpo check``, or one."""
 
 from __future__ import annotations
 
