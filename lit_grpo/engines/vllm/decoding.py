@@ -16,7 +16,10 @@ KNOWN_SCHEDULERS = {
     "34090211": "0.32.0",
     "b67fba5a": "0.32.0",
 }
-"""Digest of the code of vLLM that is spared, and a version that has it. See :func:`scheduler_digest`."""
+"""Digests of the code of vLLM that is spared, of ``Scheduler`` and ``AsyncScheduler``, and a version that has it.
+
+See :func:`scheduler_digest`.
+"""
 
 # What :class:`PlainDecoding` has no part in: a scheduler for which one of these is otherwise is left alone.
 _WITHOUT = {
@@ -75,7 +78,7 @@ class PlainDecoding:
         self._blocks, self._filed, self._size = kind.req_to_blocks, kind.num_cached_block, int(kind.block_size)
         self._files = bool(manager.enable_caching)
         # One step is scheduled before the tokens of the last are known.
-        self._ahead = any(base.__name__ == "AsyncScheduler" for base in type(scheduler).__mro__)
+        self._ahead = type(scheduler).__name__ == "AsyncScheduler"
         self._limits = [n for n in ("max_num_running_reqs", "max_num_active_reqs") if hasattr(scheduler, n)]
         # Paused, vLLM schedules nothing, or nothing new.
         self._unpaused = scheduler._pause_state

@@ -103,8 +103,8 @@ def _backend() -> dict[str, Any]:
         return {"backend": BACKEND}
     # On a card it fuses sums over rows with sums over columns only where a micro-batch is large (in torch 2.11 from
     # 5 * 2**20 numbers on): the first large one, in the first step, waited 13 s for other code.
-    options = {name: False for name in ("triton.mix_order_reduction",) if name in torch._inductor.list_options()}
-    return {"backend": BACKEND, "options": options}
+    fusion = "triton.mix_order_reduction"
+    return {"backend": BACKEND, "options": {fusion: False} if fusion in torch._inductor.list_options() else {}}
 
 
 def eagerly() -> AbstractContextManager[None]:
