@@ -46,6 +46,9 @@ class RunContext:
     initial_completions: Callable[[int], Rollout] | None = None
     """Samples completions of the first n training prompts with the untouched model, the same on every rank. None: there
     is no engine to sample them."""
+    engine_waits: Callable[[], bool] = lambda: False
+    """Tells whether an engine that was begun beside the learner is ready, and waits for the learner alone: what the
+    learner does not need before its first update can then wait. Always False where there is more than one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,9 @@ class LearnerRequirements:
     It is given a function that brings the learner's weights to the engine as of a version, and one that has the engine
     sample a few completions at temperature 1. Every rank calls it, and the engine holds the learner's weights
     afterwards."""
+    finish_preparing: Callable[[], None] | None = None
+    """Does what the learner has left for the time in which an engine in processes of its own samples first, see
+    :attr:`RunContext.engine_waits`; returns at once where nothing is left. None: this learner never leaves anything."""
 
 
 class RolloutLearner(Protocol):

@@ -226,6 +226,8 @@ class RolloutDataModule(pl.LightningDataModule):
                 reward_range=total_range(self.rewards),
                 primary_range=None if primary is None else weighted_range(primary),
                 initial_completions=self.initial_completions,
+                # Ranks go through the models together, and would not all see it at the same time.
+                engine_waits=lambda: trainer.world_size == 1 and self.engine_starter.ready,
             )
         )
         check_prompts_per_rollout(self.prompts_per_rollout, trainer.world_size)
@@ -368,6 +370,8 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._producer is None:
             config = self.learner.policy_config
             self.engine_starter.begin(lambda: PolicyOutline(config), self._engine_context)
+            if self._prompt_limit is not None:
+                self.engine_starter.build(self._engine_context)
 
     def on_exception(self, exception: BaseException) -> None:
         # An engine that is not ready yet is nobody's; one that is may still be in use by a thread.
@@ -379,6 +383,7 @@ class RolloutDataModule(pl.LightningDataModule):
         # Not in setup: the engine is built from the policy, and Lightning lets the module make that after setup.
         if self._producer is None:
             learner, tokenizer, context = self.learner, self.learner.tokenizer, self.engine_context
+            elsewhere = self.engine_starter.begun is not None
             engine = self.engine_starter.finish(context, self._current_trainer.strategy.root_device)
             self._producer = RolloutGenerator(
                 engine,
@@ -396,6 +401,7 @@ class RolloutDataModule(pl.LightningDataModule):
                 sync_prompts=self._prompt_sets.shortest(SYNC_PROMPTS),
                 longest_completion=self._max_new_tokens,
                 on_phase=self._tell_phase,
+                meanwhile=self._requirements.finish_preparing if elsewhere else None,
             )
         return self._producer
 
@@ -422,6 +428,20 @@ class RolloutDataModule(pl.LightningDataModule):
         """What an engine is built from in this stage."""
         return self._engine_context(self.learner.policy)
 
+    @property
+    def _prompt_limit(self) -> int | None:
+        """The longest prompt that the settings of this stage allow, if they say so and the model has room for it.
+
+        An engine that is told it need not wait until the prompts are read.
+        """
+        evaluated = (one.format or self.format for sets in self.evaluations.values() for one in sets)
+        limits = [form.max_prompt_tokens for form in (self.format, *evaluated)]
+        known = [limit for limit in limits if limit is not None]
+        if len(known) < len(limits):
+            return None
+        positions = getattr(load_model_config(self.learner.policy_config), "max_position_embeddings", None)
+        return max(known) if positions is None or max(known) + self._max_new_tokens <= positions else None
+
     def _engine_context(self, policy: EnginePolicy) -> EngineContext:
         learner = self.learner
         # Of no prompts yet where the engine is begun before they are read; it learns the longest when it is built.
@@ -430,7 +450,7 @@ class RolloutDataModule(pl.LightningDataModule):
             policy_config=learner.policy_config,
             tokenizer=learner.tokenizer,
             end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
-            max_model_len=self._prompt_sets.longest + self._max_new_tokens,
+            max_model_len=(self._prompt_limit or self._prompt_sets.longest) + self._max_new_tokens,
             seed=rng.run_seed(),
             beside_learner=self._num_prefetch > 0,
             wants_experts=self._needs_experts,

@@ -205,6 +205,9 @@ class LitGRPO(EvaluatedModule):
         self._logged_keys: set[str] = set()
         """Keys that any rollout has logged; one that lacks a key logs NaN under it."""
         self._context: RunContext | None = None
+        self._uncompiled: Iterator[None] | None = None
+        """Compiles a pass with each item; None: none is left."""
+        self._seconds_compiling = 0.0
         self._tokenizer: Any = None
         self._restored_random_state: dict[str, Any] | None = None
         self._forward_runner: ForwardRunner | None = None
@@ -223,7 +226,8 @@ class LitGRPO(EvaluatedModule):
     def __getstate__(self) -> dict[str, Any]:
         refuse_spawning()
         # A copy (weight averaging makes one) has the weights and the settings, and no part in the run.
-        return super().__getstate__() | {"_context": None, "_forward_runner": None, "_optimizer_stepper": None}
+        nothing = {"_context": None, "_forward_runner": None, "_optimizer_stepper": None, "_uncompiled": None}
+        return super().__getstate__() | nothing
 
     @property
     def tokenizer(self) -> Any:
@@ -243,6 +247,7 @@ class LitGRPO(EvaluatedModule):
             extracted_answers=self.objective.shaping.invalid_entropy is not None,
             engine_logprobs=self.guards.max_engine_gap is not None,
             check_sync=None if None in (self.guards.max_engine_gap, self.guards.max_sync_gap) else self._check_sync,
+            finish_preparing=self._compile_rest,
         )
 
     def connect(self, context: RunContext) -> None:
@@ -399,6 +404,7 @@ class LitGRPO(EvaluatedModule):
             self._compile_ahead()
 
     def _compile_ahead(self) -> None:
+        """Compile the passes until the engine is ready; the rest is compiled while it samples for the first time."""
         updates = self.updates_per_rollout * self.objective.passes
         passes = Passes(
             objective=self.objective,
@@ -407,9 +413,24 @@ class LitGRPO(EvaluatedModule):
             probes=self.zero_advantage_samples != 0,
             measures_step=self.step_kl_samples != 0,
         )
-        context = self.trainer.precision_plugin.train_step_context()
-        seconds = compile_ahead(self.forward_runner, self.layout, passes, context)
-        rank_zero_info(f"compiled the learner's passes in {seconds:.1f} s; the code is kept for other runs")
+        context = self.trainer.precision_plugin.train_step_context
+        self._uncompiled = compile_ahead(self.forward_runner, self.layout, passes, context)
+        self._seconds_compiling = 0.0
+        self._compile_rest(lambda: self._context is not None and self._context.engine_waits())
+
+    def _compile_rest(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Compile the passes that are not yet, one after the other; stop early where ``until`` says so."""
+        if self._uncompiled is None:
+            return
+        started = time.perf_counter()
+        while not until():
+            if next(self._uncompiled, self) is self:
+                self._uncompiled = None
+                break
+        self._seconds_compiling += time.perf_counter() - started
+        if self._uncompiled is None:
+            seconds = f"{self._seconds_compiling:.1f} s"
+            rank_zero_info(f"compiled the learner's passes in {seconds}; the code is kept for other runs")
 
     @property
     def sharded(self) -> bool:
@@ -522,6 +543,7 @@ class LitGRPO(EvaluatedModule):
             The mean loss of the steps under ``loss``, for callbacks; 0 where there was nothing to learn from.
         """
         check_batch(batch)
+        self._compile_rest()
         # What runs out in a micro-batch is mended below; the rest of a step has no smaller form.
         with screen_if_out_of_memory(
             "training on a rollout", self.device, where="model.micro_batch_tokens", remedies=remedies(self.device)

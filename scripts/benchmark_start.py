@@ -33,6 +33,7 @@ PHASES = {
     "passes compiled": "compiled the learner's passes",
     "engine ready": "the engine was ready",
     "engine checked": "the engine takes over weights",
+    "first completion": "the first completion has come",
     "first rollout": "rollout 1/",
 }
 """What is reached -> how the line begins that says so, in the order in which a run says them."""

@@ -21,9 +21,17 @@ def start_ahead(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> N
     processes = given("data.engine.processes")
     if any(word.startswith("--print_config") for word in argv) or given("model.objective.recipe") == "sft":
         return
-    if given("data.engine.name") != "vllm" or given("data.engine.custom_engine") or not isinstance(processes, int):
+    if given("data.engine.name") != "vllm" or given("data.engine.custom_engine"):
         return
-    if 1 < processes <= 64:
+    if processes == "auto":
+        # Which number it stands for takes the model to know: most likely one, and where it is another this one ends.
+        import torch
+
+        processes = 1 if torch.cuda.is_available() else None
+    elif processes == 1:
+        # As a number it is the engine in this process.
+        return
+    if isinstance(processes, int) and 1 <= processes <= 64:
         # It takes the import of torch, which the run needs in any case.
         from lit_grpo.engines.vllm_processes.reserve import begin
 

@@ -173,6 +173,11 @@ class EngineStart(Protocol):
         """
         ...
 
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`finish` would return or raise at once."""
+        ...
+
     def finish(self, context: EngineContext) -> RolloutEngine:
         """Return the engine when it is ready, for the policy that is trained.
 

@@ -7,9 +7,11 @@ meets one first would wait many seconds for it.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,57 +43,69 @@ class Passes:
 
 
 def compile_ahead(
-    runner: ForwardRunner, layout: Layout, passes: Passes, context: AbstractContextManager[object]
-) -> float:
-    """Run each form of the passes on a few made-up tokens; all ranks must call it. Nothing of the run changes.
+    runner: ForwardRunner, layout: Layout, passes: Passes, context: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """Run each form of the passes on a few made-up tokens, one whenever the next item is asked for.
+
+    All ranks must do so alike. Nothing of the run has changed after any of them, so that the models may be used for
+    something else between two.
 
     Args:
         runner: the models.
         layout: layout of the micro-batches.
         passes: what the run does with the models.
-        context: of the precision that the steps of the run compute in.
-
-    Returns:
-        Seconds that it took.
+        context: makes the context of the precision that the steps of the run compute in.
     """
-    started = time.perf_counter()
-    random_state = rng.get_state()
-    try:
-        with context:
-            for lengths in (_first_lengths(runner), *_LENGTHS[1:]):
-                _run_all(runner, _made_up(layout, lengths, runner.device), passes)
-    finally:
-        runner.reshard()
-        for model in (runner.policy, runner.critic):
-            if model is not None:
-                model.zero_grad(set_to_none=True)
-        rng.set_state(random_state)
-    return time.perf_counter() - started
+    for lengths in (_first_lengths(runner), *_LENGTHS[1:]):
+        for run in _forms(runner, _made_up(layout, lengths, runner.device), passes):
+            random_state = rng.get_state()
+            try:
+                with context():
+                    run()
+            finally:
+                runner.reshard()
+                for model in (runner.policy, runner.critic):
+                    if model is not None:
+                        model.zero_grad(set_to_none=True)
+                rng.set_state(random_state)
+            yield
 
 
-def _run_all(runner: ForwardRunner, inputs: PolicyInput, passes: Passes) -> None:
-    wanted = passes.objective.loss_requires()
-    values = "values" in wanted
-    entropy: EntropyMode = "grad" if "entropy" in wanted else "detached"
+def _forms(runner: ForwardRunner, inputs: PolicyInput, passes: Passes) -> Iterator[Callable[[], object]]:
+    """Yield a function for each form in which a run goes through its models; calling it is the pass."""
+    wanted, temperature = passes.objective.loss_requires(), passes.temperature
     for with_gradient in (True, False) if passes.probes else (True,):
-        with torch.set_grad_enabled(with_gradient):
-            total = runner.critic(inputs).sum() if runner.critic is not None and values else None
-            stats = runner.policy(inputs, passes.temperature, entropy, values=runner.value_mode(values))
-            loss = stats.logprobs.sum() if entropy == "detached" else stats.logprobs.sum() + stats.entropy.sum()
-            for part in (total, None if stats.values is None else stats.values.sum()):
-                loss = loss if part is None else loss + part
-            if with_gradient:
-                loss.backward()
-    with torch.no_grad():
-        if passes.needed & FROM_POLICY:
-            before: EntropyMode = "detached" if "entropy" in passes.needed else "none"
-            runner.policy(inputs, passes.temperature, before, squares="sum_squared_probs" in passes.needed)
-        if passes.measures_step:
-            runner.policy(inputs, passes.temperature, "none")
-        if runner.reference is not None:
-            runner.reference(inputs, passes.temperature, "none")
-        if passes.needed & {"values", "final_values"}:
-            runner.values(inputs)
+        yield partial(_loss_pass, runner, inputs, passes, "values" in wanted, "entropy" in wanted, with_gradient)
+    if passes.needed & FROM_POLICY:
+        before: EntropyMode = "detached" if "entropy" in passes.needed else "none"
+        squares = "sum_squared_probs" in passes.needed
+        yield partial(_without_gradient, runner.policy, inputs, temperature, before, squares=squares)
+    if passes.measures_step:
+        yield partial(_without_gradient, runner.policy, inputs, temperature, "none")
+    if runner.reference is not None:
+        yield partial(_without_gradient, runner.reference, inputs, temperature, "none")
+    if passes.needed & {"values", "final_values"}:
+        yield partial(_without_gradient, runner.values, inputs)
+
+
+def _loss_pass(
+    runner: ForwardRunner, inputs: PolicyInput, passes: Passes, values: bool, entropy: bool, with_gradient: bool
+) -> None:
+    """Go through the models as a loss does, and back where it has a gradient."""
+    with torch.set_grad_enabled(with_gradient):
+        total = runner.critic(inputs).sum() if runner.critic is not None and values else None
+        mode: EntropyMode = "grad" if entropy else "detached"
+        stats = runner.policy(inputs, passes.temperature, mode, values=runner.value_mode(values))
+        loss = stats.logprobs.sum() + stats.entropy.sum() if entropy else stats.logprobs.sum()
+        for part in (total, None if stats.values is None else stats.values.sum()):
+            loss = loss if part is None else loss + part
+        if with_gradient:
+            loss.backward()
+
+
+@torch.no_grad()
+def _without_gradient(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    function(*args, **kwargs)
 
 
 def _first_lengths(runner: ForwardRunner) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class PolicyConfig:
             computing in bfloat16); ``auto``: ``varlen`` where it works, else ``sdpa``; ``flash_attention_2`` needs the
             package of that name, and no shared prompts; ``eager`` is slow.
         gradient_checkpointing: whether activations are recomputed in the backward pass: less memory, about a third more
-            time.
+            time. A number between 0 and 1: of that share of the blocks, the first ones, rounded up.
         share_prompts: whether a prompt is computed once for all of its completions: the same numbers with fewer tokens.
         pack: whether the completions of a micro-batch stand one behind the other in one row: the same numbers without
             padding.
@@ -103,7 +103,7 @@ class PolicyConfig:
     tiny: TinyModel | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: Literal["auto", "sdpa", "varlen", "flash_attention_2", "eager"] = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool | float, Bound(least=0, most=1)] = False
     share_prompts: bool = True
     pack: bool = True
     logits_chunk: Annotated[int | None, Bound(least=1)] = None

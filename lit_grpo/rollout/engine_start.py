@@ -34,6 +34,7 @@ class EngineStarter:
         self._policy: EnginePolicy | None = None
         """What the start knows of the policy as long as that has no weights."""
         self._began = 0.0
+        self._building = False
 
     def begin(self, make_policy: Callable[[], EnginePolicy], make: Callable[[EnginePolicy], EngineContext]) -> None:
         """Begin to start the engine where that can go on beside the learner's own start.
@@ -44,17 +45,23 @@ class EngineStarter:
         """
         if not begins_early(self.config):
             return
-        self._policy, self._began = make_policy(), time.monotonic()
+        self._policy, self._began, self._building = make_policy(), time.monotonic(), False
         self.begun = begin_engine(self.config, make(self._policy))
 
     def build(self, make: Callable[[EnginePolicy], EngineContext]) -> None:
-        """Go on with what was begun, now that it is known what will be asked; returns at once.
+        """Go on with what was begun, now that it is known what will be asked; returns at once. A second call is none.
 
         Args:
             make: as of :meth:`begin`.
         """
-        if self.begun is not None and self._policy is not None:
+        if self.begun is not None and self._policy is not None and not self._building:
+            self._building = True
             self.begun.build(make(self._policy))
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine that was begun is ready, or has failed, and is still to be taken over."""
+        return self.begun is not None and self.begun.ready
 
     def finish(self, context: EngineContext, device: torch.device) -> RolloutEngine:
         """Return the engine when it is ready, for the policy that is trained.

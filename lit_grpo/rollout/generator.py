@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,9 @@ from lit_grpo.types import Completion, Prompt, Request, RewardInput, Rollout, Sa
 from lit_grpo.utils.memory import is_out_of_memory, message_of, out_of_memory_error
 from lit_grpo.utils.random import derive_seed
 from lit_grpo.utils.text import completion_text
-from lit_grpo.utils.threads import DaemonThreads, call_within
+from lit_grpo.utils.threads import DaemonThreads, beside, call_within
+
+log = logging.getLogger(__name__)
 
 _SCORING_THREADS = 4
 _CLOSING_SECONDS = 5.0
@@ -126,6 +129,8 @@ class RolloutGenerator:
         sync_prompts: what the engine samples from in that check, a few tokens each.
         longest_completion: most tokens that the engine can add to any prompt.
         on_phase: is told what begins: ``sync``, ``generate`` or ``rewards``; from the thread in which it does.
+        meanwhile: done once, while :meth:`produce` first waits for completions in the main thread; for an engine that
+            takes none of this process's time. None: nothing is.
     """
 
     def __init__(
@@ -146,12 +151,15 @@ class RolloutGenerator:
         sync_prompts: Sequence[Prompt] = (),
         longest_completion: int = SYNC_TOKENS,
         on_phase: Callable[[str], None] = lambda phase: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        self.on_phase = on_phase
+        self.on_phase, self._meanwhile = on_phase, meanwhile
         self._check_sync, self._sync_prompts = check_sync, list(sync_prompts)
         self._sync_tokens = min(SYNC_TOKENS, longest_completion)
         self.vocab_size, self.needs_logprobs = vocab_size, needs_logprobs
-        self._said_unknown = False
+        self._said_unknown = self._said_first = False
+        self._last_came = 0.0
+        """When the engine gave its last completion."""
         self._said_skipped: set[str] = set()
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.end_token_ids = frozenset(end_token_ids)
@@ -202,7 +210,7 @@ class RolloutGenerator:
         groups: list[list[Completion | None]] = [[None] * group_size for _ in prompts]
         missing = [group_size] * len(prompts)
         scores: list[Future[Scored] | None] = [None] * len(prompts)
-        for completion in self.generate(requests, sampling):
+        for completion in self._beside_work(self.generate(requests, sampling)):
             i = completion.request
             groups[i][completion.sample] = completion
             missing[i] -= 1
@@ -212,14 +220,23 @@ class RolloutGenerator:
                 scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None], again)
         if any(missing):
             raise EngineError(f"the engine ended with {sum(missing)} completions missing")
-        sampled = time.perf_counter()
+        taken = time.perf_counter()
         self.on_phase("rewards")
         results = [future.result() for future in scores if future is not None]
-        rewarded = time.perf_counter()
+        # The first ones of a run may have been taken long after they came.
+        generating = self._last_came - started if prompts else 0.0
 
-        times = {"sync": seconds_sync, "generate": sampled - started, "reward": rewarded - sampled}
+        times = {"sync": seconds_sync, "generate": generating, "reward": time.perf_counter() - taken}
         whole = [[c for c in group if c is not None] for group in groups]
         return self.build_rollout(prompts, whole, results, sampling, index, times, group_size, positions)
+
+    def _beside_work(self, completions: Iterator[Completion]) -> Iterator[Completion]:
+        """Yield completions, the first ones of all after what is to be done meanwhile."""
+        meanwhile, in_main_thread = self._meanwhile, threading.current_thread() is threading.main_thread()
+        if meanwhile is not None and in_main_thread:
+            self._meanwhile = None
+            completions = beside(completions, meanwhile)
+        return completions
 
     def request(
         self, number: int, position: int | str, prompt: Prompt, group_size: int, index: int, purpose: str = "train"
@@ -343,6 +360,7 @@ class RolloutGenerator:
                             if (request, sample) not in missing:
                                 raise EngineError(f"the engine gave sample {sample} of request {request} twice")
                             missing.discard((request, sample))
+                            self._note_came()
                             yield completion if completion.sample == sample else replace(completion, sample=sample)
                     return
                 except EngineError as error:
@@ -360,6 +378,13 @@ class RolloutGenerator:
                         f"The engine failed ({error}); trying again for the {len(missing)} samples that are missing, "
                         f"{max(1, len(missing) >> (attempt + 1))} at a time."
                     )
+
+    def _note_came(self) -> None:
+        self._last_came = time.perf_counter()
+        if self._check_sync is None and not self._said_first:
+            self._said_first = True
+            # scripts/benchmark_start.py reads it.
+            log.debug("the first completion has come")
 
     def _check(self, completion: Completion, requests: Sequence[Request], sampling: Sampling) -> None:
         """Check what the engine gave, and say once if it gives no log-probabilities."""

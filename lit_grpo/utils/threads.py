@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -87,6 +87,46 @@ def call_within(seconds: float | None, function: Callable[..., T], *args: Any, n
         return future.result()
     except TimeoutError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def beside(items: Iterator[T], work: Callable[[], object]) -> Iterator[T]:
+    """Do some work here while a thread asks for items, and yield them all when it is done.
+
+    The thread never waits for whoever takes the items. Where the work fails, or the caller leaves, it stops asking
+    behind the item that comes next, and closes the iterator if that can be closed.
+
+    Raises:
+        BaseException: what the work raises, or the iterator, the latter behind the items before it.
+    """
+    came: queue.SimpleQueue[tuple[list[T], BaseException | None]] = queue.SimpleQueue()
+    left = threading.Event()
+
+    def ask() -> None:
+        fault: BaseException | None = None
+        try:
+            for item in items:
+                came.put(([item], None))
+                if left.is_set():
+                    break
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+        except BaseException as error:
+            fault = error
+        came.put(([], fault))
+
+    threading.Thread(target=ask, name="beside", daemon=True).start()
+    try:
+        work()
+        while True:
+            item, fault = came.get()
+            if fault is not None:
+                raise fault
+            if not item:
+                return
+            yield item[0]
+    finally:
+        left.set()
 
 
 def _answer(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

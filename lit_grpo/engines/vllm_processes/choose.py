@@ -84,12 +84,13 @@ def _choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
         return Choice(1, False, "on a CPU one process keeps all cores busy")
     measured = read_measured(measured_key(context.policy.model.config, torch.cuda.get_device_name()))
     if measured is not None:
-        return Choice(measured, measured > 1 or context.beside_learner, "measured by lit-grpo check on this card")
+        return Choice(measured, True, "measured by lit-grpo check on this card")
     # 512 sequences of 256 tokens with log-probabilities, tokens/s with 1, 2 and 3 processes on an H200: 93,300, 87,600
     # and 58,000 at 0.5B, and 71,500, 59,800 and 38,300 at 1.5B. Several take turns on the card.
     reason = "one process keeps a card busy, unless its cores are slow; lit-grpo check measures it"
-    # While the learner trains it would be in the way of an engine in its process.
-    return Choice(1, context.beside_learner, reason)
+    # In the learner's process it could not start beside the learner, and each would wait for the other's Python where
+    # they work at once.
+    return Choice(1, True, reason)
 
 
 def measured_key(model_config: Any, card: str) -> str:

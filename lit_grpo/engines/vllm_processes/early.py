@@ -92,6 +92,11 @@ class EarlyProcesses:
         tokenizer = context.tokenizer if context.wants_stop_strings else None
         self._group.build_ahead((str(self._scratch / "model"), part, tokenizer), measured.read(self._key))
 
+    @property
+    def ready(self) -> bool:
+        """Whether the engines are built, or have failed."""
+        return self._group.built_ahead
+
     def finish(self, context: EngineContext) -> VLLMProcesses:
         """Return the engine of a run, when its processes are ready; the learner must stand still until then.
 

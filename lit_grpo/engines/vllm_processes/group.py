@@ -150,6 +150,13 @@ class EngineGroup:
         if not self._must_measure:
             self._begun.append(self._ahead.submit(self._make, self._unbuilt))
 
+    @property
+    def built_ahead(self) -> bool:
+        """Whether nothing that was begun ahead is under way, and nothing is left for :meth:`start`, or that fails."""
+        if not all(future.done() for future in self._begun):
+            return False
+        return not self._unbuilt or any(future.exception() is not None for future in self._begun)
+
     def start(self) -> None:
         """Start all processes, with the weights of the folder, or wait for those that were begun ahead.
 

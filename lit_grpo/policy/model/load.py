@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -350,7 +351,7 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         log.debug("the model is loaded")
     # Compiled last: the compiler must see the blocks as they will run, with checkpointing and adapters.
     if config.gradient_checkpointing:
-        checkpoint_blocks(model)
+        checkpoint_blocks(model, float(config.gradient_checkpointing))
     if config.lora is not None:
         add_adapters(model, config.lora)
     if config.compile:
@@ -358,13 +359,34 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     return model
 
 
-def checkpoint_blocks(model: PreTrainedModel) -> None:
-    """Recompute the activations of every block in the backward pass."""
+def checkpoint_blocks(model: PreTrainedModel, share: float = 1.0) -> None:
+    """Recompute the activations of blocks in the backward pass.
+
+    Args:
+        model: a model of transformers.
+        share: of the blocks whose activations are recomputed, rounded up to whole blocks.
+
+    Raises:
+        UserError: the model cannot leave single blocks out.
+    """
+    from lit_grpo.distributed.sharding import blocks
+
     # Keeping and putting back random states costs a tenth of a small block's time. With dropout off for good only noisy
     # routers draw numbers; Mixtral, PhiMoE and DBRX each have names of their own for the noise.
     draws = any("jitter" in name and bool(value) for part in model.modules() for name, value in vars(part).items())
     options = {"use_reentrant": False, "preserve_rng_state": draws}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if share < 1:
+        parts = [block for block in blocks(model) if hasattr(block, "gradient_checkpointing")]
+        if not parts:
+            raise UserError(
+                f"{type(model).__name__} recomputes the activations of all of its blocks or of none",
+                where=f"{KEY}.gradient_checkpointing",
+                remedy="write true or false",
+            )
+        # The last blocks keep theirs: the backward pass has freed them when it comes to those that need room again.
+        for block in parts[math.ceil(share * len(parts)) :]:
+            block.gradient_checkpointing = False
     # Checkpointing is off in evaluation mode; nothing else differs, since dropout is off for good.
     model.train()
 

@@ -188,8 +188,8 @@ def test_auto_is_one_process_on_a_card_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 1")
     auto = VLLMEngineConfig(processes="auto")
-    assert choose(auto, context())[:2] == (1, False)
-    # Beside the learner it has a process of its own.
+    # Of its own, so that it starts beside the learner.
+    assert choose(auto, context())[:2] == (1, True)
     assert choose(auto, context(beside_learner=True))[:2] == (1, True)
     assert "lit-grpo check" in choose(auto, context()).reason
 

@@ -276,6 +276,22 @@ def test_gradient_checkpointing_changes_nothing(kind, name):
     assert len(runs) == 2, "the layer was not recomputed: nothing was tested"
 
 
+@pytest.mark.parametrize(
+    ("share", "recomputed"), [(1.0, [2, 2, 2]), (0.5, [2, 2, 1]), (0.3, [2, 1, 1]), (0.0, [1, 1, 1])]
+)
+def test_a_share_of_the_blocks_is_recomputed_the_first_ones(share, recomputed):
+    prompts, completions = ids(FIXED)
+    batch = LAYOUTS["packed and shared"].build(prompts, completions, width=WIDTH)
+    shape = TinyModel(width=32, layers=3, heads=2)
+    expected = results(Policy(load_model(PolicyConfig(tiny=shape))), batch)
+    saving = Policy(load_model(PolicyConfig(tiny=shape, gradient_checkpointing=share)))
+    runs: list[int] = []
+    for number, layer in enumerate(saving.model.base_model.layers):
+        layer.self_attn.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    same(results(saving, batch), expected)
+    assert [runs.count(number) for number in range(3)] == recomputed
+
+
 @pytest.mark.parametrize("noise", ["input_jitter_noise", "router_jitter_noise"])
 def test_a_router_that_draws_numbers_draws_them_again_in_the_backward_pass(noise):
     from transformers import PhimoeConfig, PhimoeForCausalLM
