@@ -11,10 +11,10 @@ from typing import Any
 from lit_grpo.engines.vllm.tokens import SampledTokens
 
 KNOWN_SCHEDULERS = {
-    "cf94dbdd": "0.26.0",
-    "66bea4c2": "0.26.0",
-    "34090211": "0.32.0",
-    "b67fba5a": "0.32.0",
+    "6029ddba": "0.26.0",
+    "17a80fe0": "0.26.0",
+    "6a889df2": "0.32.0",
+    "55ab353c": "0.32.0",
 }
 """Digests of the code of vLLM that is spared, of ``Scheduler`` and ``AsyncScheduler``, and a version that has it.
 
@@ -48,7 +48,8 @@ class PlainDecoding:
     that the sample needs one more token and no memory, and as many to append the token and find that nothing has come
     to an end. Sampling from a small model is bound by the speed of Python, and much of its time is that. Both questions
     are answered here by the numbers that vLLM's own code compares; what it keeps for each sample is then the same
-    after every step. Its own methods still run in every step, for samples that begin, end, are read in or need memory.
+    after every step. A sample that needs memory is given its block here too, unless vLLM may give some in the same step.
+    Its own methods still run in every step, for samples that begin, end or are read in.
 
     The methods that are spared must be those that were read: they are compared by their code, and with any other
     nothing is changed. Nor is anything for models with several kinds of cache, drafts, connectors, or where vLLM
@@ -76,6 +77,7 @@ class PlainDecoding:
         self._decoding = RequestStatus.RUNNING
         kind = manager.coordinator.single_type_managers[0]
         self._blocks, self._filed, self._size = kind.req_to_blocks, kind.num_cached_block, int(kind.block_size)
+        self._new_blocks = kind.allocate_new_blocks
         self._files = bool(manager.enable_caching)
         # One step is scheduled before the tokens of the last are known.
         self._ahead = type(scheduler).__name__ == "AsyncScheduler"
@@ -95,7 +97,7 @@ class PlainDecoding:
         if self._scheduler is not None:
             del self._scheduler.schedule, self._scheduler.update_from_output
         self._scheduler = self._manager = self._running = self._blocks = self._filed = None
-        self._schedule = self._update = None
+        self._schedule = self._update = self._new_blocks = None
 
     # The loops below run once for each token of each sample, so they make no call that can be spared.
 
@@ -106,8 +108,9 @@ class PlainDecoding:
         found = None if held else self._plain(scheduler)
         if found is None:
             return self._schedule(throttle_prefills)
-        plain, others = found
+        plain, others, growing = found
         running, count = scheduler.running, len(plain)
+        grown = self._grow(growing)
         # vLLM sees the other samples alone, with what the plain ones leave of the batch.
         before = {name: getattr(scheduler, name) for name in self._limits}
         budget = scheduler.max_num_scheduled_tokens
@@ -125,43 +128,60 @@ class PlainDecoding:
             scheduler.max_num_scheduled_tokens = budget
             for name, limit in before.items():
                 setattr(scheduler, name, limit)
-        self._add(output, plain, running)
+        self._add(output, plain, running, grown)
         if earlier is not None:
             earlier.update([request.request_id for request in plain])
         self._advance(plain, scheduler)
         return output
 
-    def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any]] | None:
-        """Return the samples that need one token and no memory, and those that may need a block; None: it is vLLM's.
+    def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any], list[Any]] | None:
+        """Return the samples that only need one token, the others, and those of the first that need a block for it.
 
-        It is where a sample is read in, and where vLLM may have to take one off.
+        None: the step is vLLM's. It is where a sample is read in, and where vLLM may have to take one off.
         """
         size, blocks, filed, files = self._size, self._blocks, self._filed, self._files
         last = scheduler.max_model_len - 1
         earlier = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
-        plain, others = [], []
+        plain, others, growing = [], [], []
         for request in scheduler.running:
             placeholders = request.num_output_placeholders
             needed, known = request.num_computed_tokens + 1, len(request._all_token_ids)
             if request.is_prefill_chunk or known + placeholders != needed:
                 return None
             name = request.request_id
+            room = len(blocks[name]) * size
             # Full blocks of known tokens are filed; without placeholders the last known token is the needed one.
             if (
-                needed <= len(blocks[name]) * size
+                needed <= room + 1
                 and (not files or known // size <= filed.get(name, 0))
                 and needed <= last
                 and (not placeholders or needed + 1 - placeholders < request.num_prompt_tokens + request.max_tokens)
                 and (earlier is None or name in earlier)
             ):
                 plain.append(request)
+                if needed > room:
+                    growing.append(request)
             else:
                 others.append(request)
-        if not plain or self._manager.block_pool.get_num_free_blocks() < len(others):
+        if not plain or self._manager.block_pool.get_num_free_blocks() < len(others) + len(growing):
             return None
-        return None if len(plain) + len(others) > scheduler.max_num_scheduled_tokens else (plain, others)
+        if growing and others:
+            # Blocks are given in the order of the samples, so vLLM gives all of this step.
+            names = {request.request_id for request in growing}
+            apart = names.union([request.request_id for request in others])
+            plain = [request for request in plain if request.request_id not in names]
+            others, growing = [request for request in scheduler.running if request.request_id in apart], []
+        return None if len(plain) + len(others) > scheduler.max_num_scheduled_tokens else (plain, others, growing)
 
-    def _add(self, output: Any, plain: list[Any], running: list[Any]) -> None:
+    def _grow(self, growing: list[Any]) -> dict[str, Any]:
+        """Give each sample the block that its next token needs, and return their numbers as vLLM's runner wants them."""
+        new_blocks, grown = self._new_blocks, {}
+        for request in growing:
+            needed = request.num_computed_tokens + 1
+            grown[request.request_id] = ([block.block_id for block in new_blocks(request.request_id, needed, needed)],)
+        return grown
+
+    def _add(self, output: Any, plain: list[Any], running: list[Any], grown: Mapping[str, Any]) -> None:
         """Put the plain samples into what vLLM scheduled, in the order of the running ones."""
         scheduled = output.num_scheduled_tokens
         # Samples are rows of the batch in this order, so it is kept.
@@ -175,7 +195,7 @@ class PlainDecoding:
         output.total_num_scheduled_tokens += len(plain)
         cached = output.scheduled_cached_reqs
         cached.req_ids.extend(names)
-        cached.new_block_ids.extend([None] * len(names))
+        cached.new_block_ids.extend(map(grown.get, names))
         cached.num_computed_tokens.extend([request.num_computed_tokens for request in plain])
         cached.num_output_tokens.extend(
             [len(request._output_token_ids) + request.num_output_placeholders for request in plain]
@@ -272,6 +292,7 @@ def scheduler_digest(scheduler: type[Any]) -> str:
     """
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched import output, utils
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
     from vllm.v1.request import Request
 
     methods = (
@@ -284,6 +305,7 @@ def scheduler_digest(scheduler: type[Any]) -> str:
     )
     parts: list[Any] = [vars(base)[name] for base in scheduler.__mro__ for name in methods if name in vars(base)]
     parts += [KVCacheManager.allocate_slots, KVCacheManager.cache_blocks, utils.check_stop]
+    parts += [FullAttentionManager.allocate_new_blocks, FullAttentionManager.get_num_skipped_tokens]
     parts += [Request.append_output_token_ids, Request.update_block_hashes]
     parts += [output.CachedRequestData, output.SchedulerOutput]
     return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:8]

@@ -48,6 +48,9 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo = cast(Any, torch._dynamo).config
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * VARIANTS)
+    # Numbers of a model, such as the epsilon of a norm, never change. The compiler takes them to vary, finds that they
+    # are added to tensors, and traces the whole block a second time: also where its code is kept.
+    dynamo.specialize_float = True
     for block in model_blocks:
         # Dynamic, since rows have another length in every micro-batch.
         block.compile(dynamic=True, **_backend())
