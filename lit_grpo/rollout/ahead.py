@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lit_grpo.rollout.dynamic_sampling import Tried
 from lit_grpo.types import Completion, Prompt, Rollout
 from lit_grpo.utils.tensors import tensor_of
 
@@ -26,6 +27,8 @@ class ProducedRollout(NamedTuple):
     """Ids of the prompts that dynamic sampling left out."""
     outcomes: list[tuple[int, str, float]]
     """Position, id and pass rate of every prompt sampled, over all ranks; empty without a curriculum."""
+    tried: Tried = (0, 0)
+    """Mixed groups of dynamic sampling and the prompts that gave them, over all ranks."""
 
 
 def pack(made: ProducedRollout, index_of: Mapping[int, int]) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def pack(made: ProducedRollout, index_of: Mapping[int, int]) -> dict[str, Any]:
         "used": made.prompts,
         "skipped": list(made.skipped),
         "outcomes": [tuple(outcome) for outcome in made.outcomes],
+        "tried": list(made.tried),
     }
 
 
@@ -70,4 +74,6 @@ def unpack(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> ProducedRollo
     rollout = Rollout(
         prompts=[prompts[index] for index in state["prompts"]], completions=completions, **state["fields"]
     )
-    return ProducedRollout(rollout, state["used"], list(state["skipped"]), [tuple(one) for one in state["outcomes"]])
+    mixed, prompts_tried = state.get("tried", (0, 0))
+    outcomes = [tuple(one) for one in state["outcomes"]]
+    return ProducedRollout(rollout, state["used"], list(state["skipped"]), outcomes, (mixed, prompts_tried))

@@ -40,7 +40,15 @@ Gather = Callable[[Any], list[Any]]
 # engine in this process, are the same in every run.
 MAX_PENDING_SCORES = 4
 MOST_AT_ONCE = 3
-"""At most this many times the prompts of a rollout are asked for at once."""
+"""At most this many times the prompts of a rollout are asked for at once, as long as little is known."""
+# A prompt too few costs the time of a whole completion, sampled while the engine is empty otherwise; one too many is
+# cancelled. So as many are asked for as suffice nearly always, and more where that has become a matter of chance.
+SURE, DOUBTFUL = 2.0, 1.0
+"""Standard deviations below the expected number of mixed groups: what is counted on of prompts that are asked for, and
+of those that are under way."""
+
+Tried = tuple[int, int]
+"""Mixed groups, and the prompts that gave them."""
 
 
 def no_exchange(value: Any) -> list[Any]:
@@ -95,15 +103,18 @@ class SamplingResult:
     """Positions of the prompts whose groups were uniform and left out, over all ranks."""
     tried: list[CandidateGroup]
     """All groups of those prompts that this rank sampled, left out or not."""
+    mixed: int = 0
+    """Number of mixed groups of those prompts, over all ranks; 0 without dynamic sampling."""
 
 
 class DynamicSampler:
     """Makes rollouts of the first prompts, in their order, whose groups are mixed.
 
-    As soon as it can be foreseen that the prompts under way will not do, more are given to the engine, and what is no
-    longer needed is cancelled. "First" is by the prompts' order and not by who finished first, which would favour short
-    completions. Prompts behind the last one chosen count as not used, whatever was sampled for them, and begin the next
-    rollout.
+    As many prompts are given to the engine at once as will nearly always do, by the share of mixed groups in this
+    rollout so far and in the one before it. As soon as it is doubtful that those under way will do, more are given to
+    it, and what is no longer needed is cancelled. "First" is by the prompts' order and not by who finished first, which
+    would favour short completions. Prompts behind the last one chosen count as not used, whatever was sampled for them,
+    and begin the next rollout.
 
     The rollout does not depend on the number of ranks: seeds derive from positions, and which groups are chosen follows
     from the positions and rewards alone. A rank with more than its share of them hands whole groups to one with fewer.
@@ -141,13 +152,16 @@ class DynamicSampler:
         self.rank, self.world_size, self.gather = rank, world_size, gather
         self.max_prompts, self.on_short, self.uniform_by = max_rounds * groups, on_short, uniform_by
 
-    def sample(self, prompt_at: Callable[[int], Prompt], *, index: int, sync: bool = True) -> SamplingResult:
+    def sample(
+        self, prompt_at: Callable[[int], Prompt], *, index: int, sync: bool = True, before: Tried = (0, 0)
+    ) -> SamplingResult:
         """Make rollout ``index``.
 
         Args:
             prompt_at: the prompt so many positions after the start of the rollout.
             index: number of the rollout, part of every seed.
             sync: bring the engine's weights up to date first.
+            before: mixed groups and prompts of the rollout before this one, of all ranks; two zeros: there was none.
 
         Raises:
             StopRun: too few mixed groups with ``on_short="error"``; not a single one with ``fill``.
@@ -165,7 +179,7 @@ class DynamicSampler:
         asked, rounds, known_until = 0, 0, 0
         try:
             while sum(mixed_at[p] for p in range(known_until)) < self.groups:
-                more = self._more(mixed_at, asked)
+                more = self._more(mixed_at, asked, before)
                 if more > 0:
                     stream.add([p for p in range(asked, asked + more) if p % self.world_size == self.rank])
                     asked, rounds = asked + more, rounds + 1
@@ -241,6 +255,7 @@ class DynamicSampler:
             used,
             [p for p in range(used) if not mixed_at[p] and p not in chosen],
             [candidates[p] for p in order if p < used],
+            sum(mixed_at[p] for p in range(used)),
         )
 
     def _is_mixed(self, prompt: Prompt, result: Scored) -> bool:
@@ -254,19 +269,22 @@ class DynamicSampler:
         known = [value for value, total in pairs if value is not None and not math.isnan(total)]
         return any(value != known[0] for value in known)
 
-    def _more(self, mixed_at: dict[int, bool], asked: int) -> int:
+    def _more(self, mixed_at: dict[int, bool], asked: int, before: Tried) -> int:
         """Return how many further prompts to ask for now."""
         mixed, scored = sum(mixed_at.values()), len(mixed_at)
-        under_way = asked - scored
-        # Mixed groups to be expected of those under way, at the share seen so far; all while nothing is known.
-        expected = under_way * (mixed / scored if scored else 1.0)
-        if asked >= self.max_prompts or mixed + expected >= self.groups:
+        under_way, seen = asked - scored, scored + before[1]
+        if asked >= self.max_prompts:
             return 0
         # A share seen in a few groups means little, so half a rollout is waited for.
-        if under_way and scored < self.groups // 2:
+        if under_way and seen < self.groups // 2:
             return 0
-        wanted = prompts_to_ask(self.groups, mixed, scored) - under_way if scored else self.groups
-        return min(self.max_prompts - asked, wanted)
+        share = (mixed + before[0]) / seen if seen else 1.0
+        missing = self.groups - mixed
+        if under_way and at_least(under_way, share, DOUBTFUL) >= missing:
+            return 0
+        most = self.max_prompts if seen >= self.groups else MOST_AT_ONCE * self.groups
+        wanted = prompts_to_ask(missing, share, max(most, missing)) - under_way
+        return min(self.max_prompts - asked, max(0, wanted))
 
     def _share(self, candidates: dict[int, CandidateGroup], chosen: Sequence[int]) -> list[CandidateGroup]:
         """Return this rank's groups of the rollout: as many as on every rank, its own as far as possible."""
@@ -339,11 +357,28 @@ class _GroupStream:
             future.cancel()
 
 
-def prompts_to_ask(groups: int, mixed: int, scored: int) -> int:
-    """Return how many prompts to have under way: the missing groups over the share of mixed ones so far."""
-    missing = groups - mixed
-    expected = missing if not scored else math.ceil(missing * scored / max(1, mixed))
-    return max(missing, min(expected, MOST_AT_ONCE * groups))
+def at_least(prompts: int, share: float, deviations: float) -> float:
+    """Return the mixed groups of prompts that can be counted on: the mean of a binomial, less standard deviations."""
+    return prompts * share - deviations * math.sqrt(prompts * share * (1 - share))
+
+
+def prompts_to_ask(missing: int, share: float, most: int) -> int:
+    """Return the fewest prompts of which ``missing`` mixed groups can be counted on, or ``most``.
+
+    Args:
+        missing: mixed groups that are wanted.
+        share: of the prompts that give a mixed group.
+        most: bound of the result; at least ``missing``.
+    """
+    # What can be counted on is below zero for few prompts, and grows with their number from there on.
+    low, high = missing, most
+    while low < high:
+        middle = (low + high) // 2
+        if at_least(middle, share, SURE) >= missing:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def choose_groups(

@@ -18,6 +18,7 @@ from lit_grpo.rollout.dynamic_sampling import (
     Gather,
     OnShort,
     SamplingResult,
+    Tried,
     UniformBy,
     no_exchange,
     split_groups,
@@ -111,6 +112,8 @@ class RolloutLoader:
         """Position in the order, over all ranks: prompts that were left out or passed over are behind it too."""
         self.skipped: Counter[str] = Counter()
         """How often dynamic sampling left out each prompt, by id."""
+        self.tried: Tried = (0, 0)
+        """Mixed groups and prompts of the last rollout, by which dynamic sampling foresees what the next takes."""
         self._restore_generation = 0
         """Number of ``load_state_dict`` calls so far: rollouts sampled before the last one are dropped."""
         self._ahead: deque[Future[ProducedRollout]] = deque()
@@ -134,13 +137,14 @@ class RolloutLoader:
             self.produced += 1
             self.position += made.prompts
             self.skipped.update(made.skipped)
+            self.tried = made.tried
             if self.curriculum is not None:
                 self.curriculum.update(made.outcomes)
             yield made.rollout
 
     def _one_by_one(self) -> Iterator[ProducedRollout]:
         while self.next_rollout < self.count:
-            made = self._make(self.produced, self.position, self.curriculum)
+            made = self._make(self.produced, self.position, self.curriculum, self.tried)
             self.source.sleep()
             yield made
 
@@ -149,13 +153,14 @@ class RolloutLoader:
         waiting = self._ahead = deque()
         worker = DaemonThreads(1, "rollout")
         generation, index, end, seconds_sync = -1, 0, 0, 0.0
-        rates = self.curriculum  # as of the last rollout made, not of the last one given out
+        # As of the last rollout made, not of the last one given out.
+        rates, tried = self.curriculum, self.tried
 
         def make(which: int) -> ProducedRollout:
             # Position of the first prompt that no rollout has used; only the one worker thread touches it.
-            nonlocal end
-            made = self._make(which, end, rates, sync=False)
-            end += made.prompts
+            nonlocal end, tried
+            made = self._make(which, end, rates, tried, sync=False)
+            end, tried = end + made.prompts, made.tried
             if rates is not None:
                 rates.update(made.outcomes)
             return made
@@ -179,10 +184,10 @@ class RolloutLoader:
                     wait(waiting)
                     waiting = self._ahead = deque()
                     generation, index, end = self._restore_generation, self.produced, self.position
-                    rates = None if self.curriculum is None else self.curriculum.copy()
+                    rates, tried = None if self.curriculum is None else self.curriculum.copy(), self.tried
                     for done in self._restored:
                         waiting.append(_finished(done))
-                        index, end = index + 1, end + done.prompts
+                        index, end, tried = index + 1, end + done.prompts, done.tried
                         if rates is not None:
                             rates.update(done.outcomes)
                     self._restored = []
@@ -200,10 +205,12 @@ class RolloutLoader:
         finally:
             worker.shutdown()
 
-    def _make(self, index: int, position: int, rates: Curriculum | None, sync: bool = True) -> ProducedRollout:
+    def _make(
+        self, index: int, position: int, rates: Curriculum | None, tried: Tried, sync: bool = True
+    ) -> ProducedRollout:
         """Make this rank's part of rollout ``index``, from a position of the order on."""
         cursor = PromptCursor(self.order, position, rates.accepts if rates is not None else None)
-        result = self._sample(lambda offset: self.prompts[cursor[offset]], index, sync)
+        result = self._sample(lambda offset: self.prompts[cursor[offset]], index, sync, tried)
         outcomes: list[tuple[int, str, float]] = []
         metrics = dict(result.rollout.metrics)
         if rates is not None:
@@ -212,11 +219,12 @@ class RolloutLoader:
             metrics["curriculum/passed_over"] = float(cursor.used(result.prompts) - result.prompts)
         rollout = replace(result.rollout, metrics=metrics, sources=self.sources)
         skipped = [self.prompts[cursor[offset]].id for offset in result.skipped]
-        return ProducedRollout(rollout, cursor.used(result.prompts), skipped, outcomes)
+        now_tried = (result.mixed, result.prompts) if self.sampler is not None else tried
+        return ProducedRollout(rollout, cursor.used(result.prompts), skipped, outcomes, now_tried)
 
-    def _sample(self, prompt_at: Callable[[int], Prompt], index: int, sync: bool) -> SamplingResult:
+    def _sample(self, prompt_at: Callable[[int], Prompt], index: int, sync: bool, before: Tried) -> SamplingResult:
         if self.sampler is not None:
-            return self.sampler.sample(prompt_at, index=index, sync=sync)
+            return self.sampler.sample(prompt_at, index=index, sync=sync, before=before)
         share = self.prompts_per_rollout // self.world_size
         positions = range(self.rank * share, (self.rank + 1) * share)
         rollout = self.source.produce(
@@ -239,6 +247,8 @@ class RolloutLoader:
         state = self.position_state() | {"skipped": dict(self.skipped)}
         if self.curriculum is not None:
             state["curriculum"] = self.curriculum.state_dict()
+        if self.sampler is not None:
+            state["tried"] = list(self.tried)
         if self.num_prefetch:
             # One rank writes the file for all.
             state["ahead"] = self.gather(self._sampled_ahead())
@@ -272,6 +282,8 @@ class RolloutLoader:
         self.next_rollout, self.produced = state["next_rollout"], state["produced"]
         self.position = state["position"]
         self.skipped = Counter(state.get("skipped", {}))
+        mixed, tried = state.get("tried", (0, 0))
+        self.tried = mixed, tried
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state.get("curriculum", {}))
         self._restore_generation += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import warnings
@@ -20,7 +21,7 @@ from lit_grpo.errors import StopRun
 from lit_grpo.module import make_experience
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import pad_rows, share_prompts
-from lit_grpo.rollout.dynamic_sampling import prompts_to_ask
+from lit_grpo.rollout.dynamic_sampling import SURE, at_least, prompts_to_ask
 from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.rollout.loader import EvaluationLoader, PromptOrder, RolloutLoader
 from lit_grpo.types import Completion, Prompt, Request, Sampling, Score
@@ -385,11 +386,33 @@ def test_dynamic_sampling_takes_every_mixed_group_and_no_other(table, max_rounds
             assert bool(rollout.correct[i]) == (c.token_ids[0] == 2)
 
 
-def test_dynamic_sampling_asks_for_what_is_missing_over_the_share_so_far():
-    assert prompts_to_ask(8, 0, 0) == 8
-    assert prompts_to_ask(8, 4, 8) == 8, "4 missing, half of them mixed"
-    assert prompts_to_ask(8, 6, 8) == 3
-    assert prompts_to_ask(8, 0, 8) == prompts_to_ask(8, 1, 24) == 24, "at most three times the rollout"
+def test_dynamic_sampling_asks_for_as_many_as_nearly_always_suffice():
+    assert prompts_to_ask(8, 1.0, 24) == 8
+    assert prompts_to_ask(64, 0.5, 192) == 153, "128 on average"
+    assert prompts_to_ask(4, 0.5, 24) == 16
+    assert prompts_to_ask(8, 0.0, 24) == prompts_to_ask(8, 0.04, 24) == 24, "at most three times the rollout"
+    for share in (0.3, 0.5, 0.9):
+        for missing in (1, 7, 64):
+            asked = prompts_to_ask(missing, share, 1000)
+            enough = [k for k in range(missing, 1000) if at_least(k, share, SURE) >= missing]
+            assert asked == enough[0]
+            odds = (math.comb(asked, k) * share**k * (1 - share) ** (asked - k) for k in range(missing, asked + 1))
+            assert 0.975 < sum(odds) <= 1
+
+
+def test_a_dynamic_rollout_is_asked_for_at_once_by_the_share_of_the_one_before():
+    """Half of the groups are mixed: the first rollout finds it out, and the others come in about one round."""
+    draw = random.Random(1)
+    table = [[0, 1] if draw.random() < 0.5 else [1, 1] for _ in range(400)]
+    loader = dynamic(table, count=6, prompts_per_rollout=32)
+    rounds = [rollout.metrics["sampling/rounds"] for rollout in loader]
+    assert rounds[0] > 1
+    assert sum(rounds[1:]) <= 8
+    assert loader.tried[0] == 32
+    assert 50 <= loader.tried[1] <= 80
+    again = dynamic(table, count=6, prompts_per_rollout=32)
+    again.load_state_dict(loader.state_dict())
+    assert again.tried == loader.tried
 
 
 def test_every_round_samples_with_seeds_of_its_own():
@@ -429,10 +452,12 @@ def test_a_short_rollout_is_loud_or_ends_the_run():
 
 def test_metrics_of_all_rounds_are_added_up():
     table = [[0, 1]] * 2 + [[1, 1]] * 10
-    rollout = next(iter(dynamic(table)))
-    sampled = int(rollout.metrics["sampling/prompts"])
-    assert sampled > 4
-    assert rollout.sampled_tokens == sampled * 2 * 2
+    loader = dynamic(table)
+    rollout = next(iter(loader))
+    metrics, asked = rollout.metrics, len(cast(Any, loader.source).engine.asked)
+    # Groups that were whole before it was known that they are not needed count too.
+    groups = rollout.sampled_tokens / (2 * 2)
+    assert 4 < metrics["sampling/prompts"] <= groups == asked - metrics["sampling/cancelled"]
     assert rollout.sums["reward_errors/timeout_frac/sum_reward"][0] == 0
     assert 0.5 <= rollout.metrics["sampling/reward"] * 2 <= 1.0
 

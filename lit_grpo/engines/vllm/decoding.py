@@ -48,8 +48,8 @@ class PlainDecoding:
     that the sample needs one more token and no memory, and as many to append the token and find that nothing has come
     to an end. Sampling from a small model is bound by the speed of Python, and much of its time is that. Both questions
     are answered here by the numbers that vLLM's own code compares; what it keeps for each sample is then the same
-    after every step. A sample that needs memory is given its block here too, unless vLLM may give some in the same step.
-    Its own methods still run in every step, for samples that begin, end or are read in.
+    after every step. A sample that needs memory is given its block here too, unless vLLM may give some in the same
+    step. Its own methods still run in every step, for samples that begin, end or are read in.
 
     The methods that are spared must be those that were read: they are compared by their code, and with any other
     nothing is changed. Nor is anything for models with several kinds of cache, drafts, connectors, or where vLLM
@@ -174,7 +174,7 @@ class PlainDecoding:
         return None if len(plain) + len(others) > scheduler.max_num_scheduled_tokens else (plain, others, growing)
 
     def _grow(self, growing: list[Any]) -> dict[str, Any]:
-        """Give each sample the block that its next token needs, and return their numbers as vLLM's runner wants them."""
+        """Give each sample the block that its next token needs, and return their numbers in the form of vLLM's."""
         new_blocks, grown = self._new_blocks, {}
         for request in growing:
             needed = request.num_computed_tokens + 1
