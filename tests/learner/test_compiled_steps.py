@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from lit_grpo import module as module_file
 from lit_grpo.learner import models as models_file
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, OptimizerConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.model import compiling, load
+from lit_grpo.rollout.engine_start import EngineStarter
 from lit_grpo.types import Sampling
 from tests import tiny
 from tests.learner.helpers import Given
@@ -139,6 +141,48 @@ def test_sixty_rollouts_of_a_whole_run_compile_nothing(monkeypatch, staleness):
     assert len(lengths) > 20
     assert graphs.before > 0
     assert graphs.made == [graphs.before] * 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits_from", [0, 1, 99])
+def test_what_is_left_when_the_engine_waits_is_compiled_in_the_same_order_before_the_first_update(
+    monkeypatch, waits_from
+):
+    """The check of the engine's weights in between compiles nothing: kept code is found by what comes first."""
+    counters.clear()
+    monkeypatch.setattr(models_file, "resolve_backend",
+                        lambda config, *_: replace(config, attention="varlen", compile=True))  # fmt: skip
+    asked: list[int] = []
+
+    def waits(starter: EngineStarter) -> bool:
+        asked.append(counters["stats"]["unique_graphs"])
+        return len(asked) > waits_from
+
+    monkeypatch.setattr(EngineStarter, "ready", property(waits))
+    at_check: list[tuple[int, int]] = []
+    check = module_file.check_engine
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        before = counters["stats"]["unique_graphs"]
+        found = check(*args, **kwargs)
+        at_check.append((before, counters["stats"]["unique_graphs"]))
+        return found
+
+    monkeypatch.setattr(module_file, "check_engine", checked)
+    made = tiny.module(
+        policy=PolicyConfig(tiny=TinyModel(width=32, layers=2, heads=2), compile=True),
+        optimizer=OptimizerConfig(type="torch.optim.SGD", lr=0.05), micro_batch_size=None, micro_batch_tokens=300,
+    )  # fmt: skip
+    graphs = Graphs()
+    tiny.trainer(callbacks=[graphs]).fit(made, tiny.data(rollouts=3))
+    ((before, after),) = at_check
+    assert before == after, "the check compiled something"
+    assert (before == 0) == (waits_from == 0)
+    assert graphs.made == [graphs.made[0]] * 3
+    assert graphs.made[0] > 0
+    if waits_from == 99:
+        # Nothing was left.
+        assert before == graphs.made[0]
 
 
 @pytest.mark.slow

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from lit_grpo.data import InMemoryPrompts, PromptFormat
+from lit_grpo.engines import make_engine
 from lit_grpo.engines.config import EngineConfig
+from lit_grpo.evaluation import EvaluationSet
 from lit_grpo.rollout import engine_start
 from lit_grpo.rollout.engine_start import EngineStarter
+from lit_grpo.types import Sampling
 from lit_grpo.utils import memory
 from lit_grpo.utils.memory import MemoryShortageError
+from tests import tiny
 
 CPU = torch.device("cpu")
 
@@ -29,6 +34,8 @@ class Start:
 
     def build(self, context: Any) -> None:
         self.notes.append(f"build {context}")
+
+    ready = False
 
     def close(self) -> None:
         self.notes.append("close")
@@ -57,6 +64,65 @@ def test_an_engine_is_begun_for_an_outline_and_finished_for_the_policy(start: St
     assert starter.finish("for the policy", CPU) == ("for the policy", start)  # type: ignore[arg-type]
     starter.give_up()
     assert "close" not in start.notes, "what was finished belongs to who has the engine"
+
+
+def test_an_engine_is_built_once_and_waits_until_it_is_taken_over(start: Start) -> None:
+    starter = EngineStarter(EngineConfig())
+    ready = [starter.ready]
+    begun(starter)
+    starter.build(lambda policy: "before the prompts are read")  # type: ignore[arg-type,return-value]
+    starter.build(lambda policy: pytest.fail("built a second time"))
+    assert start.notes == ["for outline", "build before the prompts are read"]
+    ready.append(starter.ready)
+    start.ready = True
+    ready.append(starter.ready)
+    starter.finish("for the policy", CPU)  # type: ignore[arg-type]
+    ready.append(starter.ready)
+    assert ready == [False, False, True, False], "once it is taken over it waits no longer"
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((24, None), [("begun", 28), ("built", 28), ("read", 28)]),
+        ((24, 30), [("begun", 34), ("built", 34), ("read", 34)]),
+        ((None, None), [("begun", 4), ("read", 8), ("built", 8)]),
+        # Of one set it is not known how long its prompts may be.
+        ((24, "unknown"), [("begun", 4), ("read", 8), ("built", 8)]),
+        # The model has no room for prompts of the length that is allowed.
+        ((61, None), [("begun", 4), ("read", 8), ("built", 8)]),
+    ],
+)
+def test_an_engine_that_knows_the_longest_prompt_does_not_wait_for_the_prompts(
+    start: Start, monkeypatch: pytest.MonkeyPatch, limits: tuple[Any, Any], expected: list[tuple[str, int]]
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def begin(config: Any, context: Any) -> Start:
+        seen.append(("begun", context.max_model_len))
+        return start
+
+    monkeypatch.setattr(engine_start, "begin_engine", begin)
+    monkeypatch.setattr(start, "build", lambda context: seen.append(("built", context.max_model_len)))
+    sampler = EngineConfig(name="transformers")
+    monkeypatch.setattr(engine_start, "make_engine", lambda config, context, begun: make_engine(sampler, context))
+    of_training, of_evaluation = limits
+    own = PromptFormat(max_prompt_tokens=None if of_evaluation == "unknown" else of_evaluation)
+    evaluation = EvaluationSet(prompts=InMemoryPrompts([{"question": "1+1=", "answer": "2"}]),
+                               format=None if of_evaluation is None else own)  # fmt: skip
+    data = tiny.data(
+        rollouts=1, sampling=Sampling(max_new_tokens=4), format=PromptFormat(max_prompt_tokens=of_training),
+        val={"mine": evaluation},
+    )  # fmt: skip
+    prepare = data.prepare_train_prompts
+
+    def read(source: Any) -> None:
+        prepare(source)
+        seen.append(("read", data._engine_context(cast(Any, None)).max_model_len))
+
+    monkeypatch.setattr(data, "prepare_train_prompts", read)
+    tiny.trainer().fit(tiny.module(), datamodule=data)
+    assert seen == expected
 
 
 def test_what_was_begun_is_given_up_once(start: Start) -> None:

@@ -415,6 +415,34 @@ def test_a_dynamic_rollout_is_asked_for_at_once_by_the_share_of_the_one_before()
     assert again.tried == loader.tried
 
 
+def test_what_is_to_be_done_meanwhile_is_done_once_in_the_main_thread_beside_the_first_completions():
+    done, begun = [], threading.Event()
+
+    class Begins(EchoEngine):
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+            threads.append(threading.current_thread())
+            begun.set()
+            yield from super().generate(requests, sampling)
+
+    def meanwhile() -> None:
+        assert begun.wait(PATIENCE), "nothing is sampled beside it"
+        done.append(threading.current_thread())
+
+    threads: list[threading.Thread] = []
+    made = RolloutGenerator(Begins(), Source(), NoDecoder(), [EvenReward()], 7, meanwhile=meanwhile)
+    with ThreadPoolExecutor(1) as pool:
+        # Beside the learner it is not its turn.
+        pool.submit(made.produce, prompts(2), Sampling(), 2, index=0).result()
+    assert done == []
+    first = made.produce(prompts(2), Sampling(), 2, index=1)
+    second = made.produce(prompts(2), Sampling(), 2, index=2)
+    assert done == [threading.main_thread()]
+    assert threads[1] is not threads[2] is threading.main_thread()
+    plain = producer(EchoEngine())
+    for index, rollout in ((1, first), (2, second)):
+        assert content(rollout) == content(plain.produce(prompts(2), Sampling(), 2, index=index))
+
+
 def test_every_round_samples_with_seeds_of_its_own():
     table = [[1, 1]] * 8 + [[0, 1]] * 4
     loader = dynamic(table)
@@ -456,7 +484,7 @@ def test_metrics_of_all_rounds_are_added_up():
     rollout = next(iter(loader))
     metrics, asked = rollout.metrics, len(cast(Any, loader.source).engine.asked)
     # Groups that were whole before it was known that they are not needed count too.
-    groups = rollout.sampled_tokens / (2 * 2)
+    groups = (rollout.sampled_tokens or 0) / (2 * 2)
     assert 4 < metrics["sampling/prompts"] <= groups == asked - metrics["sampling/cancelled"]
     assert rollout.sums["reward_errors/timeout_frac/sum_reward"][0] == 0
     assert 0.5 <= rollout.metrics["sampling/reward"] * 2 <= 1.0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -386,7 +386,7 @@ def checkpoint_blocks(model: PreTrainedModel, share: float = 1.0) -> None:
             )
         # The last blocks keep theirs: the backward pass has freed them when it comes to those that need room again.
         for block in parts[math.ceil(share * len(parts)) :]:
-            block.gradient_checkpointing = False
+            cast(Any, block).gradient_checkpointing = False
     # Checkpointing is off in evaluation mode; nothing else differs, since dropout is off for good.
     model.train()
 

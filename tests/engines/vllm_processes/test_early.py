@@ -100,7 +100,9 @@ def test_on_a_cpu_all_of_it_goes_on_beside_the_caller(make_group: Any) -> None:
     group.prepare_ahead()
     group.build_ahead(BUILD)
     assert built() == []
+    assert not group.built_ahead
     let(Gated.may_import, Gated.may_build)
+    wait_until(lambda: group.built_ahead, "engines that wait for the learner")
     wait_until(lambda: built() == [("build", None)] * 2 + [("ready",)] * 2, "engines that nobody has asked for yet")
     group.start()
     assert len(built()) == 4
@@ -117,6 +119,7 @@ def test_on_a_card_nothing_is_measured_beside_the_learner(make_group: Any) -> No
     for future in group._begun:
         future.result(60)
     assert Gated.seen == [("prepare",)] * 2, "imported, and not built"
+    assert not group.built_ahead, "the learner need not wait for what waits for it"
     group.start()
     assert built() == [("build", None), ("ready",), ("build", SIZE), ("ready",)]
     group.close()

@@ -121,6 +121,16 @@ def test_the_text_of_the_configuration_says_what_is_started(
     assert started == expected
 
 
+@pytest.mark.parametrize("card", [True, False])
+def test_on_a_card_auto_is_most_likely_one(started: list[int], tmp_path: Path, monkeypatch: NEW, card: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    file = tmp_path / "run.yaml"
+    file.write_text(VLLM)
+    argv = ["--config", str(file), "--data.engine.processes", "auto"]
+    engine_ahead.start_ahead("fit", argv, read_layers(argv, "fit"))
+    assert started == ([1] if card else [])
+
+
 @pytest.mark.slow
 def test_a_group_takes_over_those_that_run_and_starts_those_that_do_not(tmp_path: Path, monkeypatch: NEW) -> None:
     (tmp_path / "scratch").mkdir()
