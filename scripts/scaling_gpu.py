@@ -88,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cards", nargs="+", type=int, help="numbers of cards; default: 1, 2, 4, 8 as far as there are so many")
     add("--series", nargs="+", choices=SERIES, default=list(SERIES))
     add("--steps", type=int, default=5, help="measured steps of a point; two more warm up")
-    add("--processes", type=int, default=2, help="engine processes of a rank, on cards")
+    add("--processes", type=int, default=1, help="engine processes of a rank, on cards")
     add("--engine", choices=["vllm", "transformers"], help="default: vllm on cards, transformers on a CPU")
     add("--launcher", choices=["lightning", "torchrun"], default="lightning", help="who starts the ranks")
     add("--budget-seconds", type=float, default=570.0, help="of this call; a call on a lent machine lasts ten minutes")

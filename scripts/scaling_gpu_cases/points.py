@@ -77,7 +77,7 @@ class Point:
     layout: Layout = "colocated"
     """``colocated``: each card learns and samples; ``split``: one half of them learns, the other samples."""
     staleness: int = 0
-    processes: int = 2
+    processes: int = 1
     """Engine processes of a rank."""
     steps: int = 5
     """Steps that are measured."""
