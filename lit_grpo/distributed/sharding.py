@@ -185,8 +185,14 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     All ranks must ask for all. Each tensor is a copy and may be kept.
     """
-    # One block after the other, each in one gather: on GPUs a gather of a single weight is mostly latency.
     reshard(model)
+    if all(_is_whole(weight) for weight in model.parameters()):
+        # One rank holds all of each weight: there is nothing to gather, and every launch that is spared counts.
+        dtype = dtype_of(model)
+        for name, weight in model.named_parameters():
+            yield name, local(weight.detach()).to(dtype, copy=True)
+        return
+    # One block after the other, each in one gather: on GPUs a gather of a single weight is mostly latency.
     units: dict[str, Any] = {name: part for name, part in model.named_modules() if hasattr(part, "unshard")}
 
     def owner(name: str) -> str:
@@ -199,6 +205,12 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, model.get_parameter(name).detach().clone()
         finally:
             units[unit].reshard()
+
+
+def _is_whole(weight: Any) -> bool:
+    """Return whether a shard is the whole weight, and lies where it is computed with."""
+    mesh = getattr(weight, "device_mesh", None)
+    return mesh is not None and mesh.size() == 1 and weight.device.type == mesh.device_type
 
 
 def largest_counts(counts: Sequence[int], device: torch.device) -> list[int]:

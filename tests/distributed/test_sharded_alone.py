@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils._pytree import tree_leaves
 
+from lit_grpo.distributed import sharding
 from lit_grpo.distributed.checkpoint import read_sharded
 from lit_grpo.distributed.sharding import ShardingConfig, dtype_of
 from lit_grpo.distributed.strategy import FSDP2Strategy
@@ -141,7 +142,30 @@ def test_master_weights_move_in_float32_where_bfloat16_would_stand_still() -> No
     assert torch.equal(tiny.weights(module), held.bfloat16()), "engines sample with what the passes compute with"
 
 
-def test_weights_for_an_engine_are_gathered_one_block_at_a_time() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_gathers_nothing_and_gives_an_engine_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    module, _ = fit(FSDP2Strategy(), batches=1, sharding=ShardingConfig(param_dtype=dtype))
+    with monkeypatch.context() as patch:
+        for part in module.policy.modules():
+            if hasattr(part, "unshard"):
+                patch.setattr(type(part), "unshard", lambda self: pytest.fail("gathered"), raising=False)
+        found = dict(module.named_weights())
+    monkeypatch.setattr(sharding, "_is_whole", lambda weight: False)
+    expected = dict(module.named_weights())
+    assert list(found) == list(expected)
+    own = {weight.to_local().untyped_storage().data_ptr() for weight in module.policy.parameters()}
+    for name, weight in found.items():
+        assert weight.dtype is getattr(torch, dtype)
+        assert torch.equal(weight, expected[name])
+        assert not weight.requires_grad
+        assert weight.untyped_storage().data_ptr() not in own, "it may be kept, and written to"
+
+
+def test_weights_for_an_engine_are_gathered_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on several ranks, where a shard is a part.
+    monkeypatch.setattr(sharding, "_is_whole", lambda weight: False)
     module, _ = fit(FSDP2Strategy(), batches=1)
     units: dict[str, Any] = {n: part for n, part in module.policy.named_modules() if hasattr(part, "unshard")}
     assert len(units) == 1 + 2, "the whole and two blocks"
