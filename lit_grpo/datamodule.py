@@ -149,6 +149,8 @@ class RolloutDataModule(pl.LightningDataModule):
         self.engine_starter = EngineStarter(engine)
         self.other_prompts = False
         """Whether a resumed run may train on other prompts than it was saved with, from the same position on."""
+        self._longest_allowed: int | None = None
+        """Prompts are at most so long by the settings, where an engine does not wait until they are read."""
         self.evaluations: dict[str, list[ResolvedSet]] = {}
         """The evaluation sets under ``val`` and ``test``, once they are set up."""
         check_training_sampling(sampling)
@@ -193,6 +195,7 @@ class RolloutDataModule(pl.LightningDataModule):
             for reward in self.rewards:
                 reward.start()
         self.engine_starter.give_up()
+        self._longest_allowed = None
         if stage == "fit":
             self._set_up_training()
         elif stage == "validate":
@@ -370,8 +373,10 @@ class RolloutDataModule(pl.LightningDataModule):
         if self._producer is None:
             config = self.learner.policy_config
             self.engine_starter.begin(lambda: PolicyOutline(config), self._engine_context)
-            if self._prompt_limit is not None:
-                self.engine_starter.build(self._engine_context)
+            if self.engine_starter.begun is not None:
+                self._longest_allowed = self._prompt_limit()
+                if self._longest_allowed is not None:
+                    self.engine_starter.build(self._engine_context)
 
     def on_exception(self, exception: BaseException) -> None:
         # An engine that is not ready yet is nobody's; one that is may still be in use by a thread.
@@ -428,12 +433,8 @@ class RolloutDataModule(pl.LightningDataModule):
         """What an engine is built from in this stage."""
         return self._engine_context(self.learner.policy)
 
-    @property
     def _prompt_limit(self) -> int | None:
-        """The longest prompt that the settings of this stage allow, if they say so and the model has room for it.
-
-        An engine that is told it need not wait until the prompts are read.
-        """
+        """Return the longest prompt that the settings of this stage allow; None: they do not say, or it has no room."""
         evaluated = (one.format or self.format for sets in self.evaluations.values() for one in sets)
         limits = [form.max_prompt_tokens for form in (self.format, *evaluated)]
         known = [limit for limit in limits if limit is not None]
@@ -450,7 +451,7 @@ class RolloutDataModule(pl.LightningDataModule):
             policy_config=learner.policy_config,
             tokenizer=learner.tokenizer,
             end_token_ids=end_token_ids(learner.policy_config, learner.tokenizer),
-            max_model_len=(self._prompt_limit or self._prompt_sets.longest) + self._max_new_tokens,
+            max_model_len=(self._longest_allowed or self._prompt_sets.longest) + self._max_new_tokens,
             seed=rng.run_seed(),
             beside_learner=self._num_prefetch > 0,
             wants_experts=self._needs_experts,

@@ -1,4 +1,4 @@
-"""Compile the learner's passes before the first rollout, so that no step waits for the compiler.
+"""Compile the learner's passes before the first update, so that no step waits for the compiler.
 
 A compiler makes code when a pass first runs in some form: with or without gradient, with or without entropies. Some
 forms come late, as the pass over completions without gradient does with the first group of equal rewards; the step that

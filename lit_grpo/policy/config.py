@@ -89,7 +89,7 @@ class PolicyConfig:
         logits_chunk: completion tokens whose logits are held at once; bounds memory, changes nothing else. None: as
             many as make 256 MiB in float32, compiled 512 MiB in bfloat16.
         compile: whether ``torch.compile`` compiles the transformer blocks and what is done with the logits: the same
-            numbers up to rounding, fewer and larger kernels. The run waits for the compiler before its first rollout.
+            numbers up to rounding, fewer and larger kernels. The run waits for the compiler before its first update.
             None: with ``varlen`` attention, models of ``path`` without experts and without ``quantization``.
         lora: low-rank adapters to train instead of the weights; a separate critic then has some of its own.
         quantization: 4-bit format of the weights under the adapters.

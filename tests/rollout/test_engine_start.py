@@ -84,8 +84,8 @@ def test_an_engine_is_built_once_and_waits_until_it_is_taken_over(start: Start) 
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ((24, None), [("begun", 28), ("built", 28), ("read", 28)]),
-        ((24, 30), [("begun", 34), ("built", 34), ("read", 34)]),
+        ((24, None), [("begun", 4), ("built", 28), ("read", 28)]),
+        ((24, 30), [("begun", 4), ("built", 34), ("read", 34)]),
         ((None, None), [("begun", 4), ("read", 8), ("built", 8)]),
         # Of one set it is not known how long its prompts may be.
         ((24, "unknown"), [("begun", 4), ("read", 8), ("built", 8)]),
@@ -123,6 +123,22 @@ def test_an_engine_that_knows_the_longest_prompt_does_not_wait_for_the_prompts(
     monkeypatch.setattr(data, "prepare_train_prompts", read)
     tiny.trainer().fit(tiny.module(), datamodule=data)
     assert seen == expected
+
+
+def test_an_engine_that_is_built_when_it_is_needed_is_told_the_longest_prompt_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    make = engine_start.make_engine
+
+    def noted(config: Any, context: Any, begun: Any) -> Any:
+        seen.append(context.max_model_len)
+        return make(config, context, begun)
+
+    monkeypatch.setattr(engine_start, "make_engine", noted)
+    data = tiny.data(rollouts=1, sampling=Sampling(max_new_tokens=4), format=PromptFormat(max_prompt_tokens=24))
+    tiny.trainer().fit(tiny.module(), datamodule=data)
+    assert seen == [8]
 
 
 def test_what_was_begun_is_given_up_once(start: Start) -> None:

@@ -377,7 +377,10 @@ def checkpoint_blocks(model: PreTrainedModel, share: float = 1.0) -> None:
     options = {"use_reentrant": False, "preserve_rng_state": draws}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if share < 1:
-        parts = [block for block in blocks(model) if hasattr(block, "gradient_checkpointing")]
+        try:
+            parts = [block for block in blocks(model) if hasattr(block, "gradient_checkpointing")]
+        except UserError:
+            parts = []
         if not parts:
             raise UserError(
                 f"{type(model).__name__} recomputes the activations of all of its blocks or of none",

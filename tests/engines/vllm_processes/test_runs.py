@@ -15,10 +15,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lit_grpo import LitGRPO, RolloutDataModule
 from lit_grpo.callbacks import RolloutCheckpoint
+from lit_grpo.data import PromptFormat
 from lit_grpo.engines import EngineConfig
 from lit_grpo.engines.vllm_processes.group import EngineGroup
+from lit_grpo.learner import models as models_file
 from lit_grpo.policy import LoraConfig, PolicyConfig, TinyModel
+from lit_grpo.policy.model import compiling
+from lit_grpo.rollout.engine_start import EngineStarter
 from lit_grpo.types import Completion, Rollout, Sampling
 from tests import tiny
 from tests.engines.vllm_processes.test_engine import UNPACKED
@@ -86,7 +91,7 @@ class KilledWhileSampling(Killer):
 
 def run(
     processes: int, *callbacks: Any, policy: PolicyConfig = POLICY, rollouts: int = 3, resume: Path | None = None,
-    adapters: str = "merged", staleness: int = 0,
+    adapters: str = "merged", staleness: int = 0, **of_data: Any,
 ) -> tuple[Any, tiny.Recorder]:  # fmt: skip
     recorder = tiny.Recorder()
     module = tiny.module(policy=policy, updates_per_rollout=2, max_staleness=staleness)
@@ -97,7 +102,7 @@ def run(
         adapters=adapters,  # type: ignore[arg-type]
         args={"kv_cache_memory_bytes": 2**26},
     )
-    data = tiny.data(rollouts=rollouts, engine=engine, sampling=Sampling(max_new_tokens=24))
+    data = tiny.data(rollouts=rollouts, engine=engine, sampling=Sampling(max_new_tokens=24), **of_data)
     trainer = tiny.trainer(callbacks=[recorder, *callbacks], enable_checkpointing=bool(callbacks))
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=False)
     return module, recorder
@@ -111,6 +116,27 @@ def test_a_run_through_a_death_is_the_undisturbed_one(tmp_path: Path, monkeypatc
     assert killer.killed
     assert again.ids == seen.ids
     assert torch.equal(tiny.weights(several), tiny.weights(alone))
+
+
+def test_a_learner_that_leaves_its_compiling_until_the_engine_samples_trains_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine is built before the prompts are read, and is ready before the first pass is compiled."""
+    done: list[str] = []
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(models_file, "resolve_backend", lambda config, *_: replace(config, compile=True))
+    monkeypatch.setattr(EngineStarter, "ready", property(lambda self: self.begun is not None))
+    for owner, name in ((EngineGroup, "build_ahead"), (RolloutDataModule, "prepare_train_prompts"),
+                        (LitGRPO, "_compile_rest")):  # fmt: skip
+        monkeypatch.setattr(owner, name, noting(done, name, getattr(owner, name)))
+    compiling_policy = replace(POLICY, compile=True)
+    late, seen = run(2, policy=compiling_policy, format=PromptFormat(max_prompt_tokens=9))
+    torch._dynamo.reset()
+    # At the start of the fit, which leaves all of it, and by who waits for the first completions.
+    assert done[:4] == ["build_ahead", "prepare_train_prompts", "_compile_rest", "_compile_rest"]
+    expected, whole = run(1)
+    assert seen.ids == whole.ids
+    torch.testing.assert_close(tiny.weights(late), tiny.weights(expected), rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from lit_grpo.errors import UserError
 from lit_grpo.policy import Layout, Policy, PolicyConfig, TinyModel, pack_rows
 from lit_grpo.policy.forward.attention import NAMES, register
 from lit_grpo.policy.forward.batching import cut
@@ -290,6 +291,15 @@ def test_a_share_of_the_blocks_is_recomputed_the_first_ones(share, recomputed):
         layer.self_attn.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
     same(results(saving, batch), expected)
     assert [runs.count(number) for number in range(3)] == recomputed
+
+
+def test_a_share_of_blocks_that_are_not_known_is_refused(monkeypatch):
+    policy = made("qwen2")
+    for part in policy.model.modules():
+        monkeypatch.setattr(part, "_no_split_modules", None, raising=False)
+    with pytest.raises(UserError, match="all of its blocks or of none") as error:
+        checkpoint_blocks(policy.model, 0.5)
+    assert error.value.where == "model.policy.gradient_checkpointing"
 
 
 @pytest.mark.parametrize("noise", ["input_jitter_noise", "router_jitter_noise"])
