@@ -154,7 +154,7 @@ def read_rewards(config: str | None) -> tuple[list[Reward], OnError]:
         parsed = parser.parse_object({"data": given} if prefix else given)
         built = parser.instantiate(parsed, instantiators=[(make_checked, object, True)])
         rewards, on_error = built[f"{prefix}rewards"], built[f"{prefix}on_reward_error"]
-        check_rewards(rewards)
+        check_rewards(rewards, f"{prefix}rewards")
     except (argparse.ArgumentError, ValueError) as error:
         if (cause := user_error_below(error)) is not None:
             raise explainer.locate(cause) from error

@@ -46,8 +46,12 @@ class RewardError(RuntimeError):
         return (type(self), (self.reward, self.problem, self.prompt_id, self.sample))
 
 
-def check_rewards(rewards: Sequence[Reward]) -> None:
+def check_rewards(rewards: Sequence[Reward], where: str = "data.rewards") -> None:
     """Refuse, before the first rollout, rewards that cannot work together.
+
+    Args:
+        rewards: of a run.
+        where: key of the configuration that they stand under.
 
     Raises:
         UserError: no reward at all, two of one name, or a weight that is not finite.
@@ -55,7 +59,7 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     if not rewards:
         raise UserError(
             "no reward is given",
-            where="rewards",
+            where=where,
             remedy="list at least one: `rewards: [ExactMatch]`; in Python rewards=[ExactMatch()], or a function",
         )
     # Scores and metrics are kept under the name, so one of the two would be lost.
@@ -63,12 +67,12 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     if doubles:
         raise UserError(
             f"two rewards are named {doubles[0]!r}; they would be logged as one",
-            where="rewards",
+            where=where,
             remedy="give one of them another init_args.name",
         )
     for reward in rewards:
         if not math.isfinite(reward.weight):
-            raise UserError(f"the weight of reward {reward.name!r} is {reward.weight}", where="rewards")
+            raise UserError(f"the weight of reward {reward.name!r} is {reward.weight}", where=where)
 
 
 def score_all(
