@@ -131,8 +131,8 @@ class EngineConfig:
             weights to main memory; 2 drops them, since new ones come before the next rollout anyway.
         processes: for vllm: engines that share the rank's card, or its cores. 1 samples in the learner's process; from
             2 on each engine has a process of its own, and memory and ``max_num_seqs`` are divided among them. ``auto``
-            takes what ``lit-grpo check`` has measured on this card, or else 1, on a card in a process of its own, which
-            starts beside the learner, and says so.
+            takes what ``lit-grpo check`` has measured on this card, or else 1, and says so; on one card that is a
+            process of its own, which starts beside the learner.
         cards: for vllm, on GPUs: cards for the engines of this machine's ranks, one for each rank in their order, in
             the place of the ranks' own; numbers as these processes count them. Some cards then sample while the others
             learn (``model.max_staleness: 1``). The engines have processes of their own, also where each rank has one.

@@ -83,14 +83,20 @@ def _choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
     if not torch.cuda.is_available():
         return Choice(1, False, "on a CPU one process keeps all cores busy")
     measured = read_measured(measured_key(context.policy.model.config, torch.cuda.get_device_name()))
+    # In the learner's process an engine could not start beside the learner, and each would wait for the other's Python
+    # where they work at once. With a rank on each of several cards nothing but the latter has been tried.
+    own = context.beside_learner or not _several_ranks()
     if measured is not None:
-        return Choice(measured, True, "measured by lit-grpo check on this card")
+        return Choice(measured, measured > 1 or own, "measured by lit-grpo check on this card")
     # 512 sequences of 256 tokens with log-probabilities, tokens/s with 1, 2 and 3 processes on an H200: 93,300, 87,600
     # and 58,000 at 0.5B, and 71,500, 59,800 and 38,300 at 1.5B. Several take turns on the card.
     reason = "one process keeps a card busy, unless its cores are slow; lit-grpo check measures it"
-    # In the learner's process it could not start beside the learner, and each would wait for the other's Python where
-    # they work at once.
-    return Choice(1, True, reason)
+    return Choice(1, own, reason)
+
+
+def _several_ranks() -> bool:
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def measured_key(model_config: Any, card: str) -> str:

@@ -191,6 +191,9 @@ def test_auto_is_one_process_on_a_card_too(monkeypatch: pytest.MonkeyPatch) -> N
     # Of its own, so that it starts beside the learner.
     assert choose(auto, context())[:2] == (1, True)
     assert choose(auto, context(beside_learner=True))[:2] == (1, True)
+    monkeypatch.setattr(choose_file, "_several_ranks", lambda: True)
+    assert choose(auto, context())[:2] == (1, False)
+    assert choose(auto, context(beside_learner=True))[:2] == (1, True)
     assert "lit-grpo check" in choose(auto, context()).reason
 
 
