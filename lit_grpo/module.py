@@ -15,7 +15,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, is_dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -68,7 +67,6 @@ from lit_grpo.policy.critic import Critic, check_critic
 from lit_grpo.policy.forward.batching import Layout, PolicyInput
 from lit_grpo.policy.forward.policy import Policy
 from lit_grpo.policy.given import as_optimizer, as_policy
-from lit_grpo.policy.model.compiling import eagerly
 from lit_grpo.policy.model.load import check_policy, load_tokenizer
 from lit_grpo.policy.optimizer.build import check_optimizer, initialize_optimizer_state, make_optimizer
 from lit_grpo.trainer.connect import connect
@@ -490,17 +488,14 @@ class LitGRPO(EvaluatedModule):
 
     def _check_sync(self, sync: Callable[[int], object], sample: Callable[[], Rollout]) -> None:
         """Check that an engine takes over the weights, as :class:`lit_grpo.context.LearnerRequirements` says."""
-        # What is compiled must not depend on which form comes first: code that is kept is found by the sizes that the
-        # compiler has seen, and these few tokens come before or after the passes that are compiled ahead.
-        with eagerly() if self._policy.compiled else nullcontext():
-            self.sync_result = check_engine(
-                self.forward_runner,
-                sync=sync,
-                sample=sample,
-                version=self.policy_version,
-                guards=self.guards,
-                reduce=self.ranks.sum_or_none,
-            )
+        self.sync_result = check_engine(
+            self.forward_runner,
+            sync=sync,
+            sample=sample,
+            version=self.policy_version,
+            guards=self.guards,
+            reduce=self.ranks.sum_or_none,
+        )
 
     @property
     def _stepper(self) -> OptimizerStepper:

@@ -33,6 +33,7 @@ from lit_grpo.learner.batch import make_experience
 from lit_grpo.learner.engine_agreement import GuardConfig
 from lit_grpo.learner.forward import ForwardRunner
 from lit_grpo.learner.metric_sums import Reduce
+from lit_grpo.policy.model.compiling import eagerly
 from lit_grpo.types import Rollout
 from lit_grpo.utils import random as rng
 
@@ -159,7 +160,10 @@ def check_engine(
 
 def _present_logprobs(runner: ForwardRunner, rollout: Rollout) -> Tensor:
     """Return the present log-probabilities of a rollout's tokens, [N, T], on the CPU."""
-    results = runner.old_forward(rollout, make_experience(rollout, runner.device), frozenset({"old_logprobs"}))
+    # What is compiled must not depend on which form comes first: code that is kept is found by the sizes that the
+    # compiler has seen, and these few tokens come before or after the passes that are compiled ahead.
+    with eagerly() if runner.policy.compiled else contextlib.nullcontext():
+        results = runner.old_forward(rollout, make_experience(rollout, runner.device), frozenset({"old_logprobs"}))
     # The engine may sample from this very model next.
     runner.policy.stop_replay()
     assert results.old_logprobs is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_grpo.engines.transformers.decoding import DECODINGS, Decoding, prefill
+from lit_grpo.engines.transformers.decoding import DECODINGS, Decoding, eagerly, is_compiled, prefill
 from lit_grpo.errors import UserError
 from lit_grpo.utils.windows import narrowed
 
@@ -72,7 +72,9 @@ def _own_logprobs(model: Any, prompts: Sequence[tuple[int, ...]], tokens: Tensor
     rows = []
     for row, fed in enumerate(tokens.tolist()):
         ids = torch.tensor([[*prompts[row // 2], *fed]], device=device)
-        rows.append(model(input_ids=ids, use_cache=False).logits[0, -_STEPS:].float().log_softmax(-1))
+        with eagerly(is_compiled(model)):
+            logits = model(input_ids=ids, use_cache=False).logits
+        rows.append(logits[0, -_STEPS:].float().log_softmax(-1))
     return torch.stack(rows)
 
 
