@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lit_grpo.cli.config_files import Layer
 from lit_grpo.cli.errors.fast_validation import given_value
+from lit_grpo.engines.vllm_processes.reserve import begin
 
 
 def start_ahead(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> None:
@@ -24,15 +25,8 @@ def start_ahead(command: str, argv: Sequence[str], layers: Sequence[Layer]) -> N
     if given("data.engine.name") != "vllm" or given("data.engine.custom_engine"):
         return
     if processes == "auto":
-        # Which number it stands for takes the model to know: most likely one, and where it is another this one ends.
-        import torch
-
-        processes = 1 if torch.cuda.is_available() else None
-    elif processes == 1:
-        # As a number it is the engine in this process.
-        return
-    if isinstance(processes, int) and 1 <= processes <= 64:
-        # It takes the import of torch, which the run needs in any case.
-        from lit_grpo.engines.vllm_processes.reserve import begin
-
+        # Which number it stands for takes the model to know: on a card most likely one, which ends where it is another.
+        begin(None)
+    # As a number, 1 is the engine in this process.
+    elif isinstance(processes, int) and 2 <= processes <= 64:
         begin(processes)

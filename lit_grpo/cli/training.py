@@ -23,8 +23,7 @@ def run(command: str, argv: list[str]) -> int:
     if (key := wanted(argv)) is not None:
         print(help_text(command, key), end="")
         return DONE
-    layers = read_configuration(command, argv)
-    start_ahead(command, argv, layers)
+    layers = read_configuration(command, argv, start_engine=True)
     log.debug("importing Lightning and the model")
     # Only now, when the configuration is known to have no wrong key: this takes many seconds.
     from lit_grpo.cli.lightning_cli import TrainingCLI
@@ -41,16 +40,19 @@ def run(command: str, argv: list[str]) -> int:
     return STOPPED
 
 
-def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[str] = ()) -> list[Layer]:
+def read_configuration(
+    command: str, argv: Sequence[str], own_options: Iterable[str] = (), *, start_engine: bool = False
+) -> list[Layer]:
     """Read and check the configuration files of a command, and make ready for importing what is heavy.
 
     Puts the current folder and those of the configuration's files on the import path, for rewards and callbacks that
-    lie there, and silences messages of libraries that say nothing about the run.
+    lie there, and silences messages of libraries that say nothing about the run, unless ``LIT_GRPO_LOG`` is set.
 
     Args:
         command: fit, validate, test or predict; check and filter take what ``fit`` takes.
         argv: the arguments behind the command, without its own options.
         own_options: options of the command that are no configuration keys, without their dashes.
+        start_engine: start the processes of the run's engine, if it will have some, see :func:`start_ahead`.
 
     Raises:
         UserError: a file cannot be read, or holds an unknown key or choice.
@@ -69,7 +71,16 @@ def read_configuration(command: str, argv: Sequence[str], own_options: Iterable[
     for folder in [Path.cwd(), *(Path(layer.file).resolve().parent for layer in layers)]:
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    _silence_libraries()
+    quiet = not os.environ.get("LIT_GRPO_LOG")
+    if quiet:
+        # Warnings of torch's C++ code, such as vLLM's about memory nodes, are written to the file descriptor. Read
+        # once, when torch is imported, by engine processes too.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if start_engine:
+        # Before anything that takes a second.
+        start_ahead(command, argv, layers)
+    if quiet:
+        _hide_progress_bars()
     return layers
 
 
@@ -80,13 +91,8 @@ def _says_nothing(argv: Sequence[str]) -> bool:
     return not typed and not any(name.startswith("LIT_GRPO_") and "__MODEL" in name for name in os.environ)
 
 
-def _silence_libraries() -> None:
-    """Switch off what libraries draw and write past Python's logging and warnings, unless LIT_GRPO_LOG is set."""
-    if os.environ.get("LIT_GRPO_LOG"):
-        return
-    # Warnings of torch's C++ code, such as vLLM's about memory nodes, are written to the file descriptor. Read once,
-    # when torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def _hide_progress_bars() -> None:
+    """Switch off what transformers draws past Python's logging."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 

@@ -40,7 +40,8 @@ class ShardingConfig:
         cpu_offload: shards, gradients and optimizer live in main memory, and the optimizer steps there: slower, for
             models that do not fit otherwise.
         reshard_after_forward: give a block's gathered weights back after its forward pass and gather them again in the
-            backward pass: less memory, more traffic.
+            backward pass: less memory, more traffic. False: they are gathered once for all micro-batches of an
+            optimizer step.
     """
 
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -97,8 +98,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> None:
     options: Any = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-    # The root's own weights (embedding, last norm, head) are needed again at once when the backward pass begins.
+        # What is kept for the backward pass is kept for the next micro-batch too, which takes no more memory than the
+        # end of a forward pass does. `reshard` lets go of it before weights change.
+        cast(Any, block).set_reshard_after_backward(config.reshard_after_forward, recurse=False)
+    # The root's own weights (embedding, last norm, head) are needed again at once when the backward pass begins, and
+    # when the next micro-batch does.
     fully_shard(model, reshard_after_forward=False, **options)
+    cast(Any, model).set_reshard_after_backward(False, recurse=False)
     # These methods call parts of the model that need the root's weights.
     for method in ("verify_against_model_forward", "values"):
         if hasattr(model, method):

@@ -128,7 +128,7 @@ def reason(text: str, code: int) -> str:
 
 def _environment(folder: Path) -> dict[str, str]:
     # What a launcher has left here would make the run wait for ranks that nobody starts.
-    from lit_grpo.engines.vllm_server.process import without_launcher
+    from lit_grpo.engines.vllm_server.launch import without_launcher
 
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return without_launcher(os.environ) | {

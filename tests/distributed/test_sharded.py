@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lit_grpo.distributed.sharding import ShardingConfig, shard
+from lit_grpo.distributed.sharding import ShardingConfig, reshard, shard
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy import CriticConfig, LoraConfig, PolicyConfig, ReferenceConfig, TinyModel
 from tests import tiny
@@ -80,6 +80,7 @@ def job(rank: int, folder: str) -> dict[Any, Any]:
             module, recorder = run(name, 2, strategy)
             out[strategy, name] = seen(module, recorder) | {"sharded": module.sharded}
     out["sum"] = mean_gradient(rank)
+    out["kept"] = [micro_batches(gives_back) for gives_back in (True, False)]
     return out
 
 
@@ -99,6 +100,36 @@ def mean_gradient(rank: int) -> torch.Tensor:
     weight: Any = model.get_parameter("0.weight")
     gradient: torch.Tensor = weight.grad.full_tensor()
     return gradient
+
+
+def micro_batches(gives_back: bool) -> dict[str, Any]:
+    """Which weights of a block and of the root are whole after each of two micro-batches, and the sum of gradients."""
+    model = Blocks(Block(1, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    names = ("0.weight", "1.weight")
+    for name in names:
+        torch.nn.init.ones_(model.get_parameter(name))
+    config = ShardingConfig(reshard_after_forward=gives_back)
+    shard(model, init_device_mesh("cpu", (2,)), config)
+    weights: Any = dict(model.named_parameters())
+
+    def whole() -> list[bool]:
+        return [not hasattr(model.get_parameter(name), "to_local") for name in names]
+
+    after = []
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        after.append(whole())
+    reshard(model)
+    return {"after": after, "resharded": whole(), "sum": [weights[n].grad.full_tensor().flatten() for n in names]}
+
+
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_what_a_forward_pass_keeps_is_there_for_the_next_micro_batch(ranks: Any, gives_back: bool) -> None:
+    for rank in ranks:
+        found = rank["kept"][0 if gives_back else 1]
+        assert found["after"] == [[not gives_back, True]] * 2
+        assert found["resharded"] == [False, False]
+        assert [gradient.tolist() for gradient in found["sum"]] == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def test_gradients_of_several_ranks_are_summed_in_float32(ranks: Any) -> None:

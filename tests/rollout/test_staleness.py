@@ -264,7 +264,7 @@ def test_a_run_that_ends_early_leaves_no_thread_behind():
 def test_an_engine_that_samples_all_the_time_cannot_sleep(monkeypatch):
     from lit_grpo.engines import EngineConfig
 
-    monkeypatch.setattr("lit_grpo.engines.vllm.start.find_spec", lambda name: object())
+    monkeypatch.setattr("lit_grpo.engines.vllm.installed.find_spec", lambda name: object())
     data = tiny.data(engine=EngineConfig(name="vllm", sleep=2))
     with pytest.raises(UserError, match="cannot sleep"):
         tiny.trainer().fit(tiny.module(max_staleness=1), datamodule=data)

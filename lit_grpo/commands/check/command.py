@@ -9,7 +9,6 @@ from typing import Any
 
 from lit_grpo.cli.argument_parser import CommandParser
 from lit_grpo.cli.config_files import config_files
-from lit_grpo.cli.engine_ahead import start_ahead
 from lit_grpo.cli.main import DONE, FAILED
 from lit_grpo.cli.training import read_configuration
 from lit_grpo.errors import StopRun, UserError
@@ -44,9 +43,7 @@ def run(command: str, argv: list[str]) -> int:
         raise UserError("--gold-format has no {answer}", where="command line", remedy=r"as in '\boxed{{answer}}'")
     # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
     fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
-    layers = read_configuration("fit", fit_argv, parser.options())
-    if not args.needs:
-        start_ahead("fit", fit_argv, layers)
+    layers = read_configuration("fit", fit_argv, parser.options(), start_engine=not args.needs)
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
     from lit_grpo.cli.lightning_cli import BuildOnlyCLI, ParseOnlyCLI
     from lit_grpo.commands.check.needs import needs

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.cli.argument_parser import CommandParser
-from lit_grpo.cli.engine_ahead import start_ahead
 from lit_grpo.cli.main import DONE, FAILED
 from lit_grpo.cli.training import read_configuration
 from lit_grpo.commands.filter.options import Options
@@ -64,8 +63,7 @@ def run(command: str, argv: list[str]) -> int:
         )
     # The arguments of `fit`: --config, which this parser takes so that its --help lists it, is put back.
     fit_argv = [*(word for file in args.config or [] for word in ("--config", file)), *fit_argv]
-    layers = read_configuration("fit", fit_argv, parser.options())
-    start_ahead("fit", fit_argv, layers)
+    layers = read_configuration("fit", fit_argv, parser.options(), start_engine=True)
     from lit_grpo.commands.filter.sampling import run_filter
 
     trainer, data = run_filter(options, fit_argv, layers)

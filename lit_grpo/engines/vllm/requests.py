@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lit_grpo.engines.vllm.start import KEY
+from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.errors import UserError
 from lit_grpo.types import Request, Sampling
 

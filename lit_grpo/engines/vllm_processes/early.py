@@ -30,7 +30,7 @@ from lit_grpo.engines.vllm_processes import measured, reserve
 from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.settings import card_of_rank, environment, per_process
-from lit_grpo.engines.vllm_server.weights import make_scratch_folder
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
 from lit_grpo.types import WeightForm
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from lit_grpo.engines.vllm.start import check_in_process, checked_path
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.settings import per_process
 from lit_grpo.engines.vllm_processes.shares import Shares
-from lit_grpo.engines.vllm_server.weights import make_scratch_folder
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling, WeightForm
 

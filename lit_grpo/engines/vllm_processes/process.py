@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.engines.vllm_server.process import ROOT, SUPERVISOR, without_launcher
+from lit_grpo.engines.vllm_server.launch import ROOT, SUPERVISOR, without_launcher
 from lit_grpo.engines.vllm_server.supervisor import PASSED
 
 WORKER = "lit_grpo.engines.vllm_processes.worker"

@@ -1,8 +1,9 @@
 """Engine processes that import vLLM while this process still imports what it needs itself.
 
-The text of a configuration says that a run will have engine processes seconds before anything can be built: Lightning
-and transformers are imported first. So ``lit-grpo fit`` starts them as soon as it has read its files, and the engine of
-the run takes them over, if they turn out to be what it would have started itself.
+The text of a configuration says that a run will have engine processes seconds before anything can be built: torch,
+Lightning and transformers are imported first. So ``lit-grpo fit`` starts them as soon as it has read its files, and the
+engine of the run takes them over, if they turn out to be what it would have started itself. Nothing that this module
+imports takes torch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from lit_grpo.engines.vllm.start import vllm_is_installed
+from lit_grpo.engines.vllm.installed import vllm_is_installed
+from lit_grpo.engines.vllm_processes.cards import cards_of_driver, environment_on_card, name_of_card
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
-from lit_grpo.engines.vllm_processes.settings import environment
-from lit_grpo.engines.vllm_server.process import LAUNCHER_VARIABLES
-from lit_grpo.engines.vllm_server.weights import make_scratch_folder
+from lit_grpo.engines.vllm_server.launch import LAUNCHER_VARIABLES
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +77,38 @@ _reserves: list[Reserve] = []
 """The one that :func:`begin` has made, until it is taken."""
 
 
-def begin(processes: int) -> None:
-    """Start processes for the engine that a run will have; nothing where it is not known which card that gets."""
+def begin(processes: int | None) -> None:
+    """Start processes for the engine that a run will have; nothing where it is not known which card that gets.
+
+    Args:
+        processes: number of processes; None: one on a card, and none where there is no card.
+    """
     several_ranks = any(name in os.environ for name in LAUNCHER_VARIABLES)
-    if _reserves or several_ranks or torch.cuda.device_count() > 1 or not vllm_is_installed():
+    if _reserves or several_ranks or not vllm_is_installed():
         return
-    reserve = Reserve(processes, environment(processes, number=0), make_scratch_folder(None, 0))
+    cards = cards_of_driver()
+    if cards > 1:
+        return
+    # Should CUDA find no card, or another one, the run's processes have another environment, and these are not taken.
+    env = environment_on_card(name_of_card(0)) if cards else _environment_by_torch(processes)
+    if env is None:
+        return
+    reserve = Reserve(processes or 1, env, make_scratch_folder(None, 0))
     _reserves.append(reserve)
     reserve.start()
+
+
+def _environment_by_torch(processes: int | None) -> dict[str, str | None] | None:
+    """Return what the processes' environment has besides this one's; None: none are to be started."""
+    # Without NVIDIA's driver there may be cards of another maker. The import of torch takes a second, which the run
+    # needs in any case.
+    import torch
+
+    from lit_grpo.engines.vllm_processes.settings import environment
+
+    if torch.cuda.device_count() > 1 or (processes is None and not torch.cuda.is_available()):
+        return None
+    return environment(processes or 1, number=0)
 
 
 def take(count: int, env: Mapping[str, str | None], weight_bytes: int) -> Reserve | None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from lit_grpo.engines.config import VLLMEngineConfig
-from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY
+from lit_grpo.engines.vllm.installed import KEY
+from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
+from lit_grpo.engines.vllm_processes.cards import environment_on_card, name_of_card
 from lit_grpo.errors import UserError
 
 _CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -119,18 +121,8 @@ def environment(processes: int, number: int | None = None, card: int | None = No
         card: number of the card that they run on; None: this process's own.
     """
     if torch.cuda.is_available():
-        own = _name_of_card(torch.cuda.current_device() if number is None else number)
-        # An engine runs on the first card that it sees. The learner's is seen for the weights that lie there.
-        named = own if card is None else _name_of_card(card)
-        seen = named if named == own else f"{named},{own}"
-        # What these processes do on a CPU is Python; threads of torch would only wait for each other.
-        return {"CUDA_VISIBLE_DEVICES": seen, "OMP_NUM_THREADS": "1"}
+        own = name_of_card(torch.cuda.current_device() if number is None else number)
+        return environment_on_card(own, None if card is None else name_of_card(card))
     threads = max(1, torch.get_num_threads() // processes)
     # vLLM binds its threads to the first cores that it finds, which would be the same ones in all processes.
     return {"OMP_NUM_THREADS": str(threads), _BINDING: os.environ.get(_BINDING, "nobind"), _CPU_CACHE: None}
-
-
-def _name_of_card(number: int) -> str:
-    """Return what the machine calls a card that has this number in this process."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return visible[number].strip() if visible else str(number)

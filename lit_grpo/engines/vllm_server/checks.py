@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lit_grpo.engines.vllm.start import KEY
+from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm_server.client import GENERATE, Client, ServerRefusal, ServerTrouble
 from lit_grpo.engines.vllm_server.worker import EXTENSION, SHAPE
 from lit_grpo.errors import UserError

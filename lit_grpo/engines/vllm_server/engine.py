@@ -17,6 +17,7 @@ from lit_grpo.engines.completion_checks import check_completion
 from lit_grpo.engines.config import ServerConfig, VLLMServerEngineConfig
 from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.graphs import with_full_batch
+from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import (
@@ -26,11 +27,12 @@ from lit_grpo.engines.vllm.settings import (
     sampling_settings,
     stop_settings,
 )
-from lit_grpo.engines.vllm.start import KEY, OTHER_ENGINE
+from lit_grpo.engines.vllm.start import OTHER_ENGINE
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, field, metric
 from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_config, default_engine_args, server_of_rank
-from lit_grpo.engines.vllm_server.weights import make_scratch_folder, write_weights
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
+from lit_grpo.engines.vllm_server.weights import write_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
 

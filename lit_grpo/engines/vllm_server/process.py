@@ -22,7 +22,9 @@ import torch
 
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS
-from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES, KEY, check_installed
+from lit_grpo.engines.vllm.installed import KEY, check_installed
+from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
+from lit_grpo.engines.vllm_server.launch import ROOT, SUPERVISOR, without_launcher
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
 from lit_grpo.utils.ports import free_port
@@ -33,27 +35,7 @@ if TYPE_CHECKING:
 # Not reachable from elsewhere: whoever reaches the server can run code in it.
 HOST = "127.0.0.1"
 STOP_SECONDS = 20.0
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
-# On the server's path, so that its workers find lit_grpo in an uninstalled checkout too.
-ROOT = Path(__file__).parents[3]
 _LOG_TAIL_LINES = 15
-# What torchrun and Lightning's launcher tell a process of its rank. vLLM would take it for its own, and torch, told
-# that an agent of torchrun keeps the store of every group (TORCHELASTIC_USE_AGENT_STORE), would wait for one at any
-# address.
-LAUNCHER_VARIABLES = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
-}
-
-
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what the launcher of several ranks has put there, for a process that is no rank."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
 
 
 class ServerProcess:

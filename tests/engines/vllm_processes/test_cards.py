@@ -11,7 +11,7 @@ import torch
 
 from lit_grpo.engines import EngineContext
 from lit_grpo.engines.config import VLLMEngineConfig
-from lit_grpo.engines.vllm import start
+from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm_processes.choose import VLLM
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
@@ -22,7 +22,7 @@ from lit_grpo.policy import PolicyConfig
 @pytest.fixture(autouse=True)
 def eight_cards_and_ranks_on_the_first_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """As rank 2 of four sees them; nothing is started."""
-    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -16,11 +16,13 @@ import torch
 
 from lit_grpo.cli import engine_ahead
 from lit_grpo.cli.config_files import read_layers
+from lit_grpo.engines.vllm_processes import cards as cards_module
 from lit_grpo.engines.vllm_processes import reserve as module
+from lit_grpo.engines.vllm_processes.cards import cards_of_driver
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.reserve import Reserve, begin, take
 from lit_grpo.engines.vllm_processes.settings import environment
-from lit_grpo.engines.vllm_server.process import LAUNCHER_VARIABLES
+from lit_grpo.engines.vllm_server.launch import LAUNCHER_VARIABLES
 from tests.engines.vllm_processes.test_process import alive, below
 from tests.paths import ROOT
 from tests.waiting import wait_until
@@ -35,6 +37,8 @@ def started(monkeypatch: NEW) -> Iterator[list[int]]:
     monkeypatch.setattr(Reserve, "start", lambda self: found.append(len(self._processes)))
     monkeypatch.setattr(module, "vllm_is_installed", lambda: True)
     monkeypatch.setattr(module, "_reserves", [])
+    # As on a machine without a card, whatever this one has.
+    monkeypatch.setattr(cards_module, "_DEVICES", Path("/proc/self/fdinfo"))
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield found
@@ -129,6 +133,80 @@ def test_on_a_card_auto_is_most_likely_one(started: list[int], tmp_path: Path, m
     argv = ["--config", str(file), "--data.engine.processes", "auto"]
     engine_ahead.start_ahead("fit", argv, read_layers(argv, "fit"))
     assert started == ([1] if card else [])
+
+
+def driver(folder: Path, monkeypatch: NEW, *files: str) -> None:
+    for name in files:
+        (folder / name).touch()
+    monkeypatch.setattr(cards_module, "_DEVICES", folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "expected"),
+    [
+        (["nvidia0"], None, 1),
+        (["nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-caps"], None, 1),
+        (["nvidia0", "nvidia1"], None, 2),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "GPU-5f, GPU-6a", 2),
+        (["nvidia0", "nvidia1"], "", 0),
+        (["nvidia0"], "-1", 0),
+        (["nvidia0"], "0,1", 1),
+        ([], "0", 0),
+        (["null"], None, 0),
+    ],
+)
+def test_cards_are_counted_without_cuda(
+    tmp_path: Path, monkeypatch: NEW, files: list[str], visible: str | None, expected: int
+) -> None:
+    driver(tmp_path, monkeypatch, *files)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cards_of_driver() == expected
+
+
+@pytest.mark.parametrize("visible", [None, "7"])
+def test_on_one_card_of_the_driver_the_process_has_the_environment_of_the_run(
+    started: list[int], tmp_path: Path, monkeypatch: NEW, visible: str | None
+) -> None:
+    driver(tmp_path, monkeypatch, "nvidia0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    begin(None)
+    assert started == [1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    taken = take(1, environment(1), 0)
+    assert taken is not None
+    taken.close()
+
+
+def test_a_card_that_torch_cannot_use_was_a_wrong_guess(started: list[int], tmp_path: Path, monkeypatch: NEW) -> None:
+    driver(tmp_path, monkeypatch, "nvidia0")
+    begin(2)
+    assert started == [2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert take(2, environment(2), 0) is None
+    assert module._reserves == []
+
+
+def test_of_several_cards_of_the_driver_none_is_guessed(started: list[int], tmp_path: Path, monkeypatch: NEW) -> None:
+    driver(tmp_path, monkeypatch, "nvidia0", "nvidia1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    begin(None)
+    begin(2)
+    assert started == []
+
+
+def test_nothing_heavy_is_imported_before_processes_are_started() -> None:
+    script = (
+        "import sys; import lit_grpo.cli.training, lit_grpo.engines.vllm_processes.reserve; "
+        "print(sorted({'torch', 'numpy', 'transformers', 'lightning', 'vllm'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from lit_grpo.cli.main import main
 from lit_grpo.engines import EngineConfig, EngineContext, check_engine
 from lit_grpo.engines.config import VLLMEngineConfig
-from lit_grpo.engines.vllm import start
+from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm_processes import choose as choose_file
 from lit_grpo.engines.vllm_processes.choose import (
     choose,
@@ -94,7 +94,7 @@ def test_engines_on_another_card_see_it_first_and_the_learners_too(
 def test_cards_that_cannot_be_had_are_refused_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, cards: list[int], sleep: Any, words: str
 ) -> None:
-    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserError, match=words):
         check_engine(EngineConfig(name="vllm", cards=cards, sleep=sleep))
@@ -127,7 +127,7 @@ def test_engines_with_a_card_have_a_process_of_their_own(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
 def test_an_engine_of_a_rank_is_not_spread_over_cards(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Nor over ranks, each of which has its own prompts."""
-    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     for processes in (1, 2, "auto"):
         config = EngineConfig(name="vllm", processes=processes, args={name: 2})
         with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*vllm_server") as found:
@@ -140,7 +140,7 @@ def test_an_engine_of_a_rank_is_not_spread_over_cards(monkeypatch: pytest.Monkey
 def test_a_run_with_tensor_parallelism_in_its_ranks_takes_one_screen(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     engine = ["--data.engine.name", "vllm", "--data.engine.args", '{"tensor_parallel_size": 2}']
     code = main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), "--trainer.accelerator", "cpu", *engine])
     shown = capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_a_run_with_tensor_parallelism_in_its_ranks_takes_one_screen(
 
 @pytest.mark.parametrize("name", ["transformers", "vllm_server"])
 def test_other_engines_have_no_processes(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     with pytest.warns(UserWarning, match=f"data.engine.processes has no effect(.|\n)*samples with {name}"):
         check_engine(EngineConfig(name=name, processes=2))
 

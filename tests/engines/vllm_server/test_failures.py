@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 
 from lit_grpo.engines import EngineConfig, EngineError, ServerConfig, check_engine
-from lit_grpo.engines.vllm import start as vllm_start
+from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm_server import engine as vllm_server
 from lit_grpo.engines.vllm_server import process as vllm_server_process
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND
@@ -448,7 +448,7 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
 def test_wrong_settings_are_named_before_a_model_is_loaded(
     settings: Any, args: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=words):
         check_engine(EngineConfig(name="vllm_server", args=args, server=ServerConfig(**settings)))
     check_engine(EngineConfig(name="vllm_server", server=ServerConfig(url="http://localhost:8000")))
@@ -460,10 +460,10 @@ def test_a_port_in_use_is_named_before_anything_starts(
     def make(port: int) -> None:
         vllm_server_process.ServerProcess(tmp_path, port=port, engine_args={}, env={}, scratch=tmp_path)
 
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=f"port {server.port} is in use"):
         make(server.port)
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed(.|\n)*lit-grpo\[vllm\](.|\n)*server.url"):
         make(0)
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from lit_grpo.engines import EngineError, ServerConfig
-from lit_grpo.engines.vllm import start as vllm_start
+from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
 from lit_grpo.engines.vllm_server.process import ServerProcess, _as_options, server_of_rank
-from lit_grpo.engines.vllm_server.weights import make_scratch_folder, read_weights, write_weights
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
+from lit_grpo.engines.vllm_server.weights import read_weights, write_weights
 from lit_grpo.errors import UserError
 from tests.paths import ROOT
 from tests.waiting import PATIENCE, wait_until
@@ -42,7 +43,7 @@ def make(tmp_path: Path) -> ServerProcess:
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     process = make(tmp_path)
     yield process
     process.close()
@@ -50,7 +51,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_no_process_that_is_started_takes_itself_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables are those that torchrun of torch 2.13 sets; the last but one would have it wait for a store."""
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     launcher = [
         *(
             "GROUP_RANK",
@@ -128,9 +129,9 @@ def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path:
 def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = f"""
 import pathlib, time
-from lit_grpo.engines.vllm import start as vllm_start
+from lit_grpo.engines.vllm import installed
 from tests.engines.vllm_server.test_process import make, start
-vllm_start.find_spec = lambda name: object()  # as if vLLM were there
+installed.find_spec = lambda name: object()  # as if vLLM were there
 path = pathlib.Path({str(tmp_path)!r})
 start(make(path), path)
 print("ready", flush=True)
@@ -170,7 +171,7 @@ def test_each_training_process_has_a_server_of_its_own(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"2 processes train(.|\n)*put \{rank\}"):
         server_of_rank(ServerConfig(url="http://h:8000"), 1, 2)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(vllm_start, "find_spec", lambda name: object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     process = make(tmp_path)
     assert "RANK" not in process._env
     assert process._env["LIT_GRPO_TEST"] == "1"
