@@ -21,6 +21,8 @@ KNOWN_SCHEDULERS = {
 See :func:`scheduler_digest`.
 """
 
+_NEARLY = 8
+"""A batch counts as full with one in so many of the places free that samples take together."""
 # What :class:`PlainDecoding` has no part in: a scheduler for which one of these is otherwise is left alone.
 _WITHOUT = {
     "log_stats": False,
@@ -59,12 +61,15 @@ class PlainDecoding:
         engine: a ``vllm.v1.engine.llm_engine.LLMEngine`` whose core is in this process.
         running: where the tokens of each sample go, by vLLM's id of the request; samples that are not in it are left to
             vLLM.
+        together: places of a full batch that must be free before waiting samples take them, together; 1: each takes a
+            place that is free, as vLLM would have it.
     """
 
-    def __init__(self, engine: Any, running: Mapping[str, SampledTokens]) -> None:
+    def __init__(self, engine: Any, running: Mapping[str, SampledTokens], together: int = 1) -> None:
         self._scheduler: Any = None
         self._manager: Any = None
         self._running: Mapping[str, SampledTokens] | None = None
+        self._together, self._was_full = together, False
         try:
             scheduler = engine.engine_core.engine_core.scheduler
             manager = scheduler.kv_cache_manager
@@ -105,6 +110,7 @@ class PlainDecoding:
         """Return what vLLM's own ``schedule`` returns."""
         scheduler = self._scheduler
         held = throttle_prefills or scheduler._pause_state is not self._unpaused
+        waits = self._waits(scheduler)
         found = None if held else self._plain(scheduler)
         if found is None:
             return self._schedule(throttle_prefills)
@@ -118,7 +124,7 @@ class PlainDecoding:
         scheduler.running = others
         scheduler.max_num_scheduled_tokens = budget - count
         for name, limit in before.items():
-            setattr(scheduler, name, limit - count)
+            setattr(scheduler, name, len(others) if waits else limit - count)
         others_before = len(others)
         try:
             output = self._schedule()
@@ -133,6 +139,17 @@ class PlainDecoding:
             earlier.update([request.request_id for request in plain])
         self._advance(plain, scheduler)
         return output
+
+    def _waits(self, scheduler: Any) -> bool:
+        """Return whether samples that wait are to go on waiting, though there is a place for one."""
+        waiting = len(scheduler.waiting)
+        free = min([getattr(scheduler, name) for name in self._limits]) - len(scheduler.running)
+        if not waiting or free >= min(self._together, waiting):
+            self._was_full = False
+        # While a batch is filled some of its samples end, so that it is never quite full.
+        elif free <= self._together // _NEARLY:
+            self._was_full = True
+        return self._was_full
 
     def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any], list[Any]] | None:
         """Return the samples that only need one token, the others, and those of the first that need a block for it.

@@ -21,6 +21,7 @@ from lit_grpo.engines.stop_strings import StopStrings, stop_strings
 from lit_grpo.engines.vllm.adapters import HotAdapters, engine_arguments
 from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
 from lit_grpo.engines.vllm.decoding import PlainDecoding
+from lit_grpo.engines.vllm.graphs import admitted_together
 from lit_grpo.engines.vllm.names import as_in_checkpoint
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of, sampling_settings
@@ -185,7 +186,7 @@ class VLLMEngine:
         self._calls = itertools.count()
         self._collector = LogprobCollector(self._engine)
         self._slots = SlotShortcut(self._engine)
-        self._decoding = PlainDecoding(self._engine, self._collector.running)
+        self._decoding = PlainDecoding(self._engine, self._collector.running, admitted_together(config))
         self._running_samples: dict[str, _RunningSample] = {}
         self._searches = False
         """Whether the text of a running sample may end it."""

@@ -10,6 +10,8 @@ _LARGEST = 512
 """The largest batch for which vLLM captures a graph by itself."""
 _STEP = 32
 """Distance of the sizes above that."""
+_TOGETHER = 8
+"""Part of a batch, one in so many, that waiting samples take together where a batch with prompts has no graph."""
 _CHOSEN = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
@@ -37,3 +39,18 @@ def with_full_batch(compilation: Any, max_num_seqs: int) -> Any:
     # Those above it are for batches that also hold prompts, where the mode has graphs for them.
     sizes = {size for size in own if size <= 2 * max_num_seqs} | set(range(_LARGEST + _STEP, max_num_seqs, _STEP))
     return {**compilation, "cudagraph_capture_sizes": sorted(sizes | {max_num_seqs})}
+
+
+def admitted_together(config: Any) -> int:
+    """Return how many places of a full batch are to be free before waiting samples take them.
+
+    Where more samples are asked for than fit into a batch, in each step some end and others take their places. Without
+    a graph for a batch in which some are read in, every step would then go without one: on an H200 512 samples of 0.5B
+    took 18 ms a step, and 6 with a graph.
+
+    Args:
+        config: a ``vllm.config.VllmConfig``.
+    """
+    graphs = config.compilation_config.cudagraph_mode
+    only_decoding = bool(graphs.decode_mode()) and not graphs.mixed_mode()
+    return max(1, config.scheduler_config.max_num_seqs // _TOGETHER) if only_decoding else 1

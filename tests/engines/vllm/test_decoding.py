@@ -240,6 +240,52 @@ def test_every_step_is_that_of_vllm(
         assert spared.scheduled < 0.5 * spared.all
 
 
+class Queue:
+    """A twin with more samples than places: its steps, and how many of them read samples in."""
+
+    def __init__(self, twin: Twin) -> None:
+        self.twin, self.steps, self.reading, self.idle = twin, 0, 0, 0
+
+    def run(self, late: list[tuple[str, list[int], int]]) -> None:
+        """Step until all samples have ended; those of ``late`` come one by one."""
+        made = self.twin.scheduler
+        while made.requests or late:
+            if late and self.steps % 3 == 0:
+                self.twin.add(*late.pop())
+            waiting = len(made.waiting)
+            scheduled = self.twin.schedule()
+            self.steps += 1
+            self.reading += bool(scheduled[2])
+            self.idle += (made.max_num_running_reqs - len(made.running)) * bool(waiting and made.waiting)
+            while len(self.twin.steps) > self.twin.ahead or (self.twin.steps and not made.requests):
+                self.twin.update()
+            assert self.steps < 5000, "some samples wait for ever"
+
+
+@pytest.mark.parametrize("blocks", [400, 40])
+@pytest.mark.parametrize("second_runner", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_samples_that_wait_take_places_together(folder: Path, ahead: bool, second_runner: bool, blocks: int) -> None:
+    own, ours = (Twin(folder, ahead, second_runner, blocks, seats=16, caching=True) for _ in range(2))
+    collector = LogprobCollector(ours.engine)
+    assert PlainDecoding(ours.engine, collector.running, together=8).active
+    asked = [(f"{number}-0", [3 + number // 8 % 90] * 20, 60) for number in range(120)]
+    pieces = {name: collector.open(name) for name, _, _ in asked}
+    for name, prompt, limit in asked[:100]:
+        for twin in (own, ours):
+            twin.add(name, prompt, limit)
+    alone, together = Queue(own), Queue(ours)
+    alone.run(list(asked[100:]))
+    together.run(list(asked[100:]))
+    for name, _, _ in asked:
+        taken = list(zip(pieces[name].ids, pieces[name].logprobs, strict=True))
+        assert sorted(taken + ours.tokens[name]) == sorted(own.tokens[name]), "nobody's tokens depend on the others"
+    if blocks == 400:
+        assert together.reading < 0.35 * alone.reading
+        assert together.idle < 8 * together.steps, "no more places are left free for one another"
+        assert together.steps < 1.4 * alone.steps
+
+
 @pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])
 def test_a_pause_is_one_for_all_samples(folder: Path, state: str) -> None:
     from vllm.v1.core.sched.interface import PauseState

@@ -16,7 +16,7 @@ from torch import nn
 from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm.engine import VLLMEngine
-from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS, with_full_batch
+from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS, admitted_together, with_full_batch
 from lit_grpo.engines.vllm.tokens import LogprobCollector
 from lit_grpo.engines.vllm.weights import _missing_parts, _without_ties, tied_parameters
 from lit_grpo.engines.vllm_processes.settings import per_process
@@ -218,3 +218,17 @@ def test_three_processes_of_512_samples_have_a_graph_for_all_that_one_works_on()
     assert share == 171
     assert with_full_batch(DECODING_GRAPHS, share)["cudagraph_capture_sizes"][-1] >= share
     assert share in with_full_batch({"mode": 3}, share)["cudagraph_capture_sizes"]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "mixed", "most", "expected"),
+    [("FULL", "NONE", 512, 64), ("FULL", "NONE", 4, 1), ("FULL", "PIECEWISE", 512, 1), ("NONE", "NONE", 512, 1)],
+)
+def test_samples_take_places_together_where_a_batch_with_prompts_has_no_graph(
+    decoding: str, mixed: str, most: int, expected: int
+) -> None:
+    graphs = SimpleNamespace(decode_mode=lambda: decoding != "NONE", mixed_mode=lambda: mixed != "NONE")
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs), scheduler_config=SimpleNamespace(max_num_seqs=most)
+    )
+    assert admitted_together(config) == expected
