@@ -2,7 +2,7 @@
 
 Lightning, torch, transformers, vLLM and MLflow log, warn and draw bars of their own. Each message is judged by the file
 that it comes from: those of lit-grpo and of the person's own code are shown, those of installed packages are written to
-``log.txt`` in the folder of the run, unless they are errors, which are shown as well.
+``log.txt`` in the folder of the run. Errors are shown as well, and so is the table of a profiler that was asked for.
 
 Only Python's own ways to log and warn are used, and no file descriptor is moved: what crashes can always say so, and
 processes that are started inherit the real streams.
@@ -62,6 +62,9 @@ _INSTALLED = _folders(
     site.getusersitepackages(),
     *_package_folders(sys.path),
 )
+
+_ASKED_FOR = f"{os.sep}{Path('lightning', 'pytorch', 'profilers')}{os.sep}"
+"""Part of the path of source files that say nothing unless somebody has set ``trainer.profiler``."""
 
 
 def is_ours(path: str) -> bool:
@@ -143,7 +146,7 @@ class _Sorter(logging.Filter):
         # Details that were meant for nobody: jsonargparse logs whole configurations, with what is secret in them.
         if record.levelno >= logging.INFO:
             self.output.write(f"{record.levelname} {record.name}", _message(record))
-        return record.levelno >= self.shown_from
+        return record.levelno >= self.shown_from or _ASKED_FOR in record.pathname
 
 
 def _message(record: logging.LogRecord) -> str:

@@ -76,6 +76,15 @@ def test_logs_are_told_apart_by_their_file(tmp_path, capsys):
     assert (tmp_path / LOG_FILE).stat().st_mode & 0o777 == 0o600
 
 
+def test_a_table_that_was_asked_for_is_shown(tmp_path, capsys):
+    with library_output_to_file() as output:
+        output.open(tmp_path / LOG_FILE)
+        record("lightning.rank_zero", logging.INFO, "a table", f"{SITE}/lightning/pytorch/profilers/profiler.py")
+        record("lightning.rank_zero", logging.INFO, "a note", f"{SITE}/lightning/pytorch/trainer/setup.py")
+    assert capsys.readouterr().err.splitlines() == ["lightning: a table"]
+    assert (tmp_path / LOG_FILE).read_text().count("a ") == 2
+
+
 def test_warnings_are_told_apart_by_their_file(tmp_path, capsys):
     with warnings.catch_warnings(), library_output_to_file() as output:
         warnings.simplefilter("always")
@@ -160,6 +169,22 @@ def test_no_line_of_a_run_is_a_librarys(tmp_path):
     assert sum(line.startswith("rollout ") for line in lines) == 2
     # They have said something, and it is kept.
     assert "GPU available: False" in log
+
+
+@pytest.mark.slow
+def test_the_table_of_a_profiler_is_shown_at_the_end(tmp_path):
+    lines, _ = run_and_read(
+        tmp_path,
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--data.rollouts",
+        "1",
+        "--trainer.profiler",
+        "simple",
+    )
+    table = [line for line in lines if line.startswith("|")]
+    assert any("run_training_batch" in line for line in table)
+    assert any("optimizer_step" in line for line in table)
 
 
 @pytest.mark.slow
