@@ -14,7 +14,8 @@ import pytest
 
 from lit_grpo.engines.vllm.decoding import KNOWN_SCHEDULERS, PlainDecoding, scheduler_digest
 from lit_grpo.engines.vllm.tokens import LogprobCollector
-from tests.engines.vllm.vllm_fixtures import make_model
+from lit_grpo.types import Sampling
+from tests.engines.vllm.vllm_fixtures import GAP, make_model, requests, sampled, start_engine
 
 pytestmark = pytest.mark.vllm
 
@@ -243,8 +244,8 @@ def test_every_step_is_that_of_vllm(
 class Queue:
     """A twin with more samples than places: its steps, and how many of them read samples in."""
 
-    def __init__(self, twin: Twin) -> None:
-        self.twin, self.steps, self.reading, self.idle = twin, 0, 0, 0
+    def __init__(self, twin: Twin, together: int = 1) -> None:
+        self.twin, self.together, self.steps, self.reading, self.refused = twin, together, 0, 0, 0
 
     def run(self, late: list[tuple[str, list[int], int]]) -> None:
         """Step until all samples have ended; those of ``late`` come one by one."""
@@ -252,11 +253,12 @@ class Queue:
         while made.requests or late:
             if late and self.steps % 3 == 0:
                 self.twin.add(*late.pop())
-            waiting = len(made.waiting)
+            waiting, free = len(made.waiting), made.max_num_running_reqs - len(made.running)
             scheduled = self.twin.schedule()
             self.steps += 1
             self.reading += bool(scheduled[2])
-            self.idle += (made.max_num_running_reqs - len(made.running)) * bool(waiting and made.waiting)
+            # Nobody waits once there is room for as many as are to come together.
+            self.refused += bool(waiting and free >= min(self.together, waiting) and not scheduled[2])
             while len(self.twin.steps) > self.twin.ahead or (self.twin.steps and not made.requests):
                 self.twin.update()
             assert self.steps < 5000, "some samples wait for ever"
@@ -274,7 +276,7 @@ def test_samples_that_wait_take_places_together(folder: Path, ahead: bool, secon
     for name, prompt, limit in asked[:100]:
         for twin in (own, ours):
             twin.add(name, prompt, limit)
-    alone, together = Queue(own), Queue(ours)
+    alone, together = Queue(own), Queue(ours, 8)
     alone.run(list(asked[100:]))
     together.run(list(asked[100:]))
     for name, _, _ in asked:
@@ -282,8 +284,50 @@ def test_samples_that_wait_take_places_together(folder: Path, ahead: bool, secon
         assert sorted(taken + ours.tokens[name]) == sorted(own.tokens[name]), "nobody's tokens depend on the others"
     if blocks == 400:
         assert together.reading < 0.35 * alone.reading
-        assert together.idle < 8 * together.steps, "no more places are left free for one another"
+        assert together.refused == alone.refused == 0
         assert together.steps < 1.4 * alone.steps
+
+
+def test_a_batch_that_is_nearly_full_is_filled_no_further(folder: Path) -> None:
+    # While places are taken, samples end: for the last few of them each step would be one that reads samples in.
+    twin = Twin(folder, True, True, 2000, seats=64, caching=True)
+    collector = LogprobCollector(twin.engine)
+    decoding = PlainDecoding(twin.engine, collector.running, together=16)
+    for number in range(400):
+        collector.open(f"{number}-0")
+        twin.add(f"{number}-0", [3 + number // 8 % 90] * 20, 60)
+    queue = Queue(twin, 16)
+    queue.run([])
+    assert decoding.active
+    # Where only a full batch counts as full it is 90, and 146 where each takes a place that is free.
+    assert queue.reading < 75
+
+
+def test_an_engine_samples_the_same_where_samples_take_places_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, reading = [], []
+    for together in (1, 4):
+        monkeypatch.setattr("lit_grpo.engines.vllm.engine.admitted_together", lambda config, n=together: n)
+        engine = start_engine(tmp_path / str(together), make_model(tied=True, seed=0), max_num_seqs=8)
+        try:
+            scheduler, steps = engine._engine.engine_core.engine_core.scheduler, []
+            schedule = scheduler.schedule
+
+            def counted(*args: Any, schedule: Any = schedule, steps: list[bool] = steps) -> Any:
+                output = schedule(*args)
+                steps.append(bool(output.scheduled_new_reqs))
+                return output
+
+            scheduler.schedule = counted
+            found.append(sampled(engine, requests(12), Sampling(temperature=1.3, max_new_tokens=40)))
+            reading.append(sum(steps))
+        finally:
+            engine.close()
+    assert [c.token_ids for c in found[1]] == [c.token_ids for c in found[0]]
+    for one, other in zip(*found, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=GAP)
+    assert reading[1] < 0.7 * reading[0]
 
 
 @pytest.mark.parametrize("state", ["PAUSED_ALL", "PAUSED_NEW"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_grpo.cli import engine_ahead
+from lit_grpo.cli import engine_ahead, training
 from lit_grpo.cli.config_files import read_layers
 from lit_grpo.engines.vllm_processes import cards as cards_module
 from lit_grpo.engines.vllm_processes import reserve as module
@@ -198,6 +198,17 @@ def test_of_several_cards_of_the_driver_none_is_guessed(started: list[int], tmp_
     begin(None)
     begin(2)
     assert started == []
+
+
+def test_processes_are_started_before_anything_that_takes_a_second(tmp_path: Path, monkeypatch: NEW) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(training, "start_ahead", lambda *args: done.append("processes"))
+    monkeypatch.setattr(training, "_hide_progress_bars", lambda: done.append("transformers"))
+    monkeypatch.delenv("LIT_GRPO_LOG", raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    (tmp_path / "run.yaml").write_text(VLLM)
+    training.read_configuration("fit", ["--config", str(tmp_path / "run.yaml")], start_engine=True)
+    assert done == ["processes", "transformers"]
 
 
 def test_nothing_heavy_is_imported_before_processes_are_started() -> None:
