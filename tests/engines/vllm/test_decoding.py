@@ -311,7 +311,8 @@ def test_an_engine_samples_the_same_where_samples_take_places_together(
         monkeypatch.setattr("lit_grpo.engines.vllm.engine.admitted_together", lambda config, n=together: n)
         engine = start_engine(tmp_path / str(together), make_model(tied=True, seed=0), max_num_seqs=8)
         try:
-            scheduler, steps = engine._engine.engine_core.engine_core.scheduler, []
+            steps: list[bool] = []
+            scheduler = engine._engine.engine_core.engine_core.scheduler
             schedule = scheduler.schedule
 
             def counted(*args: Any, schedule: Any = schedule, steps: list[bool] = steps) -> Any:
