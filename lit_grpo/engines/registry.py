@@ -9,12 +9,12 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
-from importlib import import_module
 from typing import Any, cast
 
 from lit_grpo.engines.base import EngineClass, EngineContext, EngineStart, RolloutEngine
 from lit_grpo.engines.config import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from lit_grpo.errors import UserError
+from lit_grpo.utils.imports import import_by_path
 
 KEY = "data.engine"
 
@@ -173,18 +173,12 @@ def load_engine_class(class_path: str) -> EngineClass:
     """Import an engine's class.
 
     Raises:
-        UserError: it is not found, or has no ``from_context``.
+        UserError: it is not found, its module fails while it is imported, or it has no ``from_context``.
     """
-    module, _, name = class_path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"the engine {class_path!r} cannot be imported: {error}",
-            where=f"{KEY}.custom_engine",
-            remedy="write the import path of a class, my_package.MyEngine, of a package that is installed here or lies "
-            "in PYTHONPATH",
-        ) from error
+    remedy = (
+        "write the import path of a class, my_package.MyEngine, of a package that is installed here or in PYTHONPATH"
+    )
+    found = import_by_path(class_path, f"{KEY}.custom_engine", remedy)
     if not callable(getattr(found, "from_context", None)):
         raise UserError(
             f"{class_path} is no engine: it has no classmethod from_context",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -103,6 +104,22 @@ def import_named_module(
             where=line_of(error) or where,
             remedy="mend the module; LIT_GRPO_DEBUG=1 shows the whole traceback",
         ) from error
+
+
+def fault_of_class(path: str) -> UserError | None:
+    """Return the error of a class's module that is there and fails while it is imported; None for any other word.
+
+    Args:
+        path: a word that may be the import path of a class, as ``my_module.MyReward`` is.
+    """
+    if re.fullmatch(r"([A-Za-z_]\w*\.)+[A-Z]\w*", path):
+        try:
+            import_by_path(path)
+        except UserError as error:
+            # Where it is not there, or needs another package, its cause is one of these.
+            if error.__cause__ is not None and not isinstance(error.__cause__, ImportError | AttributeError):
+                return error
+    return None
 
 
 def line_of(error: BaseException) -> str | None:

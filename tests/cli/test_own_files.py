@@ -67,3 +67,51 @@ def test_without_any_configuration_the_screen_says_what_to_type(elsewhere, capsy
     # Who has said something is answered about that.
     assert main(["fit", "--data.temperature", "1"]) == 2
     assert "there is no option --data.temperature" in capsys.readouterr().err
+
+
+BROKEN = {
+    "does_not_compile": ("import sys\n\nclass Mine(object)\n    pass\n", "no valid Python: expected ':'", 3),
+    "fails": ("value = 1\n1 / 0\n", "fails: ZeroDivisionError: division by zero", 2),
+    "needs": ("import sys\nraise ValueError('no key')\n", "fails: ValueError: no key", 2),
+    "leaves": ("import sys\nsys.exit(0)\n", "SystemExit: 0", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--data.rewards=[{{class_path: {0}}}]",
+        "--data.rewards=[{0}]",
+        "--data.rewards+={0}",
+        "--data.prompts={{class_path: {0}}}",
+        "--data.prompts={0}",
+        "--trainer.callbacks+={0}",
+        "--trainer.callbacks+={{class_path: HealthMonitor, init_args: {{monitors: [{{class_path: {0}}}]}}}}",
+        "--trainer.logger={0}",
+        "--data.engine.custom_engine={0}",
+        None,
+    ],
+)
+def test_a_module_of_the_persons_own_that_breaks_is_named_with_its_line(
+    elsewhere, tmp_path, monkeypatch, capsys, name, typed
+):
+    module = f"of_my_own_{name}"
+    text, words, line = BROKEN[name]
+    file = tmp_path / "project" / f"{module}.py"
+    file.write_text(text)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    if typed is None:
+        elsewhere.write_text(CONFIG.replace("class_path: ExactMatch", f"class_path: {module}.Mine"))
+    assert main(["fit", "--config", str(elsewhere), *([typed.format(f"{module}.Mine")] if typed else [])]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert words in shown
+    assert f"{file}:{line}" in shown
+
+
+def test_a_module_that_is_not_there_is_told_so(elsewhere, capsys):
+    assert main(["fit", "--config", str(elsewhere), "--data.rewards+=no_such_module.Mine"]) == 2
+    assert "No module named 'no_such_module'" in capsys.readouterr().err
+    # Text may be the name of a file.
+    assert main(["fit", "--config", str(elsewhere), "--data.prompts=no_such_module.JSONL"]) == 2
+    assert "does not say what kind of file" in " ".join(capsys.readouterr().err.split())

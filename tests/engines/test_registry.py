@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -98,15 +99,33 @@ def test_a_setting_of_another_engine_is_warned_of_and_its_default_is_not() -> No
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("MyEngine", "cannot be imported"),
+        ("MyEngine", "is no import path"),
         ("no_such_package.MyEngine", "cannot be imported"),
-        ("tests.engines.test_registry.NoSuchEngine", "cannot be imported"),
+        ("tests.engines.test_registry.RandomEngin", "test_registry has no RandomEngin"),
         ("collections.OrderedDict", "no classmethod from_context"),
     ],
 )
 def test_a_wrong_import_path_is_named(path: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_engine(EngineConfig(custom_engine=path))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys; sys.exit(0)", "importing my_engine fails: SystemExit: 0"),
+        ("class Mine\n", "my_engine is no valid Python"),
+        ("import no_such_package", "my_engine.Mine cannot be imported: No module named 'no_such_package'"),
+    ],
+)
+def test_a_module_that_fails_at_its_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
+    (tmp_path / "my_engine.py").write_text(text)
+    with pytest.raises(UserError, match=words):
+        check_engine(EngineConfig(custom_engine="my_engine.Mine"))
 
 
 @pytest.mark.parametrize("name", ENGINES)

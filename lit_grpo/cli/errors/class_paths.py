@@ -6,13 +6,15 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from lit_grpo.cli.errors.value_forms import class_in_wrong_form, read, written
+from lit_grpo.errors import UserError
 from lit_grpo.utils.bounds import parameter_hints
+from lit_grpo.utils.imports import fault_of_class
 from lit_grpo.utils.spelling import nearest
 
 MODULES = (
@@ -50,7 +52,7 @@ def arguments_of(class_path: str) -> list[str]:
             if not any(p.kind == p.VAR_KEYWORD for p in parameters):
                 break
     # Importing a class of the user may raise anything, and only a suggestion depends on it.
-    except Exception:
+    except (Exception, SystemExit):
         return []
     return names
 
@@ -89,9 +91,28 @@ def argument_of(class_path: str, name: str) -> Argument:
             default = inspect.signature(cls).parameters[name].default
             found = hints[name], None if default is inspect.Parameter.empty else default
     # Importing a class of the user may raise anything, and only an example depends on it.
-    except Exception:
+    except (Exception, SystemExit):
         found = None
     return Argument(last, name, found)
+
+
+def broken_module(value: Any) -> UserError | None:
+    """Return the error of a class's module that is there and cannot be imported; None if there is none.
+
+    jsonargparse takes such a class for a value of another type, and says nothing of its module.
+
+    Args:
+        value: the value of a key: the import path of a class, a mapping with ``class_path``, or a list of either; its
+            arguments may hold further classes.
+    """
+    return next((fault for word in _words(value) if (fault := fault_of_class(word)) is not None), None)
+
+
+def _words(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _words(one)
 
 
 def full_path(name: str) -> str:
@@ -111,7 +132,7 @@ def similar_class(class_path: str, example: str | None = None) -> str:
     except ImportError as error:
         return _similar_module(module_name, name, error)
     # A module of the user may raise anything.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"importing {module_name} fails: {type(error).__name__}: {error}"
     names = _class_names(module)
     if near := nearest(name, names):

@@ -302,6 +302,8 @@ class Explainer(Places):
         if below := message_below(details):
             inner = below[0].removeprefix(f"{self.command}.")
             return self._bad_value(inner, below[1], source and source.part(inner))
+        if (broken := class_paths.broken_module(self.given(key, source))) is not None:
+            return UserError(f"`{key}`: {broken.what}", where=broken.where, remedy=broken.remedy)
         where = source.place if source is not None else self.place(key)
         if found := re.match(r"\s*init_args is (.*), no mapping", details):
             return self._bad_arguments(key, found[1], where)

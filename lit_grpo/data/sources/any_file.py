@@ -10,6 +10,7 @@ from lit_grpo.data.sources.jsonl import JsonlPrompts
 from lit_grpo.data.sources.parquet import ParquetPrompts
 from lit_grpo.data.sources.table import FileSource, Record
 from lit_grpo.errors import UserError
+from lit_grpo.utils.imports import fault_of_class
 
 
 class FilePrompts(FileSource):
@@ -30,6 +31,9 @@ class FilePrompts(FileSource):
         elif name.endswith(ParquetPrompts.endings):
             yield from self._by(ParquetPrompts(path)).read(path)
         else:
+            # The class of a module that fails while it is imported is taken for text.
+            if (fault := fault_of_class(path)) is not None:
+                raise fault
             raise UserError(
                 f"the name {path} does not say what kind of file it is",
                 where=self.key,
