@@ -13,20 +13,19 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import site
 import sys
-import sysconfig
 import textwrap
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from lit_grpo.utils.files import OWNER_ALONE
+from lit_grpo.utils.own_code import is_of_this_package, is_ours
 from lit_grpo.utils.secrets import masked_screen
 
 LOG_FILE = "log.txt"
@@ -35,44 +34,8 @@ _MOST_KEPT = 10_000
 """Lines that are kept in memory until the folder of the run is known; of more, the first are dropped."""
 
 
-def _folders(*paths: str | Path) -> tuple[str, ...]:
-    """Return the beginnings of all paths below some folders, also as they are without symbolic links."""
-    return tuple({f"{one}{os.sep}" for path in paths for one in (str(path), os.path.realpath(path))})
-
-
-def _package_folders(paths: Iterable[str]) -> list[str]:
-    """Return those of some folders that packages were installed into, by ``pip install --target`` or a Python below.
-
-    A project that is installed in place is not among them: what describes it lies with the installed packages.
-    """
-    found = []
-    for path in paths:
-        # A folder on the path may be gone, or not be for this user.
-        with suppress(OSError):
-            if path and Path(path).is_dir() and next(Path(path).glob("*.dist-info"), None) is not None:
-                found.append(path)
-    return found
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_OWN = _folders(_PACKAGE, _PACKAGE / "callbacks")
-_INSTALLED = _folders(
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-    *_package_folders(sys.path),
-)
-
 _ASKED_FOR = f"{os.sep}{Path('lightning', 'pytorch', 'profilers')}{os.sep}"
 """Part of the path of source files that say nothing unless somebody has set ``trainer.profiler``."""
-
-
-def is_ours(path: str) -> bool:
-    """Tell whether a source file belongs to lit-grpo or to the person, and not to an installed package or Python."""
-    if path.startswith(_OWN):
-        return True
-    # What begins with `<` is code without a file: `<string>`, `<frozen importlib._bootstrap>`.
-    return not path.startswith(("<", *_INSTALLED)) and not os.path.realpath(path).startswith(_INSTALLED)
 
 
 class LibraryOutput:
@@ -228,7 +191,7 @@ def library_output_to_file(shown_from: int = logging.ERROR) -> Iterator[LibraryO
     ) -> None:
         if file is not None:
             shown_before(message, category, filename, lineno, file, line)
-        elif filename.startswith(_OWN):
+        elif is_of_this_package(filename):
             print(in_paragraphs(f"warning: {message}", sys.stderr), file=sys.stderr, flush=True)
         elif is_ours(filename):
             place = f"{filename}:{lineno}: {category.__name__}"

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from lit_grpo.errors import UserError
+from lit_grpo.utils.own_code import is_the_persons
 from lit_grpo.utils.spelling import nearest
 
 
@@ -123,10 +124,15 @@ def fault_of_class(path: str) -> UserError | None:
 
 
 def line_of(error: BaseException) -> str | None:
-    """Return file and line at which an error was raised, None if it is not known."""
+    """Return file and line at which an error was raised, None if it is not known.
+
+    It is the last line of the person's own on the way there, if there is one: what a library has under it is no place
+    to mend.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in frames if is_the_persons(frame.filename)] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 

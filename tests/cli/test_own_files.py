@@ -105,8 +105,8 @@ def test_a_module_of_the_persons_own_that_breaks_is_named_with_its_line(
         elsewhere.write_text(CONFIG.replace("class_path: ExactMatch", f"class_path: {module}.Mine"))
     assert main(["fit", "--config", str(elsewhere), *([typed.format(f"{module}.Mine")] if typed else [])]) == 2
     shown = " ".join(capsys.readouterr().err.split())
-    assert words in shown
-    assert f"{file}:{line}" in shown
+    assert words in shown, shown
+    assert f"{file}:{line}" in shown, shown
 
 
 def test_a_module_that_is_not_there_is_told_so(elsewhere, capsys):

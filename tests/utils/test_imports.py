@@ -74,3 +74,11 @@ def test_names_are_imported_when_first_asked_for(tmp_path, monkeypatch):
         _ = lazy_package.missing
     with pytest.raises(AttributeError, match="no attribute"):
         lazy_attributes("collections", {})("x")
+
+
+def test_the_line_of_an_error_is_the_persons_own_and_not_that_of_a_library_under_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "reads_json.py").write_text("import json\n\ndata = json.loads('no json')\n")
+    with pytest.raises(UserError) as raised:
+        import_by_path("reads_json.Mine")
+    assert raised.value.where == f"{tmp_path}/reads_json.py:3"
