@@ -252,7 +252,8 @@ def test_a_call_begins_nothing_that_would_not_end(tmp_path: Path, monkeypatch: A
 def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path, monkeypatch: Any) -> None:
     stubborn = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); "
-        "print(os.getpid(), flush=True); time.sleep(600)"
+        # In one write: without a buffer a number and the end of its line are two, between which the other's may come.
+        "os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(600)"
     )
     monkeypatch.setattr(runs, "command", lambda *_: [sys.executable, "-c", stubborn])
     monkeypatch.setattr(runs, "_GRACE_SECONDS", 0.5)
