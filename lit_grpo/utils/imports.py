@@ -107,13 +107,15 @@ def import_named_module(
         ) from error
 
 
-def fault_of_class(path: str) -> UserError | None:
+def fault_of_class(path: str, *, named: bool = False) -> UserError | None:
     """Return the error of a class's module that is there and fails while it is imported; None for any other word.
 
     Args:
         path: a word that may be the import path of a class, as ``my_module.MyReward`` is.
+        named: it stands where a class is named, so that it is one without a capital letter too.
     """
-    if re.fullmatch(r"([A-Za-z_]\w*\.)+[A-Z]\w*", path):
+    # Other words with a dot may be names of files, and `rows.jsonl` must not run a rows.py.
+    if re.fullmatch(r"([A-Za-z_]\w*\.)+[A-Za-z_]\w*" if named else r"([A-Za-z_]\w*\.)+[A-Z]\w*", path):
         try:
             import_by_path(path)
         except UserError as error:

@@ -115,3 +115,11 @@ def test_a_module_that_is_not_there_is_told_so(elsewhere, capsys):
     # Text may be the name of a file.
     assert main(["fit", "--config", str(elsewhere), "--data.prompts=no_such_module.JSONL"]) == 2
     assert "does not say what kind of file" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_class_without_a_capital_letter_is_one_where_a_class_is_named(elsewhere, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "project" / "of_my_own_small.py"
+    file.write_text("1 / 0\n")
+    monkeypatch.delitem(sys.modules, "of_my_own_small", raising=False)
+    assert main(["fit", "--config", str(elsewhere), "--data.rewards=[{class_path: of_my_own_small.mine}]"]) == 2
+    assert f"{file}:1" in " ".join(capsys.readouterr().err.split())

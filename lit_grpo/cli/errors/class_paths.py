@@ -105,14 +105,17 @@ def broken_module(value: Any) -> UserError | None:
         value: the value of a key: the import path of a class, a mapping with ``class_path``, or a list of either; its
             arguments may hold further classes.
     """
-    return next((fault for word in _words(value) if (fault := fault_of_class(word)) is not None), None)
+    faults = (fault_of_class(word, named=named) for word, named in _words(value))
+    return next((fault for fault in faults if fault is not None), None)
 
 
-def _words(value: Any) -> Iterator[str]:
+def _words(value: Any, named: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield each text in a value, and whether it stands under ``class_path``."""
     if isinstance(value, str):
-        yield value
-    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        yield from _words(one)
+        yield value, named
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in pairs:
+        yield from _words(one, key == "class_path")
 
 
 def full_path(name: str) -> str:
