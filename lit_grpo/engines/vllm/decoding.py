@@ -11,10 +11,10 @@ from typing import Any
 from lit_grpo.engines.vllm.tokens import SampledTokens
 
 KNOWN_SCHEDULERS = {
-    "6029ddba": "0.26.0",
-    "17a80fe0": "0.26.0",
-    "6a889df2": "0.32.0",
-    "55ab353c": "0.32.0",
+    "e2b8de67": "0.26.0",
+    "8aa8bab8": "0.26.0",
+    "35482795": "0.32.0",
+    "ca0abce3": "0.32.0",
 }
 """Digests of the code of vLLM that is spared, of ``Scheduler`` and ``AsyncScheduler``, and a version that has it.
 
@@ -82,8 +82,8 @@ class PlainDecoding:
         self._decoding = RequestStatus.RUNNING
         kind = manager.coordinator.single_type_managers[0]
         self._blocks, self._filed, self._size = kind.req_to_blocks, kind.num_cached_block, int(kind.block_size)
-        self._new_blocks = kind.allocate_new_blocks
-        self._files = bool(manager.enable_caching)
+        self._new_blocks, self._file_blocks = kind.allocate_new_blocks, manager.block_pool.cache_full_blocks
+        self._files, self._group = bool(manager.enable_caching), kind.kv_cache_group_id
         # One step is scheduled before the tokens of the last are known.
         self._ahead = type(scheduler).__name__ == "AsyncScheduler"
         self._limits = [n for n in ("max_num_running_reqs", "max_num_active_reqs") if hasattr(scheduler, n)]
@@ -102,7 +102,7 @@ class PlainDecoding:
         if self._scheduler is not None:
             del self._scheduler.schedule, self._scheduler.update_from_output
         self._scheduler = self._manager = self._running = self._blocks = self._filed = None
-        self._schedule = self._update = self._new_blocks = None
+        self._schedule = self._update = self._new_blocks = self._file_blocks = None
 
     # The loops below run once for each token of each sample, so they make no call that can be spared.
 
@@ -114,9 +114,10 @@ class PlainDecoding:
         found = None if held else self._plain(scheduler)
         if found is None:
             return self._schedule(throttle_prefills)
-        plain, others, growing = found
+        plain, others, growing, full = found
         running, count = scheduler.running, len(plain)
         grown = self._grow(growing)
+        self._file(full)
         # vLLM sees the other samples alone, with what the plain ones leave of the batch.
         before = {name: getattr(scheduler, name) for name in self._limits}
         budget = scheduler.max_num_scheduled_tokens
@@ -151,15 +152,15 @@ class PlainDecoding:
             self._was_full = True
         return self._was_full
 
-    def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any], list[Any]] | None:
-        """Return the samples that only need one token, the others, and those of the first that need a block for it.
+    def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]] | None:
+        """Return the samples that only need one token, the others, and which of the first need a block or filled one.
 
         None: the step is vLLM's. It is where a sample is read in, and where vLLM may have to take one off.
         """
         size, blocks, filed, files = self._size, self._blocks, self._filed, self._files
         last = scheduler.max_model_len - 1
         earlier = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
-        plain, others, growing = [], [], []
+        plain, others, growing, full = [], [], [], []
         for request in scheduler.running:
             placeholders = request.num_output_placeholders
             needed, known = request.num_computed_tokens + 1, len(request._all_token_ids)
@@ -167,10 +168,8 @@ class PlainDecoding:
                 return None
             name = request.request_id
             room = len(blocks[name]) * size
-            # Full blocks of known tokens are filed; without placeholders the last known token is the needed one.
             if (
                 needed <= room + 1
-                and (not files or known // size <= filed.get(name, 0))
                 and needed <= last
                 and (not placeholders or needed + 1 - placeholders < request.num_prompt_tokens + request.max_tokens)
                 and (earlier is None or name in earlier)
@@ -178,6 +177,9 @@ class PlainDecoding:
                 plain.append(request)
                 if needed > room:
                     growing.append(request)
+                # Full blocks of known tokens are filed; without placeholders the last known token is the needed one.
+                if files and known // size > filed.get(name, 0):
+                    full.append(request)
             else:
                 others.append(request)
         if not plain or self._manager.block_pool.get_num_free_blocks() < len(others) + len(growing):
@@ -187,8 +189,11 @@ class PlainDecoding:
             names = {request.request_id for request in growing}
             apart = names.union([request.request_id for request in others])
             plain = [request for request in plain if request.request_id not in names]
+            full = [request for request in full if request.request_id not in names]
             others, growing = [request for request in scheduler.running if request.request_id in apart], []
-        return None if len(plain) + len(others) > scheduler.max_num_scheduled_tokens else (plain, others, growing)
+        if len(plain) + len(others) > scheduler.max_num_scheduled_tokens:
+            return None
+        return plain, others, growing, full
 
     def _grow(self, growing: list[Any]) -> dict[str, Any]:
         """Give each sample the block that its next token needs, and return their numbers in the form of vLLM's."""
@@ -197,6 +202,21 @@ class PlainDecoding:
             needed = request.num_computed_tokens + 1
             grown[request.request_id] = ([block.block_id for block in new_blocks(request.request_id, needed, needed)],)
         return grown
+
+    def _file(self, full: list[Any]) -> None:
+        """File the blocks that each sample has filled, so that other samples may begin with them."""
+        file, blocks, filed, size, group = self._file_blocks, self._blocks, self._filed, self._size, self._group
+        for request in full:
+            name, count = request.request_id, len(request._all_token_ids) // size
+            file(
+                request=request,
+                blocks=blocks[name],
+                num_cached_blocks=filed.get(name, 0),
+                num_full_blocks=count,
+                block_size=size,
+                kv_cache_group_id=group,
+            )
+            filed[name] = count
 
     def _add(self, output: Any, plain: list[Any], running: list[Any], grown: Mapping[str, Any]) -> None:
         """Put the plain samples into what vLLM scheduled, in the order of the running ones."""
@@ -307,9 +327,11 @@ def scheduler_digest(scheduler: type[Any]) -> str:
     Raises:
         OSError: the code is not there.
     """
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched import output, utils
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
     methods = (
@@ -323,6 +345,8 @@ def scheduler_digest(scheduler: type[Any]) -> str:
     parts: list[Any] = [vars(base)[name] for base in scheduler.__mro__ for name in methods if name in vars(base)]
     parts += [KVCacheManager.allocate_slots, KVCacheManager.cache_blocks, utils.check_stop]
     parts += [FullAttentionManager.allocate_new_blocks, FullAttentionManager.get_num_skipped_tokens]
+    parts += [FullAttentionManager.cache_blocks, SingleTypeKVCacheManager.cache_blocks, BlockPool.cache_full_blocks]
+    parts += [KVCacheCoordinator.cache_blocks]
     parts += [Request.append_output_token_ids, Request.update_block_hashes]
     parts += [output.CachedRequestData, output.SchedulerOutput]
     return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:8]
@@ -337,6 +361,8 @@ def _is_plain(scheduler: Any, manager: Any) -> bool:
         and [type(kind).__name__ for kind in kinds] == ["FullAttentionManager"]
         and manager.block_pool.hash_block_size == kinds[0].block_size
         and manager.watermark_blocks == 0
+        # Otherwise the last tokens are not filed.
+        and not getattr(manager.coordinator, "num_reprefillable_tokens", 0)
         and config.long_prefill_token_threshold == 0
         and scheduler.max_num_scheduled_tokens <= config.max_num_batched_tokens
     )

@@ -237,8 +237,9 @@ def test_every_step_is_that_of_vllm(
         assert sorted(taken + ours.tokens[name]) == sorted(own.tokens[name])
     assert (preempted > 0) == (blocks < 100), "some are taken off where the cache is small"
     if blocks == 400 and seats == 16:
-        assert spared.filed < 0.4 * spared.all
-        assert spared.scheduled < 0.5 * spared.all
+        assert spared.filed < 0.2 * spared.all
+        # With blocks that were filled left to vLLM it is 0.13 and more.
+        assert spared.scheduled < (0.11 if ahead and caching else 0.2) * spared.all
 
 
 class Queue:
