@@ -42,6 +42,10 @@ class Reward:
     (``data.rejudge_every``), to notice a verifier that changes its mind; False for what is drawn on purpose, or costs
     money."""
 
+    by_completion: bool = False
+    """True if a score depends on nothing but its completion and prompt, and takes so long that a call for each is worth
+    it: a completion is then scored as soon as it ends, with no wait for the others of its group."""
+
     range: tuple[float, float] = (-math.inf, math.inf)
     """Least and greatest value that ``score`` can give, before the weight."""
 
@@ -51,9 +55,12 @@ class Reward:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass that scores in a way of its own does not inherit the word of another that it bounds its work.
-        if "score" in vars(cls) and "score_limit" not in vars(cls):
-            cls.score_limit = Reward.score_limit
+        # A subclass that scores in a way of its own does not inherit the word of another that it bounds its work, or
+        # looks at no other completion.
+        if "score" in vars(cls):
+            for name in ("score_limit", "by_completion"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Reward, name))
 
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
         self.weight = weight

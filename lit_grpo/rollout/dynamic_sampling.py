@@ -26,7 +26,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_grpo.errors import StopRun
-from lit_grpo.rollout.generator import RolloutGenerator, Scored
+from lit_grpo.rollout.generator import Begun, RolloutGenerator, Scored
 from lit_grpo.types import Completion, Prompt, Rollout, Sampling
 
 OnShort = Literal["fill", "error"]
@@ -312,7 +312,7 @@ class _GroupStream:
         self.generator, self.prompt_at, self.sampling = generator, prompt_at, sampling
         self.group_size, self.index = group_size, index
         self.completions: dict[int, list[Completion]] = {}
-        self._incomplete: dict[int, list[Completion]] = {}
+        self._incomplete: dict[int, list[tuple[Completion, Future[Begun] | None]]] = {}
         self._generations: deque[Iterator[Completion]] = deque()
         self._scores: deque[tuple[int, Future[Scored]]] = deque()
 
@@ -333,14 +333,16 @@ class _GroupStream:
                 self._generations.popleft()
                 continue
             self._generations.rotate(-1)
-            position = completion.request
-            group = self._incomplete[position]
-            group.append(completion)
-            if len(group) == self.group_size:
+            position, generator = completion.request, self.generator
+            prompt, parts = self.prompt_at(position), self._incomplete[position]
+            parts.append((completion, generator.begin_score(prompt, completion)))
+            if len(parts) == self.group_size:
                 del self._incomplete[position]
-                group = self.completions[position] = sorted(group, key=lambda c: c.sample)
-                again = self.generator.judges_twice(self.index, position)
-                self._scores.append((position, self.generator.score_group(self.prompt_at(position), group, again)))
+                parts.sort(key=lambda part: part[0].sample)
+                group = self.completions[position] = [one for one, _ in parts]
+                again = generator.judges_twice(self.index, position)
+                scores = generator.score_group(prompt, group, again, [begun for _, begun in parts])
+                self._scores.append((position, scores))
         if not self._scores:
             if self._incomplete:
                 raise RuntimeError(f"the engine ended with {len(self._incomplete)} groups incomplete")

@@ -27,6 +27,8 @@ from lit_grpo.utils.threads import DaemonThreads, beside, call_within
 log = logging.getLogger(__name__)
 
 _SCORING_THREADS = 4
+# They wait for the processes of a reward, of which there may be some more than groups are scored at a time.
+_BEGINNING_THREADS = 16
 _CLOSING_SECONDS = 5.0
 
 SYNC_PROMPTS, SYNC_SAMPLES, SYNC_TOKENS = 4, 4, 8
@@ -51,6 +53,14 @@ class Scored(NamedTuple):
     """Scores of its completions under each reward's name."""
     rejudged: tuple[int, int] = (0, 0)
     """Completions whose second verdict is another than the first, and those that got a second one."""
+
+
+class Begun(NamedTuple):
+    """A completion that has ended, and what is known of it before its group is whole."""
+
+    text: str
+    scores: dict[str, list[Score]]
+    """Its score under the name of each reward that is :attr:`lit_grpo.rewards.Reward.by_completion`."""
 
 
 class Cancelled(Exception):  # noqa: N818 - it is an order, not an error
@@ -107,7 +117,7 @@ class RolloutSource(Protocol):
 
 
 class RolloutGenerator:
-    """A source of rollouts that samples completions of prompts and scores them in whole groups.
+    """A source of rollouts that samples completions of prompts and scores them: in whole groups, or one by one.
 
     Args:
         engine: samples; its weights are brought up to date before every rollout.
@@ -164,6 +174,8 @@ class RolloutGenerator:
         self.engine, self.policy, self.tokenizer = engine, policy, tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.rewards, self.seed, self.on_reward_error = list(rewards), seed, on_reward_error
+        self._early = [reward for reward in self.rewards if reward.by_completion]
+        self._late = [reward for reward in self.rewards if not reward.by_completion]
         self.retries, self.rejudge_every, self.sleep_level = retries, rejudge_every, sleep_level
         if sleep_level and not isinstance(engine, SleepingEngine):
             raise ValueError(f"{type(engine).__name__} cannot sleep")
@@ -172,6 +184,7 @@ class RolloutGenerator:
         """Held while the engine samples or its weights change: training rollouts may be made in another thread."""
         self._closing = threading.Event()
         self._scorers = DaemonThreads(_SCORING_THREADS, "reward")
+        self._beginners = DaemonThreads(_BEGINNING_THREADS, "completion")
 
     def produce(
         self,
@@ -209,15 +222,17 @@ class RolloutGenerator:
         started = time.perf_counter()
         groups: list[list[Completion | None]] = [[None] * group_size for _ in prompts]
         missing = [group_size] * len(prompts)
+        begun: list[list[Future[Begun] | None]] = [[None] * group_size for _ in prompts]
         scores: list[Future[Scored] | None] = [None] * len(prompts)
         for completion in self._beside_work(self.generate(requests, sampling)):
             i = completion.request
             groups[i][completion.sample] = completion
+            begun[i][completion.sample] = self.begin_score(prompts[i], completion)
             missing[i] -= 1
             # Whole groups are scored while the engine goes on.
             if not missing[i]:
                 again = purpose == "train" and self.judges_twice(index, positions[i])
-                scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None], again)
+                scores[i] = self.score_group(prompts[i], [c for c in groups[i] if c is not None], again, begun[i])
         if any(missing):
             raise EngineError(f"the engine ended with {sum(missing)} completions missing")
         taken = time.perf_counter()
@@ -251,9 +266,26 @@ class RolloutGenerator:
         every = self.rejudge_every
         return every > 0 and derive_seed(self.seed, "rejudge", index, position) % every == 0
 
-    def score_group(self, prompt: Prompt, group: list[Completion], again: bool = False) -> Future[Scored]:
-        """Decode and score a whole group in another thread, while the engine goes on; ``again``: judge it twice."""
-        return self._scorers.submit(self._score, prompt, group, again)
+    def begin_score(self, prompt: Prompt, completion: Completion) -> Future[Begun] | None:
+        """Score a completion in another thread by the rewards that need not wait for its group; None: none is such."""
+        return self._beginners.submit(self._begin_score, prompt, completion) if self._early else None
+
+    def score_group(
+        self,
+        prompt: Prompt,
+        group: list[Completion],
+        again: bool = False,
+        begun: Sequence[Future[Begun] | None] = (),
+    ) -> Future[Scored]:
+        """Decode and score a whole group in another thread, while the engine goes on.
+
+        Args:
+            prompt: of the group.
+            group: its completions, in the order of their samples.
+            again: judge it twice.
+            begun: what :meth:`begin_score` gave for each of them; empty: it was not called.
+        """
+        return self._scorers.submit(self._score, prompt, group, again, [one for one in begun if one is not None])
 
     def totals(self, result: Scored) -> list[float]:
         """Return the weighted sum of the rewards of each completion of a group; NaN where nothing scored it."""
@@ -402,10 +434,23 @@ class RolloutGenerator:
             with self._engine_lock:
                 self.engine.sleep(self.sleep_level)
 
-    def _score(self, prompt: Prompt, group: list[Completion], again: bool) -> Scored:
-        texts = [completion_text(self.tokenizer, c.token_ids, self.end_token_ids) for c in group]
+    def _begin_score(self, prompt: Prompt, completion: Completion) -> Begun:
+        text = completion_text(self.tokenizer, completion.token_ids, self.end_token_ids)
+        item = RewardInput(prompt, completion, text)
+        return Begun(text, score_all(self._early, [item], self.on_reward_error))
+
+    def _score(
+        self, prompt: Prompt, group: list[Completion], again: bool, begun: Sequence[Future[Begun]] = ()
+    ) -> Scored:
+        ended = [one.result() for one in begun]
+        texts = [one.text for one in ended] or [
+            completion_text(self.tokenizer, c.token_ids, self.end_token_ids) for c in group
+        ]
         items = [RewardInput(prompt, c, text) for c, text in zip(group, texts, strict=True)]
-        scores = score_all(self.rewards, items, self.on_reward_error)
+        asked = self._late if ended else self.rewards
+        scores = score_all(asked, items, self.on_reward_error) if asked else {}
+        for reward in self._early if ended else ():
+            scores[reward.name] = [score for one in ended for score in one.scores[reward.name]]
         rejudged = judge_again(self.rewards, items, scores, self.on_reward_error) if again else (0, 0)
         return Scored(texts, scores, rejudged)
 
@@ -455,6 +500,7 @@ class RolloutGenerator:
     def close(self) -> None:
         """Free engine, rewards and threads."""
         self._closing.set()
+        self._beginners.shutdown()
         self._scorers.shutdown()
         # A thread that samples leaves at its next completion, and frees the lock; one that hangs never does.
         if self._engine_lock.acquire(timeout=_CLOSING_SECONDS):

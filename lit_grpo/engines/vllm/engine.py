@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import tempfile
@@ -297,13 +298,15 @@ class VLLMEngine:
             self._forget_prefixes()
         call, stops = next(self._calls), stop_strings(sampling, self._tokenizer)
         self._searches = stops is not None or (self._searches and bool(self._running_samples))
-        batch = Batch(deque(), [])
+        batch, made = Batch(deque(), []), _sampling_params(sampling, self.end_token_ids, 0)
         try:
             for position, request in enumerate(requests):
                 prompt = {"prompt_token_ids": list(request.token_ids)}
                 for sample, seed in enumerate(request.seeds):
                     key = f"{call}-{position}-{sample}"
-                    params = _sampling_params(sampling, self.end_token_ids, seed)
+                    # Made once and copied: their checks would take a fifth of the time in which samples are begun.
+                    params = copy.copy(made)
+                    params.seed = seed
                     self._may_hold_prefixes = True
                     adapter = None if self._adapters is None else self._adapters.request
                     vllm_id = self._engine.add_request(key, prompt, params, lora_request=adapter)

@@ -55,6 +55,7 @@ class CodeReward(Reward):
     range = (0.0, 1.0)
     # Each answer has a limit of its own.
     score_limit = None
+    by_completion = True
 
     def __init__(
         self,

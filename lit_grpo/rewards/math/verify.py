@@ -68,6 +68,7 @@ class MathReward(Reward):
     range = (0.0, 1.0)
     # Each answer has a limit of its own.
     score_limit = None
+    by_completion = True
     extracts_answer = True
 
     def __init__(
