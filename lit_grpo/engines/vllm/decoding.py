@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from lit_grpo.engines.vllm.steady import SteadySamples
 from lit_grpo.engines.vllm.tokens import SampledTokens
 
 KNOWN_SCHEDULERS = {
@@ -49,9 +50,11 @@ class PlainDecoding:
     vLLM's scheduler spends some ten microseconds on each token of each sample: a dozen conditions and calls to find
     that the sample needs one more token and no memory, and as many to append the token and find that nothing has come
     to an end. Sampling from a small model is bound by the speed of Python, and much of its time is that. Both questions
-    are answered here by the numbers that vLLM's own code compares; what it keeps for each sample is then the same
-    after every step. A sample that needs memory is given its block here too, unless vLLM may give some in the same
-    step. Its own methods still run in every step, for samples that begin, end or are read in.
+    are answered here by the numbers that vLLM's own code compares. A sample that needs memory is given its block here
+    too, unless vLLM may give some in the same step. Its own methods still run in every step, for samples that begin,
+    end or are read in. What it keeps for each sample is the same after every step, but for counters of samples that
+    need nothing for some steps (:mod:`lit_grpo.engines.vllm.steady`): they are the same wherever vLLM reads them, and
+    after :meth:`write`.
 
     The methods that are spared must be those that were read: they are compared by their code, and with any other
     nothing is changed. Nor is anything for models with several kinds of cache, drafts, connectors, or where vLLM
@@ -69,6 +72,7 @@ class PlainDecoding:
         self._scheduler: Any = None
         self._manager: Any = None
         self._running: Mapping[str, SampledTokens] | None = None
+        self._steady: Any = None
         self._together, self._was_full = together, False
         try:
             scheduler = engine.engine_core.engine_core.scheduler
@@ -87,10 +91,13 @@ class PlainDecoding:
         # One step is scheduled before the tokens of the last are known.
         self._ahead = type(scheduler).__name__ == "AsyncScheduler"
         self._limits = [n for n in ("max_num_running_reqs", "max_num_active_reqs") if hasattr(scheduler, n)]
+        self._steady = SteadySamples(scheduler, ahead=self._ahead, size=self._size)
         # Paused, vLLM schedules nothing, or nothing new.
         self._unpaused = scheduler._pause_state
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        self._finish = scheduler.finish_requests
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
+        scheduler.finish_requests = self.finish_requests
 
     @property
     def active(self) -> bool:
@@ -100,9 +107,26 @@ class PlainDecoding:
     def close(self) -> None:
         """Give vLLM its own methods back, and hold no reference to the engine any longer."""
         if self._scheduler is not None:
-            del self._scheduler.schedule, self._scheduler.update_from_output
+            self.write()
+            del self._scheduler.schedule, self._scheduler.update_from_output, self._scheduler.finish_requests
         self._scheduler = self._manager = self._running = self._blocks = self._filed = None
-        self._schedule = self._update = self._new_blocks = self._file_blocks = None
+        self._schedule = self._update = self._finish = self._new_blocks = self._file_blocks = self._steady = None
+
+    def write(self) -> None:
+        """Bring all that vLLM keeps of running samples up to date."""
+        if self._scheduler is not None:
+            self._steady.write_all()
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Have vLLM take samples off, and return what its own ``finish_requests`` returns."""
+        samples = self._steady.samples
+        # One name, several, or None: all that there are.
+        if request_ids is not None:
+            request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for name in list(samples) if request_ids is None else request_ids:
+            if name in samples:
+                self._steady.write(name)
+        return self._finish(request_ids, *args, **kwargs)
 
     # The loops below run once for each token of each sample, so they make no call that can be spared.
 
@@ -111,11 +135,20 @@ class PlainDecoding:
         scheduler = self._scheduler
         held = throttle_prefills or scheduler._pause_state is not self._unpaused
         waits = self._waits(scheduler)
-        found = None if held else self._plain(scheduler)
+        running, steady = scheduler.running, self._steady
+        steady.begin()
+        samples = steady.samples
+        own = [request for request in running if request.request_id not in samples]
+        if len(own) + len(samples) != len(running):
+            steady.keep({request.request_id for request in running})
+        found = None if held else self._plain(scheduler, own, len(samples))
         if found is None:
+            # It looks at all of them.
+            steady.write_all()
+            steady.scheduled += 1
             return self._schedule(throttle_prefills)
         plain, others, growing, full = found
-        running, count = scheduler.running, len(plain)
+        count = len(plain) + len(samples)
         grown = self._grow(growing)
         self._file(full)
         # vLLM sees the other samples alone, with what the plain ones leave of the batch.
@@ -137,8 +170,10 @@ class PlainDecoding:
                 setattr(scheduler, name, limit)
         self._add(output, plain, running, grown)
         if earlier is not None:
-            earlier.update([request.request_id for request in plain])
+            earlier.update(output.num_scheduled_tokens)
         self._advance(plain, scheduler)
+        steady.scheduled += 1
+        self._become_steady(plain)
         return output
 
     def _waits(self, scheduler: Any) -> bool:
@@ -152,16 +187,23 @@ class PlainDecoding:
             self._was_full = True
         return self._was_full
 
-    def _plain(self, scheduler: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]] | None:
+    def _plain(
+        self, scheduler: Any, own: list[Any], steady: int
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any]] | None:
         """Return the samples that only need one token, the others, and which of the first need a block or filled one.
 
         None: the step is vLLM's. It is where a sample is read in, and where vLLM may have to take one off.
+
+        Args:
+            scheduler: vLLM's.
+            own: running samples that are not steady.
+            steady: number of those that are.
         """
         size, blocks, filed, files = self._size, self._blocks, self._filed, self._files
         last = scheduler.max_model_len - 1
         earlier = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
         plain, others, growing, full = [], [], [], []
-        for request in scheduler.running:
+        for request in own:
             placeholders = request.num_output_placeholders
             needed, known = request.num_computed_tokens + 1, len(request._all_token_ids)
             if request.is_prefill_chunk or known + placeholders != needed:
@@ -182,7 +224,7 @@ class PlainDecoding:
                     full.append(request)
             else:
                 others.append(request)
-        if not plain or self._manager.block_pool.get_num_free_blocks() < len(others) + len(growing):
+        if not (plain or steady) or self._manager.block_pool.get_num_free_blocks() < len(others) + len(growing):
             return None
         if growing and others:
             # Blocks are given in the order of the samples, so vLLM gives all of this step.
@@ -190,8 +232,8 @@ class PlainDecoding:
             apart = names.union([request.request_id for request in others])
             plain = [request for request in plain if request.request_id not in names]
             full = [request for request in full if request.request_id not in names]
-            others, growing = [request for request in scheduler.running if request.request_id in apart], []
-        if len(plain) + len(others) > scheduler.max_num_scheduled_tokens:
+            others, growing = [request for request in own if request.request_id in apart], []
+        if len(plain) + len(others) + steady > scheduler.max_num_scheduled_tokens:
             return None
         return plain, others, growing, full
 
@@ -220,17 +262,21 @@ class PlainDecoding:
 
     def _add(self, output: Any, plain: list[Any], running: list[Any], grown: Mapping[str, Any]) -> None:
         """Put the plain samples into what vLLM scheduled, in the order of the running ones."""
-        scheduled = output.num_scheduled_tokens
+        scheduled, samples, steps = output.num_scheduled_tokens, self._steady.samples, self._steady.scheduled
         # Samples are rows of the batch in this order, so it is kept.
         counts = dict.fromkeys([request.request_id for request in running], 1)
         names = [request.request_id for request in plain]
-        if len(names) < len(running):
-            for name in counts.keys() - scheduled.keys() - set(names):
+        if len(names) + len(samples) < len(running):
+            for name in counts.keys() - scheduled.keys() - samples.keys() - set(names):
                 del counts[name]
         counts.update(scheduled)
         output.num_scheduled_tokens = counts
-        output.total_num_scheduled_tokens += len(plain)
+        output.total_num_scheduled_tokens += len(plain) + len(samples)
         cached = output.scheduled_cached_reqs
+        cached.req_ids.extend(samples)
+        cached.new_block_ids.extend([None] * len(samples))
+        cached.num_computed_tokens.extend([one.computed + steps for one in samples.values()])
+        cached.num_output_tokens.extend([one.outputs + steps for one in samples.values()])
         cached.req_ids.extend(names)
         cached.new_block_ids.extend(map(grown.get, names))
         cached.num_computed_tokens.extend([request.num_computed_tokens for request in plain])
@@ -258,9 +304,38 @@ class PlainDecoding:
             if staggered:
                 request.next_decode_eligible_step = following
 
+    def _become_steady(self, plain: list[Any]) -> None:
+        """Find out for how many steps each plain sample will need nothing, now that its step is scheduled."""
+        steady, running, files = self._steady, self._running or {}, self._files
+        size, blocks, filed, under_way = self._size, self._blocks, self._filed, self._steady.under_way
+        last = self._scheduler.max_model_len - 1
+        for request in plain:
+            name, computed = request.request_id, request.num_computed_tokens
+            tokens = running.get(name)
+            # It must be part of every step that is under way, and vLLM must have nothing else to look for.
+            if (
+                tokens is None
+                or request.num_in_flight_tokens != under_way + 1
+                or request.num_preemptions
+                or not request._output_token_ids
+                or request.sampling_params.repetition_detection is not None
+            ):
+                continue
+            # The tokens that the cache holds with the step after so many others: `computed + 1 + steps`.
+            steps = min(
+                len(blocks[name]) * size - computed,
+                request.num_prompt_tokens + request.max_tokens - computed - 2,
+                last - computed - 1,
+            )
+            # Those of them that are known then fill a block.
+            if files:
+                steps = min(steps, (filed.get(name, 0) + 1) * size + under_way - computed - 1)
+            if steps > 0:
+                steady.add(request, tokens, steps)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Give each running sample its token, and return what vLLM's own method returns for those that end."""
-        sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
+        sampled, logprobs, steady = model_runner_output.sampled_token_ids, model_runner_output.logprobs, self._steady
         if (
             not sampled
             or logprobs is None
@@ -269,15 +344,36 @@ class PlainDecoding:
             or model_runner_output.num_nans_in_logits
             or scheduler_output.scheduled_spec_decode_tokens
         ):
+            steady.write_all()
+            steady.updated += 1
             return self._update(scheduler_output, model_runner_output)
+        # Where the tokens of several steps come with none scheduled in between, blocks fill up earlier.
+        if steady.scheduled - steady.updated != steady.under_way + 1:
+            steady.write_all()
         requests, decoding = self._scheduler.requests, self._decoding
         running = self._running or {}
         size, filed, files, ahead = self._size, self._filed, self._files, self._ahead
         longest = self._scheduler.max_model_len
         rows = model_runner_output.req_id_to_index
         values = logprobs.logprobs[:, 0].tolist()
-        left: dict[str, int] = {}
+        samples, own = steady.samples, []
         for name, count in scheduler_output.num_scheduled_tokens.items():
+            one = samples.get(name)
+            if one is None:
+                own.append((name, count))
+                continue
+            new = sampled[row := rows[name]]
+            if len(new) != 1 or (token := new[0]) in one.ends:
+                steady.write(name)
+                own.append((name, count))
+                continue
+            one.add_id(token)
+            one.add_to_all(token)
+            one.add_taken_id(token)
+            one.add_taken_logprob(values[row])
+        steady.updated += 1
+        left: dict[str, int] = {}
+        for name, count in own:
             request, tokens = requests.get(name), running.get(name)
             # One that was taken off may still get tokens from before; vLLM knows which.
             if (
