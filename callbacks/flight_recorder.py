@@ -199,7 +199,8 @@ class FlightRecorder(pl.Callback):
         # A weak reference: holding the experience would hold its memory.
         self._seen = weakref.ref(experience)
         width, count = experience.width, len(lengths)
-        drawn = torch.arange(width)[None, :] < lengths[:, None]  # [n, T]
+        # Places of the drawn tokens in a flat [n * T], found once for all of them and not for each by its mask.
+        drawn = (torch.arange(width)[None, :] < lengths[:, None]).flatten().nonzero()[:, 0]
         found: dict[str, Any] = {_PER_TOKEN[name]: getattr(experience, name, None) for name in _PER_TOKEN}
         for name, other in (("learner_logprobs", "logprobs"), ("entropy", "entropy")):
             if found[name] is None:
@@ -208,11 +209,11 @@ class FlightRecorder(pl.Callback):
         if advantages is not None:
             found["advantages"] = advantages[:, None].expand(-1, width) if advantages.ndim == 1 else advantages
         tensors = {
-            name: value.detach()[:count][drawn.to(value.device)].float().cpu()
+            name: value.detach()[:count].reshape(-1)[drawn.to(value.device)].float().cpu()
             for name, value in found.items()
             if value is not None and tuple(value.shape) == (len(experience.lengths), width)
         }
-        tensors["mask"] = experience.mask[:count].cpu()[drawn]
+        tensors["mask"] = experience.mask[:count].cpu().reshape(-1)[drawn]
         return tensors
 
     def _write_token_texts(self, pl_module: LightningModule, batch: Any) -> None:
