@@ -168,7 +168,8 @@ def _score(reward: Reward, batch: Sequence[RewardInput], on_error: OnError) -> l
         # The batch does not say which completion is at fault; one by one, it can be named or scored 0 alone.
         return _score_singly(reward, batch, on_error, error)
     if len(scores) != len(batch):
-        raise RewardError(reward.name, f"gave {len(scores)} scores for {len(batch)} completions")
+        completions = f"{len(batch)} completion{'s' if len(batch) > 1 else ''}"
+        raise RewardError(reward.name, f"gave {len(scores)} scores for {completions}")
     return [_checked(reward, item, score, on_error) for item, score in zip(batch, scores, strict=True)]
 
 

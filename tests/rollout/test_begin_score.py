@@ -15,7 +15,7 @@ from lit_grpo.rewards.combine import RewardError
 from lit_grpo.rollout.dynamic_sampling import DynamicSampler
 from lit_grpo.rollout.generator import RolloutGenerator
 from lit_grpo.types import Completion, Prompt, Request, RewardInput, Sampling, Score
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -152,7 +152,7 @@ def test_dynamic_sampling_begins_as_early(tokenizer: Any) -> None:
 
 
 def test_slow_ones_are_scored_beside_each_other(tokenizer: Any) -> None:
-    meet = threading.Barrier(8, timeout=60)
+    meet = threading.Barrier(8, timeout=PATIENCE)
 
     class Slow(Alone):
         by_completion = True

@@ -139,6 +139,7 @@ class PlainDecoding:
         steady.begin()
         samples = steady.samples
         own = [request for request in running if request.request_id not in samples]
+        # Where some are taken off past `finish_requests`, as by a reset of prefixes that does not wait for them.
         if len(own) + len(samples) != len(running):
             steady.keep({request.request_id for request in running})
         found = None if held else self._plain(scheduler, own, len(samples))

@@ -454,7 +454,7 @@ def record(name: str, tokens: int = 20) -> Any:
     return SimpleNamespace(
         request_id=name, sampling_params=params, _output_token_ids=[5] * tokens, _all_token_ids=[4] * 8 + [5] * tokens,
         num_computed_tokens=8 + tokens, num_in_flight_tokens=1, num_output_placeholders=1, block_hashes=[b"1"],
-        next_decode_eligible_step=0, ended=False, is_finished=lambda: False, update_block_hashes=lambda: None,
+        next_decode_eligible_step=0, is_finished=lambda: False, update_block_hashes=lambda: None,
     )  # fmt: skip
 
 
