@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import tempfile
@@ -23,7 +24,9 @@ from lit_grpo.engines.vllm.adapters import HotAdapters, engine_arguments
 from lit_grpo.engines.vllm.classes import classes_left_alone, load_classes
 from lit_grpo.engines.vllm.decoding import PlainDecoding
 from lit_grpo.engines.vllm.graphs import admitted_together
+from lit_grpo.engines.vllm.load_plan import LoadPlan
 from lit_grpo.engines.vllm.names import as_in_checkpoint
+from lit_grpo.engines.vllm.prefixes import reset_prefix_cache
 from lit_grpo.engines.vllm.requests import check_requests
 from lit_grpo.engines.vllm.settings import engine_options, model_config_of, sampling_settings
 from lit_grpo.engines.vllm.slots import SlotShortcut
@@ -187,6 +190,7 @@ class VLLMEngine:
         self._calls = itertools.count()
         self._collector = LogprobCollector(self._engine)
         self._slots = SlotShortcut(self._engine)
+        self._load_plan = LoadPlan()
         self._decoding = PlainDecoding(self._engine, self._collector.running, admitted_together(config))
         self._running_samples: dict[str, _RunningSample] = {}
         self._searches = False
@@ -418,7 +422,7 @@ class VLLMEngine:
                 latter the engine refuses to sample until a sync succeeds.
         """
         stream = weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
-        self._load(reload_weights, stream, version)
+        self._load(functools.partial(reload_weights, plan=self._load_plan), stream, version)
 
     def adopt(self, tensors: NamedWeights, version: int) -> None:
         """Load the weights of ``version`` from what :meth:`tensors` gives of an engine of the same model.
@@ -460,7 +464,7 @@ class VLLMEngine:
         # Without this, vLLM would walk over every block of its cache for nothing.
         if not self._may_hold_prefixes:
             return
-        if not self._llm.reset_prefix_cache():
+        if not reset_prefix_cache(self._llm):
             raise EngineError("vLLM did not empty its prefix cache, so keys and values of old weights could be reused")
         self._may_hold_prefixes = False
 
@@ -514,6 +518,8 @@ class VLLMEngine:
         self._collector.close()
         self._decoding.close()
         self._slots.close()
+        # It holds tensors of the model.
+        self._load_plan = LoadPlan()
         client, self._engine = self._engine.engine_core, None
         gc.unfreeze()
         # vLLM's own shutdown would also destroy the default process group, be it the learner's or another engine's.

@@ -20,13 +20,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_grpo.engines.base import NamedWeights
+from lit_grpo.engines.vllm.load_plan import LoadNotes, LoadPlan
 from lit_grpo.engines.vllm.names import BUFFER
 from lit_grpo.utils.logging import log_level
 
@@ -37,7 +38,7 @@ _PLAIN_CACHES = ("auto", "bfloat16", "float16", "half")
 """Number formats of keys and values that need no scales."""
 
 
-def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) -> None:
+def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights, plan: LoadPlan | None = None) -> None:
     """Replace every weight of vLLM's ``model``.
 
     Args:
@@ -46,6 +47,8 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
         weights: (name, full tensor) on any device and in any float format, named as in a checkpoint or as parameters
             of the transformers model where vLLM knows those; buffers as :mod:`lit_grpo.engines.vllm.names` names them.
             The name of a tied output head may be in it or not.
+        plan: of this model: it is made in the first load, and the next ones are made by it. None: every load is made
+            by vLLM.
 
     Raises:
         ValueError: a weight is missing, unknown, or of another shape, or a tied head differs from its embedding. The
@@ -57,16 +60,40 @@ def reload_weights(model: nn.Module, vllm_config: Any, weights: NamedWeights) ->
     streamed: dict[str, int] = {}
     own = {name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())}
     stream = _without_ties(_known_buffers(weights, own), ties, streamed)
+    plan, notes, before = plan or LoadPlan(), None, set[str]()
     with set_current_vllm_config(vllm_config), torch.no_grad():
-        load = _load_in_place if weights_stay_as_loaded(model, vllm_config) else _load_layerwise
-        sizes, loaded = load(model, vllm_config, stream)
-        missing = sorted(sizes.keys() - ties.keys() - loaded) + _missing_parts(model, loaded, streamed)
-        if missing:
-            raise ValueError(f"the policy's weights lack {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
+        if plan.holds():
+            rest = plan.repeat(stream, before)
+            if rest is None:
+                _require_all(plan.missing(streamed))
+                return
+            stream = rest
+        if not weights_stay_as_loaded(model, vllm_config):
+            sizes, loaded = _load_layerwise(model, vllm_config, stream)
+        elif before or plan.useless:
+            sizes, loaded = _load_in_place(model, stream)
+        else:
+            notes = LoadNotes(model)
+            with notes:
+                sizes, loaded = _load_in_place(model, notes.watched(stream))
+        loaded |= before
+        _require_all(sorted(sizes.keys() - ties.keys() - loaded) + _missing_parts(model, loaded, streamed))
         if vllm_config.parallel_config.tensor_parallel_size == 1 and vllm_config.model_config.quantization is None:
             _check_sizes(model, sizes, streamed)
         for name in ties:
             _repack(model.get_submodule(name.rpartition(".")[0]))
+        if notes is not None:
+            plan.take(notes, model)
+
+
+def _require_all(missing: Sequence[str]) -> None:
+    """Check that no weight is missing.
+
+    Raises:
+        ValueError: some are.
+    """
+    if missing:
+        raise ValueError(f"the policy's weights lack {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
 
 
 def weights_stay_as_loaded(model: nn.Module, vllm_config: Any) -> bool:
@@ -135,7 +162,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _load_in_place(model: nn.Module, vllm_config: Any, stream: NamedWeights) -> tuple[dict[str, int], set[str]]:
+def _load_in_place(model: nn.Module, stream: NamedWeights) -> tuple[dict[str, int], set[str]]:
     """Load ``stream`` into the model's tensors.
 
     Returns:

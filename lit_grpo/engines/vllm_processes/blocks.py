@@ -10,9 +10,10 @@ cost each receiver an open and a close of the memory behind it. Nothing that the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,10 +44,17 @@ class Entry(NamedTuple):
 
     def of(self, buffer: Tensor) -> Tensor:
         """Return the weight as a view of the buffer, a 1-d tensor of bytes."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return buffer[self.start : self.start + size].view(self.dtype).view(self.shape)
+        return buffer[self.start : self.end].view(self.dtype).view(self.shape)
+
+    @property
+    def end(self) -> int:
+        """In bytes, the first that is not its own."""
+        return self.start + self.dtype.itemsize * math.prod(self.shape)
+
+
+def used(buffer: Tensor, entries: Sequence[Entry]) -> Tensor:
+    """Return the part of a buffer in which weights lie."""
+    return buffer[: max((entry.end for entry in entries), default=0)]
 
 
 class Buffer:

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError, NamedWeights
-from lit_grpo.engines.vllm_processes.blocks import Buffer, opened, packed, settle
+from lit_grpo.engines.vllm_processes.blocks import Buffer, opened, packed, settle, used
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -190,9 +190,11 @@ class Worker:
             if kind == "buffer":
                 buffer = opened(details[0])
                 continue
-            # Copies: vLLM holds on to weights of layers that are not complete, and to those that others are tied to.
-            # On the engine's own card, which need not be the one where the buffer lies.
-            weights = [(entry.name, entry.of(buffer).to(self._device, copy=True)) for entry in details[0]]
+            # A copy: vLLM holds on to weights of layers that are not complete, and to those that others are tied to. On
+            # the engine's own card, which need not be the one where the buffer lies.
+            held = used(buffer, details[0]).to(self._device, copy=True)
+            weights = [(entry.name, entry.of(held)) for entry in details[0]]
+            del held
             settle(self._device)
             self._send("taken")
             while weights:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from lit_grpo.engines.base import EngineError
+from lit_grpo.engines.vllm import prefixes
 from lit_grpo.engines.vllm import weights as vllm_weights
+from lit_grpo.engines.vllm.load_plan import LoadPlan
+from lit_grpo.engines.vllm.prefixes import _known_pool
 from lit_grpo.errors import UserError
 from lit_grpo.types import Sampling
 from tests.engines.vllm.vllm_fixtures import (
@@ -99,6 +102,32 @@ def test_greedy_after_sync_equals_a_fresh_engine(case: Case) -> None:
     assert case.fresh[1] != case.fresh[2] != case.initial
 
 
+def test_a_repeated_load_leaves_the_tensors_that_vllm_leaves(case: Case) -> None:
+    def held() -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in case.engine.tensors()}
+
+    engine = case.engine
+    engine._load_plan = LoadPlan()
+    engine.sync(weights(case.models[2]), 0)
+    by_vllm = held()
+    assert engine._load_plan.holds() == case.in_place
+    assert not engine._load_plan.useless
+    # As a learner in float32 and one that gathers weights in another order and twice the format would send them.
+    others: list[Any] = [list(weights(case.models[1])), list(weights(case.models[1]))[::-1]]
+    for stream in others:
+        engine.sync(iter(stream), 1)
+        assert greedy(engine) == case.fresh[1]
+    engine.sync(weights(case.models[2]), 2)
+    assert engine._load_plan.holds() == case.in_place
+    again = held()
+    assert by_vllm.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in by_vllm.items())
+    # Another format, which the plan does not know: vLLM loads it, and the plan stays.
+    engine.sync(((name, p.double()) for name, p in weights(case.models[1])), 3)
+    assert greedy(engine) == case.fresh[1]
+    assert engine._load_plan.holds() == case.in_place
+
+
 def test_logprobs_after_sync_are_the_new_models(case: Case) -> None:
     case.engine.sync(weights(case.models[2]), 7)
     asked = requests(4)
@@ -122,6 +151,38 @@ def test_cached_prefixes_of_old_weights_do_not_leak(case: Case) -> None:
     asked = requests(4)
     completions = sampled(case.engine, asked, Sampling(max_new_tokens=24))
     assert largest_gap(case.models[2], asked, completions, 1.0) < GAP
+
+
+def test_every_name_of_a_block_is_forgotten_and_no_block_is_lost(case: Case) -> None:
+    pool = case.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    assert _known_pool(case.engine._llm) is pool, "of the versions of vLLM that are tested the code is known"
+    blocks = pool.blocks
+    # The second finds the prefixes of the first, and holds copies of some.
+    for _ in range(2):
+        sampled(case.engine, requests(4), Sampling(max_new_tokens=40))
+        assert any(block.block_hash is not None for block in blocks)
+        case.engine.sync(weights(case.models[1]), 0)
+        assert pool.blocks is blocks
+        assert len(pool.cached_block_hash_to_block) == 0
+        assert all(block.block_hash is None for block in blocks)
+
+
+def test_the_cache_is_emptied_by_vllm_alone_where_its_code_is_not_known(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = case.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(prefixes, "KNOWN_POOLS", {})
+    seen, own = [], case.engine._llm.reset_prefix_cache
+
+    def reset() -> bool:
+        seen.append(len(pool.blocks))
+        return bool(own())
+
+    monkeypatch.setattr(case.engine._llm, "reset_prefix_cache", reset)
+    sampled(case.engine, requests(4), Sampling(max_new_tokens=40))
+    case.engine.sync(weights(case.models[1]), 0)
+    assert seen[-1] == pool.num_gpu_blocks
+    assert all(block.block_hash is None for block in pool.blocks)
 
 
 def test_sync_insists_that_the_prefix_cache_was_emptied(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
