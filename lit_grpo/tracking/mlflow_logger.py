@@ -349,13 +349,16 @@ class RunLogger(Logger, RunRecord):
 
     @rank_zero_only
     def log_text(self, text: str, name: str) -> None:
-        """Write ``<run_dir>/<name>``, whole or not at all, and send it as an artifact."""
-        self.log_artifact(self._write(text, name))
+        """Write ``<run_dir>/<name>``, whole or not at all, and send it as an artifact.
 
-    def _write(self, text: str, name: str) -> Path:
+        It does not wait for the disk, so that a power failure may lose it.
+        """
+        self.log_artifact(self._write(text, name, to_disk=False))
+
+    def _write(self, text: str, name: str, *, to_disk: bool = True) -> Path:
         path = self._make_run_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
+        write_atomically(path, text, to_disk=to_disk)
         if name == PARAMS_FILE:
             path.chmod(OWNER_ALONE)
         return path
@@ -370,7 +373,8 @@ class RunLogger(Logger, RunRecord):
         """Queue tags of the MLflow run; also kept in ``run.json``."""
         text = {key: str(value) for key, value in tags.items()}
         self._open()[1].put(lambda target: target.tags(text))
-        self._note.update(tags={**self._note.read().get("tags", {}), **text})
+        # A diagnosis sets some between two steps.
+        self._note.update_behind(tags={**self._note.read().get("tags", {}), **text})
 
     @rank_zero_only
     def log_inputs(self, datasets: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]) -> None:

@@ -33,10 +33,26 @@ class RunNote:
         self._lock = threading.Lock()
         self._failed = False
         """Whether it was said that the note cannot be written."""
+        self._waiting: dict[str, Any] = {}
+        """Entries that are not in the file yet. Replaced and never changed, so that threads may read it."""
+        self._waiting_lock = threading.Lock()
 
     def read(self) -> dict[str, Any]:
         """Return the entries of the note; none where it cannot be read."""
-        return read_note(self._folder())
+        # In this order: what is written meanwhile is then in one of the two.
+        waiting = self._waiting
+        return read_note(self._folder()) | waiting
+
+    def update_behind(self, **entries: Any) -> None:
+        """Change entries of the note in a thread, for who must not wait for the disk; :meth:`read` knows them at once.
+
+        Beside a large checkpoint that is written to the same disk the note would take seconds. Any later
+        :meth:`update` writes them too; a process that is killed before loses them.
+        """
+        with self._waiting_lock:
+            self._waiting = self._waiting | entries
+        # They are few: a diagnosis that begins or ends has some.
+        threading.Thread(target=self.update, name="run-note", daemon=True).start()
 
     def update(self, **entries: Any) -> None:
         """Change entries of the note; a disk that refuses is warned of once."""
@@ -44,13 +60,16 @@ class RunNote:
         if not self._may_write():
             return
         try:
-            # The sender's thread writes here too.
+            # Several threads write here.
             with self._lock:
                 # Asked for in here, so that a later note never says less than an earlier one.
-                latest = self._latest()
+                latest, waiting = self._latest(), self._waiting
                 path = self._folder() / RUN_FILE
-                write_atomically(path, json.dumps({**self.read(), **latest, **entries}, indent=1))
+                write_atomically(path, json.dumps(read_note(path.parent) | waiting | latest | entries, indent=1))
                 path.chmod(OWNER_ALONE)
+            with self._waiting_lock:
+                # Not what has come since.
+                self._waiting = {k: v for k, v in self._waiting.items() if k not in waiting or v is not waiting[k]}
         except OSError as error:
             if not self._failed:
                 log.warning("Tracking: %s cannot be written (%s).", RUN_FILE, error)

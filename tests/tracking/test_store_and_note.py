@@ -13,7 +13,7 @@ from lit_grpo.errors import UserError
 from lit_grpo.tracking import run_note
 from lit_grpo.tracking.run_note import RUN_FILE, RunNote, read_note
 from lit_grpo.tracking.store_address import StoreAddress
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 
 def test_an_address_that_was_given_goes_before_the_variable_and_the_folder(tmp_path, monkeypatch):
@@ -69,6 +69,42 @@ def test_an_entry_of_the_moment_is_newer_than_the_note_and_a_given_one_than_both
     assert read_note(tmp_path) == {"sent": 9}
     note(tmp_path).update()
     assert read_note(tmp_path) == {"sent": 5}
+
+
+def test_who_must_not_wait_for_the_disk_does_not_and_nothing_is_lost(tmp_path, monkeypatch):
+    run, inside, go = note(tmp_path), threading.Event(), threading.Event()
+    run.update(run_id="a", tags={"x": "0"})
+    write = run_note.write_atomically
+
+    def slowly(*args, **kwargs):
+        inside.set()
+        assert go.wait(PATIENCE)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(run_note, "write_atomically", slowly)
+    run.update_behind(tags={"x": "1"})
+    assert inside.wait(PATIENCE)
+    # The disk is busy: the file is as it was, and whoever asks this process knows better.
+    assert read_note(tmp_path)["tags"] == {"x": "0"}
+    assert run.read() == {"sent": 5, "run_id": "a", "tags": {"x": "1"}}
+    run.update_behind(tags={"x": "2"}, more=1)
+    assert run.read()["tags"] == {"x": "2"}
+    go.set()
+    run.update(ended="FINISHED")
+    assert run.read() == {"sent": 5, "run_id": "a", "ended": "FINISHED", "tags": {"x": "2"}, "more": 1}
+    wait_until(lambda: read_note(tmp_path) == run.read(), "everything in the file")
+    wait_until(lambda: all(thread.name != "run-note" for thread in threading.enumerate()), "the threads have ended")
+    # What is written is not written over an entry that was given later.
+    run.update(tags={"x": "3"})
+    run.update()
+    assert read_note(tmp_path)["tags"] == {"x": "3"}
+
+
+def test_nothing_is_written_behind_a_run_that_another_process_goes_on_with(tmp_path):
+    run = note(tmp_path, held=False)
+    run.update_behind(tags={"x": "1"})
+    wait_until(lambda: all(thread.name != "run-note" for thread in threading.enumerate()), "the thread has ended")
+    assert read_note(tmp_path) == {}
 
 
 def test_threads_that_write_at_once_lose_nothing(tmp_path, monkeypatch):

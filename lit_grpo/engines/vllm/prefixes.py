@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, cast
 
 KNOWN_POOLS = {"1d40517a": "0.26.0", "a979957e": "0.32.0"}
-"""Digests of the code of ``BlockPool`` that is counted on, and a version of vLLM that has it, see :func:`pool_digest`."""
+"""Digests of the code of ``BlockPool`` that is counted on, and a version of vLLM that has it.
+
+See :func:`pool_digest`.
+"""
 
 
 def reset_prefix_cache(llm: Any) -> bool:
@@ -45,7 +49,7 @@ def _known_pool(llm: Any) -> Any:
 
 
 @functools.cache
-def pool_digest(pool: type[Any]) -> str:
+def pool_digest(pool: Hashable) -> str:
     """Return eight hexadecimal digits of the code that names blocks, and that takes the names off.
 
     Raises:
@@ -55,5 +59,5 @@ def pool_digest(pool: type[Any]) -> str:
 
     names = ("cache_full_blocks", "_insert_block_hash", "_remove_cached_block_hashes", "move_block_hashes",
              "reset_prefix_cache")  # fmt: skip
-    parts = [BlockHashToBlockMap, *(vars(pool)[name] for name in names)]
+    parts = [BlockHashToBlockMap, *(vars(cast(type[Any], pool))[name] for name in names)]
     return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:8]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""The share of a card's multiprocessors that a process may use under NVIDIA's MPS, in percent."""
 _DEVICES = Path("/dev")
 """NVIDIA's driver has a file for each card there that this process may use: nvidia0, nvidia1 and so on."""
 
@@ -31,8 +33,9 @@ def environment_on_card(own: str, named: str | None = None) -> dict[str, str | N
     """
     # An engine runs on the first card that it sees. The learner's is seen for the weights that lie there.
     seen = own if named in (None, own) else f"{named},{own}"
-    # What these processes do on a CPU is Python; threads of torch would only wait for each other.
-    return {"CUDA_VISIBLE_DEVICES": seen, "OMP_NUM_THREADS": "1"}
+    # What these processes do on a CPU is Python; threads of torch would only wait for each other. A share of the card
+    # that the learner is held to under MPS is held free for them.
+    return {"CUDA_VISIBLE_DEVICES": seen, "OMP_NUM_THREADS": "1", MPS_SHARE: None}
 
 
 def _names(word: str) -> bool:

@@ -180,7 +180,7 @@ class Worker:
         Raises:
             EngineError: whoever sends them could not go on.
         """
-        buffer: Tensor | None = None
+        buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             kind, *details = self._inbox.get()
             if kind == "end":

@@ -75,7 +75,8 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_a_repeated_load_leaves_what_the_loader_leaves(order: Any) -> None:
     model, other = Model(), Model()
     plan = noted(model, load, iter(weights(0).items()))
-    assert plan.holds() and not plan.useless
+    assert plan.holds()
+    assert not plan.useless
     new = weights(1)
     load(other, iter(new.items()))
     with torch.no_grad():
@@ -249,12 +250,14 @@ NOT_COPIES = [scaled, shifted, read_back, converted, seen, incomplete, overlappi
 def test_a_loader_that_does_anything_else_is_not_repeated(loader: Loader) -> None:
     model = Model()
     plan = noted(model, loader, iter(weights(0).items()))
-    assert plan.useless and not plan.holds()
+    assert plan.useless
+    assert not plan.holds()
 
 
 def test_a_weight_that_comes_twice_is_not_repeated() -> None:
     plan = noted(Model(), load, iter([*weights(0).items(), ("q", torch.zeros(4, 4))]))
-    assert plan.useless and not plan.holds()
+    assert plan.useless
+    assert not plan.holds()
 
 
 def test_what_the_stream_itself_computes_is_no_part_of_the_load() -> None:
