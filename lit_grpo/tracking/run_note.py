@@ -65,7 +65,7 @@ class RunNote:
                 # Asked for in here, so that a later note never says less than an earlier one.
                 latest, waiting = self._latest(), self._waiting
                 path = self._folder() / RUN_FILE
-                write_atomically(path, json.dumps(read_note(path.parent) | waiting | latest | entries, indent=1))
+                write_atomically(path, json.dumps({**read_note(path.parent), **waiting, **latest, **entries}, indent=1))
                 path.chmod(OWNER_ALONE)
             with self._waiting_lock:
                 # Not what has come since.

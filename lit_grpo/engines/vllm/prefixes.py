@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any
 
 KNOWN_POOLS = {"1d40517a": "0.26.0", "a979957e": "0.32.0"}
 """Digests of the code of ``BlockPool`` that is counted on, and a version of vLLM that has it.
@@ -38,26 +37,30 @@ def reset_prefix_cache(llm: Any) -> bool:
 
 
 def _known_pool(llm: Any) -> Any:
+    """Return vLLM's pool of blocks, or None where it is not what was read."""
     try:
+        from vllm.v1.core.block_pool import BlockPool
+
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-        # They are told of blocks by number.
-        if type(pool).__name__ != "BlockPool" or getattr(pool, "_reuse_watchers", None):
+        # Who watches them is told of blocks by number.
+        if type(pool) is not BlockPool or getattr(pool, "_reuse_watchers", None):
             return None
-        return pool if pool_digest(type(pool)) in KNOWN_POOLS else None
-    except (AttributeError, ImportError, OSError, TypeError):
+        return pool if pool_digest() in KNOWN_POOLS else None
+    except (AttributeError, ImportError, KeyError, OSError, TypeError):
         return None
 
 
 @functools.cache
-def pool_digest(pool: Hashable) -> str:
+def pool_digest() -> str:
     """Return eight hexadecimal digits of the code that names blocks, and that takes the names off.
 
     Raises:
+        KeyError: vLLM's pool has no such method.
         OSError: the code is not there.
     """
-    from vllm.v1.core.block_pool import BlockHashToBlockMap
+    from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 
     names = ("cache_full_blocks", "_insert_block_hash", "_remove_cached_block_hashes", "move_block_hashes",
              "reset_prefix_cache")  # fmt: skip
-    parts = [BlockHashToBlockMap, *(vars(cast(type[Any], pool))[name] for name in names)]
+    parts = [BlockHashToBlockMap, *(vars(BlockPool)[name] for name in names)]
     return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:8]
