@@ -186,7 +186,7 @@ class LoadNotes(TorchDispatchMode):
         if function is _aten.copy_.default and self._is_own(args[0]):
             return self._note_copy(args[0], args[1])
         if function in _FILLS and self._is_own(args[0]):
-            self.fills.append((args[0].detach(), float(args[1]) if len(args) > 1 else 0.0))
+            self.fills.append((args[0], float(args[1]) if len(args) > 1 else 0.0))
             # What a target that is not contiguous covers could not be told from its first and last address.
             return bool(args[0].is_contiguous())
         if _only_views(function):
@@ -205,7 +205,7 @@ class LoadNotes(TorchDispatchMode):
             return False
         part = source.size(), source.stride(), (start - first) // source.itemsize
         whole = source.size() == weight.shape and source.is_contiguous()
-        weight.copies.append((target.detach(), None if whole else part))
+        weight.copies.append((target, None if whole else part))
         return True
 
     def _is_own(self, tensor: Tensor) -> bool:
