@@ -122,6 +122,11 @@ def test_a_repeated_load_leaves_the_tensors_that_vllm_leaves(case: Case) -> None
     again = held()
     assert by_vllm.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in by_vllm.items())
+    engine._load_plan.useless, engine._load_plan._held = True, []
+    engine.sync(weights(case.models[1]), 2)
+    assert not engine._load_plan.holds(), "what cannot be repeated is not noted again"
+    engine._load_plan = LoadPlan()
+    engine.sync(weights(case.models[2]), 2)
     # Another format, which the plan does not know: vLLM loads it, and the plan stays.
     engine.sync(((name, p.double()) for name, p in weights(case.models[1])), 3)
     assert greedy(engine) == case.fresh[1]
@@ -157,10 +162,12 @@ def test_every_name_of_a_block_is_forgotten_and_no_block_is_lost(case: Case) -> 
     pool = case.engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     assert _known_pool(case.engine._llm) is pool, "of the versions of vLLM that are tested the code is known"
     blocks = pool.blocks
-    # The second finds the prefixes of the first, and holds copies of some.
-    for _ in range(2):
-        sampled(case.engine, requests(4), Sampling(max_new_tokens=40))
+    for temperature in (1.0, 0.0):
+        sampled(case.engine, requests(4), Sampling(temperature=temperature, max_new_tokens=70))
         assert any(block.block_hash is not None for block in blocks)
+        # Greedily all samples of a prompt are the same, so that several blocks have one name.
+        several = [held for held in pool.cached_block_hash_to_block._cache.values() if isinstance(held, dict)]
+        assert bool(several) == (temperature == 0)
         case.engine.sync(weights(case.models[1]), 0)
         assert pool.blocks is blocks
         assert len(pool.cached_block_hash_to_block) == 0
