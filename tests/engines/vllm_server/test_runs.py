@@ -120,6 +120,7 @@ def test_a_run_ends_with_a_checkpoint_and_can_go_on(
     assert "on_failure is stop" in captured.err
     assert "Traceback" not in captured.err
     path = last_checkpoint(place, "stopped")
-    assert torch.load(path, weights_only=True)["lit_grpo"]["policy_version"] == KILL_IN
+    # A server that was quick had sent the rest by then: that rollout is learned from, and the next sync fails.
+    assert torch.load(path, weights_only=True)["lit_grpo"]["policy_version"] in (KILL_IN, KILL_IN + 1)
     assert fit("resumed", "vllm", f"--ckpt_path={path}") == 0
     assert_equal(policy_weights(place, "resumed"), undisturbed)
