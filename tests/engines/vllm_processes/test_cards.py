@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm_processes.choose import VLLM
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
+from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
+from lit_grpo.engines.vllm_processes.settings import environment
 from lit_grpo.errors import UserError
 from lit_grpo.policy import PolicyConfig
 
@@ -69,3 +72,14 @@ def test_an_engine_in_this_process_has_no_card_of_its_own() -> None:
 def test_as_many_cards_as_ranks(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="4 ranks train on this machine, and 2 cards"):
         EarlyProcesses(context(), VLLMEngineConfig(cards=[4, 5]), 1)
+
+
+def test_the_share_of_a_card_that_the_learner_is_held_to_is_not_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
+    with contextlib.closing(EngineLog()) as log:
+        process = EngineProcess(environment(1), tmp_path, log)
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in process.environment
+    assert process.environment["CUDA_MPS_PIPE_DIRECTORY"] == "/tmp/mps"
