@@ -6,9 +6,11 @@ ranks, micro-batches and resumed parts without changing what it samples.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,3 +56,17 @@ def set_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype("uint32"), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+@contextlib.contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Draw inside from a seed, the same numbers for every device, and none of the run's.
+
+    Lightning makes models on the device of a strategy, whose generator draws other numbers than a CPU's: under FSDP2 a
+    new weight would be another than under ``auto`` on the same card. What is made on the meta device stays there.
+    """
+    on_cpu = contextlib.nullcontext() if torch.empty(0).is_meta else torch.device("cpu")
+    with torch.random.fork_rng(devices=[]), on_cpu:
+        # Not torch.manual_seed, which would leave the generators of all cards with this seed.
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -26,6 +26,7 @@ from lit_grpo.policy.model.lora import add_adapters, check_lora
 from lit_grpo.policy.model.quantization import after_loading, check_quantization, loading_arguments
 from lit_grpo.utils.bounds import check_fields
 from lit_grpo.utils.hub import from_cache_alone, why_unreachable
+from lit_grpo.utils.random import drawn_from
 from lit_grpo.utils.text import shorten
 
 if TYPE_CHECKING:
@@ -322,10 +323,10 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     if config.tiny is not None:
         # Its weights depend on its own seed alone, and the run's random numbers not on whether it was made.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.tiny.seed)
+        with drawn_from(config.tiny.seed):
             tiny_config = _tiny_config(config.tiny)
             model = AutoModelForCausalLM.from_config(tiny_config, dtype=dtype, attn_implementation=implementation)
+        model = model.to(torch.empty(0).device)
     elif torch.empty(0).is_meta:
         model = _skeleton(config, dtype, implementation)
     else:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lit_grpo.errors import UserError
 from lit_grpo.policy.config import LoraConfig
 from lit_grpo.policy.model.quantization import dequantized, is_quantized, plain_layers
+from lit_grpo.utils.random import drawn_from
 
 KEY = "model.policy.lora"
 _BASE = ".base_layer."
@@ -67,8 +68,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     )
     try:
         # From a seed of their own: the run's random numbers are the same with and without adapters.
-        with torch.random.fork_rng(devices=[]), _names_as_they_are(model) if every else nullcontext():
-            torch.manual_seed(config.seed)
+        with drawn_from(config.seed), _names_as_they_are(model) if every else nullcontext():
+            # It moves each adapter to the device of its layer.
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         first = str(error).strip().partition("\n")[0]
