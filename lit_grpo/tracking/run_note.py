@@ -56,12 +56,12 @@ class RunNote:
 
     def update(self, **entries: Any) -> None:
         """Change entries of the note; a disk that refuses is warned of once."""
-        # The sender's thread may still be trying when the run has ended, and another process may continue it.
-        if not self._may_write():
-            return
         try:
             # Several threads write here.
             with self._lock:
+                # One of them may still be trying when the run has ended, and another process may continue it.
+                if not self._may_write():
+                    return
                 # Asked for in here, so that a later note never says less than an earlier one.
                 latest, waiting = self._latest(), self._waiting
                 path = self._folder() / RUN_FILE

@@ -69,7 +69,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     try:
         # From a seed of their own: the run's random numbers are the same with and without adapters.
         with drawn_from(config.seed), _names_as_they_are(model) if every else nullcontext():
-            # It moves each adapter to the device of its layer.
+            # peft moves each adapter to the device of its layer.
             peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         first = str(error).strip().partition("\n")[0]

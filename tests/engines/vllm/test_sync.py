@@ -112,7 +112,7 @@ def test_a_repeated_load_leaves_the_tensors_that_vllm_leaves(case: Case) -> None
     by_vllm = held()
     assert engine._load_plan.holds() == case.in_place
     assert not engine._load_plan.useless
-    # As a learner in float32 and one that gathers weights in another order and twice the format would send them.
+    # The order in which a learner gives its weights is its own.
     others: list[Any] = [list(weights(case.models[1])), list(weights(case.models[1]))[::-1]]
     for stream in others:
         engine.sync(iter(stream), 1)
@@ -127,7 +127,7 @@ def test_a_repeated_load_leaves_the_tensors_that_vllm_leaves(case: Case) -> None
     assert not engine._load_plan.holds(), "what cannot be repeated is not noted again"
     engine._load_plan = LoadPlan()
     engine.sync(weights(case.models[2]), 2)
-    # Another format, which the plan does not know: vLLM loads it, and the plan stays.
+    # Another format, which the plan does not know: vLLM loads it, and that load is noted in its place.
     engine.sync(((name, p.double()) for name, p in weights(case.models[1])), 3)
     assert greedy(engine) == case.fresh[1]
     assert engine._load_plan.holds() == case.in_place
