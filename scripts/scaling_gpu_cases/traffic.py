@@ -25,11 +25,12 @@ _GATHERED, _SUMMED = 2, 4
 """Bytes of a weight in bfloat16, and of a gradient in float32."""
 _STATE = 12
 """Bytes of a weight in a checkpoint: itself and two moments, in float32."""
-MEASURED_UPDATE = 3.81
-"""Seconds of forward and backward for 64 x 8 x 256 tokens at 1.5B on one H200 (docs/performance.md, "On one GPU")."""
-MEASURED_STEP = 7.64
-"""Seconds of that step: the mean of 8.42 and 6.86."""
-MEASURED_TFLOPS = 333.0
+MEASURED_UPDATE = 2.81
+"""Seconds of forward and backward for 64 x 8 x 256 tokens at 1.5B on one H200, without checkpointing and with the logits
+computed again (docs/performance.md, "On one GPU", the fifth time)."""
+MEASURED_STEP = 4.99
+"""Seconds of that step."""
+MEASURED_TFLOPS = 451.0
 """Of forward and backward there, with which the time of another shape is computed."""
 
 
