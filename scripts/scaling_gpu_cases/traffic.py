@@ -26,7 +26,7 @@ _GATHERED, _SUMMED = 2, 4
 _STATE = 12
 """Bytes of a weight in a checkpoint: itself and two moments, in float32."""
 MEASURED_UPDATE = 2.81
-"""Seconds of forward and backward for 64 x 8 x 256 tokens at 1.5B on one H200, without checkpointing and with the logits
+"""Seconds of forward and backward for 64 x 8 x 256 tokens at 1.5B on one H200, without checkpointing, the logits
 computed again (docs/performance.md, "On one GPU", the fifth time)."""
 MEASURED_STEP = 4.99
 """Seconds of that step."""
