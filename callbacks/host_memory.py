@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import threading
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
 _Form = tuple[torch.Size, torch.dtype]
 _SMALL = 2**20
 """Bytes below which torch's own memory does: it takes no time, and is handed out in powers of two."""
@@ -30,14 +32,18 @@ class HostMemory:
         self._free: defaultdict[_Form, list[Tensor]] = defaultdict(list)
         self._closed = False
         self._locked: list[Tensor] = []
+        self._unlocked = False
         # A process that ends gives all memory back, and may have no driver any more to ask.
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def take(self, like: Tensor) -> Tensor:
         """Return a buffer of the shape and number format of a tensor, whose content is undefined.
 
+        Memory that the driver does not lock, under a limit say, is taken all the same: copying into it takes longer.
+
         Raises:
-            RuntimeError: there is not enough memory.
+            MemoryError: there is not enough memory.
+            RuntimeError: torch's own, for a tensor of less than a mebibyte.
         """
         free = self._free[like.shape, like.dtype]
         return free.pop() if free else self._new(like.shape, like.dtype)
@@ -65,7 +71,7 @@ class HostMemory:
         _unlock(self._locked)
 
     def _make(self, forms: Sequence[_Form]) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, MemoryError):
             for shape, dtype in forms:
                 if self._closed:
                     return
@@ -79,24 +85,35 @@ class HostMemory:
         try:
             pages = mmap.mmap(-1, size)
         except OSError as error:
-            raise RuntimeError(f"not enough memory: {error}") from error
+            raise MemoryError(f"{size} bytes of main memory: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Where the system has large pages there are far fewer to lock; where not, small ones do.
             with contextlib.suppress(OSError):
                 pages.madvise(mmap.MADV_HUGEPAGE)
         raw = torch.frombuffer(pages, dtype=torch.uint8)
         raw[:: mmap.PAGESIZE] = 0
-        _lock(raw)
-        self._locked.append(raw)
+        if _lock(raw):
+            self._locked.append(raw)
+        elif not self._unlocked:
+            self._unlocked = True
+            log.warning("The driver locks no main memory (`ulimit -l`?): copies for checkpoints take longer.")
         if self._closed:
             _unlock(self._locked)
         return raw.view(dtype).view(shape)
 
 
-def _lock(raw: Tensor) -> None:
-    result = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
-    if int(result) != 0:
-        raise RuntimeError(f"CUDA error: memory cannot be locked ({result})")
+def _lock(raw: Tensor) -> bool:
+    """Lock the pages of a tensor; False where the driver does not."""
+    if int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)) == 0:
+        return True
+    _forget_error()
+    return False
+
+
+def _forget_error() -> None:
+    """Take the error of a refusal from CUDA, which keeps it for whoever launches a kernel next in this thread."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0)
 
 
 def _unlock(locked: list[Tensor]) -> None:

@@ -80,8 +80,12 @@ class MicroBatchBudget:
     def agree(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
         """Take the smallest bound on tokens that a rank came to; all ranks call it, with a maximum over them."""
         own = float("inf") if self.tokens is None else float(self.tokens)
-        least = -float(reduce_max(torch.tensor([-own], dtype=torch.float64)))
-        self.lower_to(None if least == float("inf") else int(least))
+        found = torch.tensor([-own, -1.0 if self.highest is None else float(self.highest)], dtype=torch.float64)
+        least, highest = reduce_max(found).tolist()
+        self.lower_to(None if least == float("-inf") else int(-least))
+        # A rank that follows another knows its bound, and not what that one had before it.
+        if self.highest is not None:
+            self.highest = max(self.highest, int(highest))
 
     def _lower(self, tokens: int, before: int) -> None:
         first = self.highest is None and not self.raised

@@ -17,6 +17,7 @@ import torch
 from lit_grpo.callbacks import host_memory
 from lit_grpo.callbacks.host_copy import plain_tensors
 from lit_grpo.callbacks.host_memory import HostMemory
+from lit_grpo.utils.memory import is_out_of_memory
 
 MEGABYTE = 2**20
 
@@ -119,26 +120,44 @@ def test_what_was_made_ahead_is_taken(driver: Driver) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_memory_that_does_not_suffice_is_told_to_who_takes_it(driver: Driver) -> None:
+def test_memory_that_the_driver_does_not_lock_is_taken_all_the_same(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a limit, say: the copy takes longer, and the run goes on. It is said once."""
+    asked: list[bool] = []
+    monkeypatch.setattr(host_memory, "_forget_error", lambda: asked.append(True))
     driver.most = 3 * MEGABYTE
     weight, memory = on_card(2, MEGABYTE, dtype=torch.uint8), HostMemory()
     memory.reserve([weight, on_card(2, MEGABYTE, dtype=torch.uint8)])
     made()
-    memory.take(weight)
-    with pytest.raises(RuntimeError, match="CUDA error: memory cannot be locked"):
-        memory.take(weight)
+    buffers = [memory.take(weight) for _ in range(3)]
+    assert len({buffer.data_ptr() for buffer in buffers}) == 3
+    for number, buffer in enumerate(buffers):
+        buffer.fill_(number)
+    assert [int(buffer.sum()) for buffer in buffers] == [0, 2 * MEGABYTE, 4 * MEGABYTE]
+    assert len(driver.locked) == 1
+    assert len(asked) == 2, "each refusal leaves an error behind"
+    assert caplog.text.count("locks no main memory") == 1
     memory.close()
+    assert not driver.locked
 
 
-def test_a_system_without_memory_is_told_as_a_gpus_is(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes a buffer knows one error, and writes the checkpoint without a copy then."""
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_system_without_memory_is_told_as_memory_that_ran_out(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes a buffer knows it by that, and writes the checkpoint without a copy then."""
 
     def full(*args: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(host_memory, "mmap", SimpleNamespace(mmap=full))
-    with pytest.raises(RuntimeError, match=r"not enough memory: .*Cannot allocate memory"):
-        HostMemory().take(torch.empty(MEGABYTE, dtype=torch.uint8))
+    memory = HostMemory()
+    memory.reserve([on_card(2, MEGABYTE, dtype=torch.uint8)])
+    made()
+    with pytest.raises(MemoryError, match=r"1048576 bytes of main memory: .*Cannot allocate memory") as caught:
+        memory.take(torch.empty(MEGABYTE, dtype=torch.uint8))
+    assert is_out_of_memory(caught.value)
 
 
 def test_a_closed_memory_keeps_no_buffer(driver: Driver) -> None:

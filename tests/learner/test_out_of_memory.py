@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 
 from lit_grpo.callbacks import RolloutCheckpoint
 from lit_grpo.learner.budget import RAISE_AFTER, MicroBatchBudget
@@ -302,19 +304,36 @@ def test_a_run_that_is_cut_goes_up_again_when_it_would_have(monkeypatch, tmp_pat
     assert torch.equal(tiny.weights(module), tiny.weights(straight))
 
 
-def test_ranks_go_down_and_up_together():
+def agree(*ranks: MicroBatchBudget) -> None:
+    """Let the budgets of several ranks find their maximum, as a reduction does."""
+    given: list[Tensor] = []
+
+    def note(own: Tensor) -> Tensor:
+        given.append(own)
+        return own
+
+    for budget in ranks:
+        copy.deepcopy(budget).agree(note)
+    most = torch.stack(given).amax(0)
+    for budget in ranks:
+        budget.agree(lambda _: most)
+
+
+@pytest.mark.parametrize("first", [40, None])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_go_down_and_up_together(first: int | None, times: int) -> None:
     """The bound of one that fitted is lowered to that of the other, and both are raised in the same rollout."""
-    failed, fitted = MicroBatchBudget(40), MicroBatchBudget(40)
-    failed.halve(40)
+    failed, fitted = MicroBatchBudget(first), MicroBatchBudget(first)
+    for number in range(times):
+        failed.halve(40 >> number)
+    low = 40 >> times
     seen = []
     for _ in range(2 * RAISE_AFTER + 2):
-        least = min(failed.tokens, fitted.tokens)  # type: ignore[type-var]
-        for one in (failed, fitted):
-            one.lower_to(least)
+        agree(failed, fitted)
         assert failed.end_rollout() == fitted.end_rollout()
+        assert failed.state() == fitted.state()
         seen.append((failed.tokens, fitted.tokens))
         if len(seen) == RAISE_AFTER + 2:
-            fitted.halve(40)
-    assert seen[RAISE_AFTER - 1 : RAISE_AFTER + 2] == [(20, 20), (40, 40), (40, 40)]
-    assert seen[-1] == (20, 20)
-    assert failed.state() == fitted.state()
+            fitted.halve(2 * low)
+    assert seen[RAISE_AFTER - 1 : RAISE_AFTER + 2] == [(low, low), (2 * low, 2 * low), (2 * low, 2 * low)]
+    assert seen[-1] == (low, low)
