@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lit_grpo.context import LearnerRequirements, RunContext
 from lit_grpo.distributed.gradients import GradientExchange
+from lit_grpo.distributed.launcher import check_launcher
 from lit_grpo.distributed.rank_callback import watch_ranks
 from lit_grpo.distributed.reduction import RankReduction
 from lit_grpo.distributed.sharding import ShardingConfig
@@ -319,8 +320,10 @@ class LitGRPO(EvaluatedModule):
         return self._run_objective.changes_that_add(safeguard)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        # Inserted and not returned: it must be the first to know of an exception, and Lightning appends what it gets.
         if self._trainer is not None:
+            # The first hook of all commands, and the last one before processes that belong together meet.
+            check_launcher(self._trainer)
+            # Inserted and not returned: it must be the first to know of an exception; Lightning appends what it gets.
             watch_ranks(self._trainer, self.guards.max_rank_silence)
         return []
 

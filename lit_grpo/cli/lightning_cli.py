@@ -33,6 +33,7 @@ from lit_grpo.cli.resume import RunSettings, check_evaluation, check_resume, set
 from lit_grpo.cli.strategy import add_checkpoint_reader, resolve_strategy
 from lit_grpo.cli.text_values import TextParser, make_checked
 from lit_grpo.datamodule import RolloutDataModule
+from lit_grpo.distributed.launcher import check_launcher
 from lit_grpo.errors import UserError
 from lit_grpo.evaluation.writer import EvaluationWriter
 from lit_grpo.module import LitGRPO
@@ -318,6 +319,7 @@ class TrainingCLI(LightningCLI):
         self._continue_run(config.get("logger"))
         try:
             trainer = super()._instantiate_trainer(config, added)
+            check_launcher(trainer)
             # With a logger of Lightning's, too, a run goes on in its folder, and is evaluated there.
             if (path := self.config[self._command].get("ckpt_path")) is not None:
                 goes_on_from(trainer, Path(path).absolute())
