@@ -22,6 +22,8 @@ _NOTICE_SECONDS = 5.0
 """How long a rank whose collective failed waits for word of who was lost."""
 _COLLECTIVE_SECONDS = 3.0
 """How long the main thread gets to notice by itself that a rank was lost, as gloo lets it."""
+_LINE = 500
+"""Characters of each line of an error that the other ranks are told."""
 _END_SECONDS = 12.0
 """How long a rank may then take to end: to close its MLflow run, to tell whoever is to be told."""
 
@@ -128,6 +130,8 @@ class RankCallback(Callback):
             )
             return
         self._watch = watch
+        # The watch names who was lost and ends the others, the MLflow run too. Lightning's launcher would kill rank 0.
+        let_children_end()
 
     def _on_loss(self, loss: Loss) -> None:
         """End this process, since a rank is gone; called in the thread of the watch."""
@@ -140,7 +144,7 @@ class RankCallback(Callback):
             loss.process.rank == 0 and (self._rank == 1 or os.environ.get("LOCAL_RANK") == "0")
         )
         if speaks and not loss.told:
-            print(f"lit-grpo: {loss}. The run cannot go on without it and ends.", file=sys.stderr, flush=True)
+            print(_said(loss), file=sys.stderr, flush=True)
         if loss.kind == "silent":
             # It can do nothing itself, and would keep its memory.
             loss.process.kill()
@@ -177,8 +181,7 @@ class RankCallback(Callback):
             sys.excepthook = lambda *_: None
             return
         self._ending.set()
-        first_line = str(exception).strip().partition("\n")[0]
-        self._watch.stop(None if together else f"{type(exception).__name__}: {first_line}"[:500])
+        self._watch.stop(None if together else _told(exception))
         self._watch = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -198,6 +201,20 @@ def let_children_end() -> None:
         if type(thread).__name__ == "_ChildProcessObserver":
             # It looks once more before it asks whether it is finished: it must have nobody left to look after.
             thread._child_processes = []  # type: ignore[attr-defined]
+
+
+def _told(exception: BaseException) -> str:
+    """Return what the others are told of an exception: its first line, and of bad input where it is and what to do."""
+    text = str(exception).strip()
+    lines = text.splitlines() if isinstance(exception, UserError) else text.splitlines()[:1]
+    return "\n".join(line[:_LINE] for line in (f"{type(exception).__name__}: {lines[0] if lines else ''}", *lines[1:]))
+
+
+def _said(loss: Loss) -> str:
+    """Return the message about a rank that was lost: one line, and below it what its error says of place and remedy."""
+    first, *more = str(loss).splitlines()
+    line = f"lit-grpo: {first.rstrip('.')}. The run cannot go on without it and ends."
+    return "\n".join([line, *more])
 
 
 def _is_of_a_collective(exception: BaseException) -> bool:

@@ -1,10 +1,11 @@
 """What goes between hosts in one step, by formula, beside the time that was measured for the same work on one card.
 
 FSDP2 shards over all ranks. A host holds 1/H of every weight, so of whatever is gathered it must be sent the share
-1 - 1/H at least, and of whatever is summed it must send as much: the least that any algorithm moves. In rings, which
-NCCL uses, a host sends and receives as much of both. In a step each micro-batch
+1 - 1/H at least, and of whatever is summed it must send as much: the least that any algorithm moves. A ring through all
+N cards, which NCCL may choose, sends the share 1 - 1/N into each host. In a step embedding and head are gathered once,
+and each micro-batch
 
-* gathers the blocks twice, for forward and backward, and embedding and head once (2 bytes a weight);
+* gathers the blocks twice, for forward and backward (2 bytes a weight);
 * sums all gradients (4 bytes a weight), since FSDP2 sums in every backward pass;
 
 then one pass measures the step, and the sync gathers all weights once for the engines. One more figure says what the
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lit_grpo.policy.forward.batching import Layout, cut
 from scripts.scaling_gpu_cases.points import SHAPES, Shape
 
 CARDS_OF_HOST = 8
@@ -54,8 +56,10 @@ class Work:
 
     @property
     def micro_batches(self) -> int:
-        """Return how many micro-batches a rank has."""
-        return max(1, math.ceil(self.tokens / self.of.micro_batch_tokens))
+        """Return how many micro-batches a rank has, as the learner cuts them: a group is not divided where it fits."""
+        group, completion = self.of.group_size, (0,) * self.of.completion
+        prompts = [(number,) * self.of.prompt for number in range(math.ceil(self.prompts)) for _ in range(group)]
+        return len(cut(Layout(), prompts, [completion] * len(prompts), tokens=self.of.micro_batch_tokens))
 
     @property
     def update_seconds(self) -> float:
@@ -76,8 +80,13 @@ def crossing(hosts: int) -> float:
 def learner_bytes(work: Work, hosts: int) -> float:
     """Return what a host receives (gathers) and sends (gradients) of all micro-batches, and of the pass after them."""
     blocks, rest = work.of.block_parameters, work.of.parameters - work.of.block_parameters
-    each = _GATHERED * (2 * blocks + rest) + _SUMMED * (blocks + rest)
-    return crossing(hosts) * (work.micro_batches * each + _GATHERED * work.of.parameters)
+    each = _GATHERED * 2 * blocks + _SUMMED * (blocks + rest)
+    return crossing(hosts) * (work.micro_batches * each + _GATHERED * (rest + work.of.parameters))
+
+
+def ring_factor(hosts: int) -> float:
+    """Return how many times the least a ring through all cards brings to a host."""
+    return crossing(hosts * CARDS_OF_HOST) / crossing(hosts)
 
 
 def hybrid_bytes(work: Work, hosts: int) -> float:
@@ -93,7 +102,7 @@ def sync_bytes(work: Work, hosts: int) -> float:
 def collectives(work: Work) -> int:
     """Return how many gathers and sums a rank takes part in, one after another: blocks, and embedding and head."""
     units = work.of.layers + 1
-    return work.micro_batches * (2 * units - 1 + units) + units + units
+    return work.micro_batches * (2 * (units - 1) + units) + 1 + units + units
 
 
 def rate(count: float, seconds: float) -> float:

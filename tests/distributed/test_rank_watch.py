@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
+from lit_grpo.distributed import rank_callback
+from lit_grpo.distributed.rank_callback import RankCallback
 from lit_grpo.distributed.rank_watch import INTERVAL, Loss, RankWatch
+from lit_grpo.utils.memory import MemoryShortageError
 from tests.waiting import wait_until
 
 
@@ -96,14 +104,6 @@ def test_a_stranger_is_not_listened_to(ranks, hello):
 
 def test_a_child_that_ends_first_does_not_kill_rank_0() -> None:
     """Lightning's launcher would, where the child's exit code is above 0, as it is after SIGTERM."""
-    import os
-    import subprocess
-    import sys
-
-    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-
-    from lit_grpo.distributed import rank_callback
-
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(143)"])
     observer = _ChildProcessObserver(os.getpid(), [child], sleep_period=1)
     killed: list[int] = []
@@ -114,3 +114,60 @@ def test_a_child_that_ends_first_does_not_kill_rank_0() -> None:
     observer.join(30)
     assert not observer.is_alive()
     assert killed == []
+
+
+def test_a_child_that_dies_while_ranks_are_watched_does_not_kill_rank_0() -> None:
+    """The watch names it, and ends the run with its MLflow run; Lightning's launcher would be there at once too."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    observer = _ChildProcessObserver(os.getpid(), [child], sleep_period=1)
+    killed: list[int] = []
+    observer._terminate_all = lambda: killed.append(1)  # type: ignore[method-assign]
+    observer.start()
+    callback = RankCallback()
+    strategy = SimpleNamespace(broadcast=lambda value: value)
+    callback._start_watch(cast(Any, SimpleNamespace(global_rank=0, num_nodes=1, strategy=strategy)), 30.0)
+    child.kill()
+    child.wait()
+    observer.join(30)
+    assert not observer.is_alive()
+    assert killed == []
+    assert callback._watch is not None
+    callback._watch.stop()
+
+
+ERRORS = [
+    (ValueError("no such column\nand more"), ["broke off: ValueError: no such column. The run cannot"], ["and more"]),
+    (
+        MemoryShortageError("memory ran out.", where="model.micro_batch_tokens", remedy="set it to 26"),
+        [
+            "broke off: MemoryShortageError: memory ran out. The run cannot go on without it and ends.\n",
+            "  where: model.micro_batch_tokens\n",
+            "  remedy: set it to 26",
+        ],
+        ["ran out.."],
+    ),
+    (RuntimeError(""), ["broke off: RuntimeError: . The run cannot go on"], []),
+]
+
+
+@pytest.mark.parametrize(("error", "says", "leaves_out"), ERRORS, ids=["error", "bad input", "without a text"])
+def test_rank_0_says_what_another_rank_met_and_what_to_do(
+    error: Exception, says: list[str], leaves_out: list[str], ranks: Any, monkeypatch: Any, capfd: Any
+) -> None:
+    """Rank 1 alone may have met it: a port that is taken, memory that ran out."""
+    ended: list[int] = []
+    monkeypatch.setattr(rank_callback.os, "_exit", ended.append)
+    monkeypatch.setattr(rank_callback, "_TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(rank_callback, "_COLLECTIVE_SECONDS", 0.0)
+    first, second = RankCallback(), RankCallback()
+    second._watch = ranks.watches[1]
+    second.on_exception(cast(Any, None), cast(Any, None), error)
+    wait_until(lambda: bool(ranks.losses[0]), "rank 0 hears of it")
+    first._on_loss(ranks.losses[0][0])
+    assert ended == [1]
+    text = capfd.readouterr().err
+    assert text.startswith("lit-grpo: rank 1 (process ")
+    for words in says:
+        assert words in text
+    for words in leaves_out:
+        assert words not in text
