@@ -84,7 +84,8 @@ class Buffer:
         return _uuid(self.bytes.device.index), reduce_tensor(self.bytes)[1]
 
     def close(self) -> None:
-        """Remove the file; whoever has opened it keeps the memory."""
+        """Let go of the memory and remove the file; whoever has opened it keeps the memory. Safe to call twice."""
+        self.bytes = self.bytes.new_empty(0)
         if self._file is not None:
             Path(self._file).unlink(missing_ok=True)
 
@@ -117,9 +118,8 @@ def packed(
                     yield Block(buffer, entries)
                 entries, end = [], 0
                 if tensor.nbytes > len(buffer.bytes):
+                    # Its memory is given back before more is asked for, here; who has opened it may hold it still.
                     buffer.close()
-                    # The old one is given back first: both need not fit.
-                    del buffer
                     buffer = Buffer(tensor.nbytes, device, folder)
             entry = Entry(name, tensor.dtype, tuple(tensor.shape), end)
             entry.of(buffer.bytes).copy_(tensor)

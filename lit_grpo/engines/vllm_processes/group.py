@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -278,6 +279,8 @@ class EngineGroup:
             turn = waiting[:1] if self._must_measure else list(waiting)
             told = {"kv_cache_memory_bytes": measured} if self._measures and measured else {}
             for i in turn:
+                if (code := _code_of_models()) is not None:
+                    self._processes[i].send(("code", code))
                 self._processes[i].send(("build", path, options | told, tokenizer))
             for i in turn:
                 (facts,) = self._reply(i, "ready", seconds=_START_SECONDS)
@@ -516,6 +519,16 @@ class EngineGroup:
         except Gone as error:
             self._lost(twin, error)
             raise
+
+
+def _code_of_models() -> str | None:
+    """Return the folder of the code that came with models, from which their tokenizers are unpickled; None: of none."""
+    # transformers puts it behind those that Python looks in. Not imported: where nothing has, there is no such code.
+    loader: Any = sys.modules.get("transformers.dynamic_module_utils")
+    loaded = (
+        any(name.startswith(f"{loader.TRANSFORMERS_DYNAMIC_MODULE_NAME}.") for name in sys.modules) if loader else 0
+    )
+    return str(loader.HF_MODULES_CACHE) if loaded else None
 
 
 def _clean_up(processes: Sequence[EngineProcess], scratch: Path, ahead: DaemonThreads) -> None:

@@ -43,7 +43,7 @@ def per_process(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """Return the options of one engine: its part of the memory, and of the samples that are drawn at once.
 
     Raises:
-        UserError: the options spread an engine over several cards.
+        UserError: the options spread an engine over several cards, or VLLM_CPU_KVCACHE_SPACE is no whole number.
     """
     check_arguments(options)
     part = dict(options)
@@ -53,11 +53,26 @@ def per_process(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
         part["kv_cache_memory_bytes"] //= processes
     if not torch.cuda.is_available():
         # vLLM lets the variable win over the argument; the processes do not have it, see `environment`.
-        whole = int(os.environ[_CPU_CACHE]) * 2**30 if os.environ.get(_CPU_CACHE) else None
+        whole = _gibibytes(os.environ[_CPU_CACHE]) * 2**30 if os.environ.get(_CPU_CACHE) else None
         part["kv_cache_memory_bytes"] = (
             whole // processes if whole else part.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES // processes
         )
     return part
+
+
+def _gibibytes(text: str) -> int:
+    """Return the number of gibibytes that an environment variable names.
+
+    Raises:
+        UserError: it names none that vLLM would take.
+    """
+    if not text.isdecimal():
+        raise UserError(
+            f"{_CPU_CACHE} is {text!r}, and vLLM takes a whole number of gibibytes",
+            where=f"environment variable {_CPU_CACHE}",
+            remedy=f"{_CPU_CACHE}=1, or unset it and set {KEY}.args.kv_cache_memory_bytes",
+        )
+    return int(text)
 
 
 def check_cards(config: VLLMEngineConfig) -> None:

@@ -6,6 +6,7 @@ Messages are tuples whose first entry says what they are. In, and what is answer
 
     import                                                   what vLLM needs
     prepare seconds                        prepared          the same; longest silence while samples are drawn
+    code folder                                              where code lies that came with a model
     build path options tokenizer           ready {max_model_len, vocab_size, cache_bytes}
     work [(number, request, sampling)]     done [(number, position, ids, logprobs, reason, version)], step by step;
                                            step              where none ended for so long
@@ -82,11 +83,23 @@ class Worker:
             self._step()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
+        code = 0
+        try:
             while (message := self._connection.recv())[0] != "close":
-                self._inbox.put(message)
+                # Here and not in its turn: the next message may be unpickled by it before that comes.
+                if message[0] == "code":
+                    sys.path.append(message[1])
+                else:
+                    self._inbox.put(message)
+        except (OSError, EOFError):
+            pass
+        # A message that cannot be read: whoever sent it would wait for the answer, and is shown the end of the log.
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            code = 1
         # Not sys.exit, which would wait for a step; whatever this process holds is given back by its end.
-        os._exit(0)
+        os._exit(code)
 
     def _send(self, *message: Any) -> None:
         self._last_sent = time.monotonic()

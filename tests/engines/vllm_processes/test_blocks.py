@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,3 +79,22 @@ def test_whoever_has_opened_a_buffer_keeps_it_when_it_is_closed(tmp_path: Path) 
     buffer.close()
     buffer.close()
     assert memory.tolist() == [7] * 100
+
+
+def test_a_buffer_that_cannot_grow_is_memory_that_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its screen says what is short; and the old memory was given back before more was asked for."""
+    made, held = Buffer.__init__, list[weakref.ref[Tensor]]()
+
+    def full(self: Buffer, size: int, device: torch.device, folder: Path) -> None:
+        if held:
+            assert held[0]() is None
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 890.00 MiB")
+        made(self, size, device, folder)
+        held.append(weakref.ref(self.bytes))
+
+    monkeypatch.setattr(Buffer, "__init__", full)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 890"):
+        # As those who read them hold a block until the next one comes.
+        for _block in packed([("a", torch.ones(4)), ("embed", torch.ones(2**19))], CPU, tmp_path, 2**16):
+            pass
+    assert not list(tmp_path.iterdir()), "no file stays"

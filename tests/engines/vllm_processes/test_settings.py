@@ -232,3 +232,12 @@ def test_models_of_other_shapes_have_other_keys() -> None:
 
     keys = {measured_key(LlamaConfig(hidden_size=size, num_hidden_layers=n), "c") for size in (64, 128) for n in (2, 3)}
     assert len(keys) == 4
+
+
+def test_a_cache_that_is_no_whole_number_is_refused(monkeypatch):
+    """An engine takes no other either, and would say so with a traceback of its process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
+    with pytest.raises(UserError, match="vLLM takes a whole number of gibibytes") as caught:
+        per_process({}, 2)
+    assert caught.value.where == "environment variable VLLM_CPU_KVCACHE_SPACE"
