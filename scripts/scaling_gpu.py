@@ -11,8 +11,8 @@ r"""Measure how a whole training step scales over the cards of a host: phases, s
 Every point is a run of `lit-grpo fit` under FSDP2 with a model of random weights: 64 prompts x 8 completions of 256
 tokens a card for the 1.5B shape, 16 x 8 x 256 for that of 7B. It is in OUT/results.json as soon as it was measured, and
 is not run again; a point that may not end within --budget-seconds is left to the next call. OUT/scaling.md and
-OUT/scaling.png are written after every point. Exit code: 0 where all points are done, 3 where some are left for
-another call.
+OUT/scaling.png are written after every point. Exit code: 0 where all points are done, 1 where none of them has
+figures, 2 for bad input, 3 where some are left for another call.
 
 The series: `weak` (the same work on every card), `strong` (the work of one card on all), `layouts` (all cards
 colocated, staleness 0 and 1, beside half of them as engines with staleness 1: tokens a second and reward), `processes`
@@ -23,12 +23,18 @@ asked for with fewer --steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import hashlib
 import importlib.metadata
+import math
 import platform
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +50,8 @@ from scripts.scaling_gpu_cases.points import SERIES, SHAPES, Point, plan  # noqa
 from scripts.scaling_gpu_cases.results import Results  # noqa: E402
 from scripts.scaling_gpu_cases.table import Planned, page, plot  # noqa: E402
 
-LEFT = 3
-"""Exit code where points are left for another call."""
+FAILED, BAD_INPUT, LEFT, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes: no point has figures, bad input, points are left for another call, Ctrl-C."""
 _PAGE_SECONDS = 5.0
 """Kept for the page and the figure at the end."""
 
@@ -61,11 +67,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(f"{series}: {point.name}" for series, point in planned))
         return 0
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
-        results = Results(args.out / "results.json", here)
+        if not planned:
+            raise UserError(
+                f"nothing to measure: {', '.join(args.series)} has no point of {', '.join(args.shapes)} "
+                f"{'on cards' if here['on_cards'] else 'on a CPU'}",
+                where="--series",
+                remedy="--list says what would be run; leave --series out",
+            )
+        with _alone(args.out), _ended_by_signals():
+            return fill(planned, here, args, started)
     except UserError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
+def fill(planned: Planned, here: dict[str, Any], args: argparse.Namespace, started: float) -> int:
+    """Measure what is left of a plan, write its page, and return the exit code."""
+    results = Results(args.out / "results.json", here, goes_on=not args.table)
     if args.again:
         results.drop_failures()
     points = list(dict.fromkeys(point for _, point in planned))
@@ -76,7 +98,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = [point for point in points if not results.has(point)]
     if left:
         print(f"{len(left)} of {len(points)} points are left: the same command goes on with them")
-    return LEFT if left else 0
+        return LEFT
+    if not any(results.good(point) for point in points):
+        print(f"no point has figures; the log of the last run: {args.out / 'last_run' / 'log.txt'}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Let no other call write to a folder meanwhile: both would run on the same cards.
+
+    Raises:
+        UserError: another one does, or the folder cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written to: {error}", where="--out", remedy="name another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"another call measures into {out}", where="--out", remedy="wait for its end") from error
+        yield
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the script as an exception does, so that the run under way is ended with it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # Once: the next one would cut the end itself.
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(one, end) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -106,6 +171,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.engine = args.engine or ("vllm" if there else "transformers")
     if min(*args.cards, args.steps, args.processes) < 1:
         parser.error("--cards, --steps and --processes are numbers from 1 on")
+    for name in ("budget_seconds", "peak_tflops"):
+        if (number := getattr(args, name)) is not None and not (math.isfinite(number) and number > 0):
+            parser.error(f"--{name.replace('_', '-')} is a number above 0")
+    for path in args.more:
+        if not path.is_file():
+            parser.error(f"--more {path}: there is no such file")
     if there and max(args.cards) > there and not (args.table or args.list):
         parser.error(f"--cards {max(args.cards)}: there are {there}")
     return args
@@ -122,6 +193,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         "cards": there or max(args.cards),
         "on_cards": bool(there),
         "engine": args.engine,
+        "launcher": args.launcher,
+        "more": hashlib.sha256(b"".join(path.read_bytes() for path in args.more)).hexdigest()[:12] if args.more else "",
         "software": ", ".join(f"{name} {found}" for name in packages if (found := _version(name))),
         "peak_tflops": args.peak_tflops or (card_peak(torch.cuda.get_device_name()) if there else None),
     }

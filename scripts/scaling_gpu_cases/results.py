@@ -16,6 +16,15 @@ ATTEMPTS = 2
 _FIRST_SECONDS = 150.0
 """Expected of a point where none of its shape was measured: imports, compilation and engines are most of it."""
 _SPARE = 1.1
+SETTINGS = {
+    "card": "the card",
+    "engine": "the engine",
+    "launcher": "the launcher",
+    "software": "the software",
+    "peak_tflops": "the peak",
+    "more": "further configurations (hash)",
+}
+"""What must be the same for all figures of a file, in words."""
 
 
 class Results:
@@ -23,24 +32,35 @@ class Results:
 
     Args:
         path: of the file; one that is there is gone on with.
-        machine: what is measured; its card must be that of the file.
+        machine: what is measured, and with what; all of it must be that of the file.
+        goes_on: whether points may be added; the page of what there is can be written anywhere.
 
     Raises:
-        UserError: the file is of another machine, or cannot be read.
+        UserError: the file is of another machine or other settings, or cannot be read.
     """
 
-    def __init__(self, path: Path, machine: dict[str, Any]) -> None:
+    def __init__(self, path: Path, machine: dict[str, Any], *, goes_on: bool = True) -> None:
         self.path = path
         try:
             known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             self.machine: dict[str, Any] = known.get("machine", machine)
             self.records: dict[str, Record] = known.get("points", {})
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read: {error}", remedy="name another folder with --out") from error
-        if self.machine.get("card") != machine.get("card"):
+            # As the rest of the script takes it: whatever else is there was not written by it.
+            if "on_cards" not in self.machine or any("shape" not in record for record in self.records.values()):
+                raise ValueError("it is no file of results")
+        except (ValueError, AttributeError, TypeError) as error:
             raise UserError(
-                f"{path} has figures of {self.machine.get('card')}, and this machine has {machine.get('card')}",
-                remedy="name another folder with --out",
+                f"{path} cannot be read: {error}", where="--out", remedy="name another folder, or remove the file"
+            ) from error
+        other = [name for name in SETTINGS if name in self.machine and self.machine[name] != machine.get(name)]
+        if goes_on and other:
+            raise UserError(
+                f"{path} has figures of "
+                + "; ".join(
+                    f"{SETTINGS[name]} {_shown(self.machine[name])}, not {_shown(machine.get(name))}" for name in other
+                ),
+                where="--out",
+                remedy="name another folder",
             )
 
     def has(self, point: Point) -> bool:
@@ -77,3 +97,7 @@ class Results:
         """Write the file."""
         content = {"machine": self.machine, "points": self.records}
         write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def _shown(value: Any) -> str:
+    return "none" if value in (None, "") else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -83,6 +84,7 @@ def run(
             env=_environment(folder.parent),
             # Ranks are in its group, and end with it.
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         try:
             while process.poll() is None and time.monotonic() - start < seconds:
@@ -137,6 +139,17 @@ def _environment(folder: Path) -> dict[str, str]:
         # Kept from point to point: what one has compiled the next finds.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled")),
     }
+
+
+_PR_SET_PDEATHSIG = 1
+# Loaded before a fork, in whose child nothing may be.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+
+def _end_with_parent() -> None:
+    """Let this process be told to end where the script is killed, which then cannot tell it."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

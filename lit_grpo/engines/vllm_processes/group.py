@@ -302,13 +302,21 @@ class EngineGroup:
     def ask(self, which: Sequence[int], message: Message, kind: str) -> dict[int, list[Any]]:
         """Tell processes something, and return what those that are still there answer.
 
+        A failure of one is raised when all that were told have answered, so that no answer is taken for another.
+
         Raises:
-            UserError: one refused; all have answered by then, so that none of their answers is taken for another.
-            EngineError: one failed, as above.
+            UserError: one refused.
+            EngineError: one failed, or processes have died too often.
         """
         answers: dict[int, list[Any]] = {}
         refused: Exception | None = None
-        for i in self.tell(which, message):
+        told: list[int] = []
+        for i in which:
+            try:
+                told += self.tell([i], message)
+            except EngineError as error:
+                refused = refused or error
+        for i in told:
             try:
                 with self._counted(i):
                     answers[i] = self._reply(i, kind)
@@ -399,9 +407,11 @@ class EngineGroup:
         Raises:
             EngineError: the weights do not fit, or the stream broke off; the processes have then heard of its end.
         """
-        there = self.tell(which, ("sync", version, None))
+        there: list[int] = []
         opened: Buffer | None = None
         try:
+            for i in which:
+                there += self.tell([i], ("sync", version, None))
             for block in packed(weights, self._device, self._scratch):
                 settle(self._device)
                 if block.buffer is not opened:

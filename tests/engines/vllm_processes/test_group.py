@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from lit_grpo.engines import EngineError
 from lit_grpo.engines.vllm_processes import group as module
 from lit_grpo.engines.vllm_processes import reserve
 from lit_grpo.engines.vllm_processes.group import EngineGroup
+from lit_grpo.engines.vllm_processes.process import Gone
 
 
 class StandIn:
@@ -168,3 +170,40 @@ def test_a_caller_that_comes_late_has_not_waited(tmp_path: Path, monkeypatch: An
     for _ in range(10):
         group.receive()
     assert lost == [0, 1]
+
+
+# -------------------------------------------------------------------------------------------------- deaths in a sync
+
+
+def one_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineGroup:
+    """Two processes, of which the second has died, and once more is too often."""
+    group, _ = listening(tmp_path, monkeypatch, False)
+    monkeypatch.setattr(group, "_deaths", module.RESTARTS)
+    sent: list[Any] = []
+
+    def dead(message: Any) -> None:
+        raise Gone("it has died")
+
+    group._processes[0].send = sent.append  # type: ignore[method-assign,assignment]
+    group._processes[0].sent = sent  # type: ignore[attr-defined]
+    group._processes[1].send = dead  # type: ignore[method-assign]
+    return group
+
+
+def test_what_was_asked_is_answered_before_a_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the answer of this sync would be taken for that of the next one, before its weights are there."""
+    group = one_dead(tmp_path, monkeypatch)
+    group._processes[0].theirs.send(("synced",))  # type: ignore[attr-defined]
+    with pytest.raises(EngineError):
+        group._load([0, 1], ("sync", 3, []))
+    assert not group._processes[0].connection.poll(), "nothing is left to be taken for another answer"
+
+
+def test_whoever_waits_for_blocks_hears_of_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = one_dead(tmp_path, monkeypatch)
+    group._processes[0].theirs.send(("synced",))  # type: ignore[attr-defined]
+    with pytest.raises(EngineError):
+        group._load_blocks([0, 1], iter([("a", torch.ones(3))]), 3)
+    kinds = [message[0] for message in group._processes[0].sent]  # type: ignore[attr-defined]
+    assert kinds == ["sync", "break"]
+    assert not group._processes[0].connection.poll()
