@@ -115,6 +115,14 @@ IN_A_FILE = {
         MODEL + "  critic: 3\n" + DATA,
         ["`model.critic` takes keys below it, not '3'", "a.yaml:3", "for example critic: {backbone: separate}"],
     ),
+    "source in the place of the held-out sets": (
+        GOOD + "  val: {class_path: lit_grpo.data.JsonlPrompts, init_args: {path: x.jsonl}}\n",
+        [
+            "`data.val` takes sets by name",
+            "a.yaml:7",
+            "write val_prompts: {class_path: lit_grpo.data.JsonlPrompts, ...}",
+        ],
+    ),
     "engine": (GOOD + "  engine: {name: vlm}\n", ["`data.engine.name` cannot be 'vlm'", "a.yaml:7", "'vllm'"]),
     "class": (
         MODEL + DATA.replace("AdditionPrompts", "AdditionPromts"),

@@ -63,6 +63,8 @@ ELSEWHERE = {
 }
 """Options that are typed at the top and stand elsewhere, of LightningCLI and of other programs, and where they are."""
 
+_SETS = ("data.val", "data.test")
+"""Keys whose own keys are names that a person gives."""
 _CLASS_WORDS = frozenset({"class", "cls", "type", "target", "_target_"})
 """Words of other programs for ``class_path``."""
 
@@ -364,7 +366,16 @@ class Explainer(Places):
 
     def _bad_group(self, key: str, given: str, where: str, types: Types | None = None) -> UserError:
         """Return the error for a word in the place of keys and values."""
-        last, types = key.rpartition(".")[2], types or self.types
+        parent, _, last = key.rpartition(".")
+        types = types or self.types
+        if parent in _SETS and last == "class_path":
+            own = parent.rpartition(".")[2]
+            return UserError(
+                f"`{parent}` takes sets by name, and {shorten(given, 60)!r} is no set but a source of questions",
+                where=where,
+                remedy=f"write {own}_prompts: {{class_path: {given}, ...}}, or name the set, "
+                f"{own}: {{NAME: {{prompts: {{class_path: {given}, ...}}}}}}",
+            )
         typed = where.startswith("command line, --")
         meant = key_that_was_meant(key, given, types)
         below, value = (meant, given) if meant is not None else group_example(key, types) or ("", "")
