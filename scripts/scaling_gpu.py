@@ -11,8 +11,9 @@ r"""Measure how a whole training step scales over the cards of a host: phases, s
 Every point is a run of `lit-grpo fit` under FSDP2 with a model of random weights: 64 prompts x 8 completions of 256
 tokens a card for the 1.5B shape, 16 x 8 x 256 for that of 7B. It is in OUT/results.json as soon as it was measured, and
 is not run again; a point that may not end within --budget-seconds is left to the next call. OUT/scaling.md and
-OUT/scaling.png are written after every point. Exit code: 0 where all points are done, 1 where none of them has
-figures, 2 for bad input, 3 where some are left for another call.
+OUT/scaling.png are written after every point. Another call with the same OUT goes on only with the same card, engine,
+launcher, software, commit and --more. Exit code: 0 where all points are done, 1 where none of them has figures, 2 for
+bad input, 3 where some are left for another call, 130 after Ctrl-C, 128 and its number after another signal.
 
 The series: `weak` (the same work on every card), `strong` (the work of one card on all), `layouts` (all cards
 colocated, staleness 0 and 1, beside half of them as engines with staleness 1: tokens a second and reward), `processes`
@@ -30,6 +31,7 @@ import importlib.metadata
 import math
 import platform
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -58,24 +60,24 @@ _PAGE_SECONDS = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
-    started, args = time.monotonic(), parse(argv)
-    if args.traffic:
-        print(traffic.table())
-        return 0
-    here = machine(args)
-    planned = plan(args.shapes, args.cards, args.series, args.processes, args.steps, here["on_cards"])
-    if args.list:
-        print("\n".join(f"{series}: {point.name}" for series, point in planned))
-        return 0
+    started = time.monotonic()
     try:
+        args = parse(argv)
+        if args.traffic:
+            print(traffic.table())
+            return 0
+        here = machine(args)
+        planned = plan(args.shapes, args.cards, args.series, args.processes, args.steps, here["on_cards"])
         if not planned:
             raise UserError(
-                f"nothing to measure: {', '.join(args.series)} has no point of {', '.join(args.shapes)} "
-                f"{'on cards' if here['on_cards'] else 'on a CPU'}",
+                f"nothing to measure: {why_nothing(args, here['on_cards'])}",
                 where="--series",
-                remedy="--list says what would be run; leave --series out",
+                remedy="leave --series out; with --list it is said what would be run",
             )
-        with _alone(args.out), _ended_by_signals():
+        if args.list:
+            print("\n".join(f"{series}: {point.name}" for series, point in planned))
+            return 0
+        with _alone(args.out) as args.lock, _ended_by_signals():
             return fill(planned, here, args, started)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -85,13 +87,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def why_nothing(args: argparse.Namespace, on_cards: bool) -> str:
+    """Say of each series that was asked for why it has no point."""
+    reasons = []
+    for series in args.series:
+        if series == "processes":
+            reasons.append("processes is of cards alone, and here are none")
+        elif not any(SHAPES[shape].strong for shape in args.shapes):
+            reasons.append(f"{series} is not measured of {', '.join(args.shapes)}")
+        else:
+            reasons.append(f"the prompts of {series} cannot be divided by --cards {', '.join(map(str, args.cards))}")
+    return "; ".join(reasons)
+
+
 def fill(planned: Planned, here: dict[str, Any], args: argparse.Namespace, started: float) -> int:
     """Measure what is left of a plan, write its page, and return the exit code."""
     results = Results(args.out / "results.json", here, goes_on=not args.table)
+    # A page may be written where the cards are none, or others.
+    if peak := args.peak_tflops if args.table else here["peak_tflops"]:
+        results.take_peak(peak)
     if args.again:
         results.drop_failures()
     points = list(dict.fromkeys(point for _, point in planned))
     if not args.table:
+        results.write()
         measure_all(points, results, planned, args, started)
     write_page(results, planned, args.out)
     print((args.out / "scaling.md").read_text(encoding="utf-8"))
@@ -99,30 +118,38 @@ def fill(planned: Planned, here: dict[str, Any], args: argparse.Namespace, start
     if left:
         print(f"{len(left)} of {len(points)} points are left: the same command goes on with them")
         return LEFT
-    if not any(results.good(point) for point in points):
-        print(f"no point has figures; the log of the last run: {args.out / 'last_run' / 'log.txt'}", file=sys.stderr)
-        return FAILED
-    return 0
+    failed = [point.name for point in points if not results.good(point)]
+    if failed:
+        log = args.out / "last_run" / "log.txt"
+        told = f"; the log of the last run: {log}" if log.is_file() else ""
+        print(f"{len(failed)} of {len(points)} points have failed: {' | '.join(failed)}{told}", file=sys.stderr)
+    return FAILED if len(failed) == len(points) else 0
 
 
 @contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _alone(out: Path) -> Iterator[int]:
     """Let no other call write to a folder meanwhile: both would run on the same cards.
+
+    The descriptor of the lock is for what is run here: a call that is killed leaves the folder when its run has ended.
 
     Raises:
         UserError: another one does, or the folder cannot be made.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / "lock").open("w")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written to: {error}", where="--out", remedy="name another folder") from error
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((out / "lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another call measures into {out}, or the run of one that was killed is about to end",
+                where="--out",
+                remedy="wait for its end",
+            ) from error
         except OSError as error:
-            raise UserError(f"another call measures into {out}", where="--out", remedy="wait for its end") from error
-        yield
+            remedy = "name another folder"
+            raise UserError(f"{out} cannot be written to: {error}", where="--out", remedy=remedy) from error
+        yield lock.fileno()
 
 
 @contextlib.contextmanager
@@ -135,7 +162,8 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    signals = (signal.SIGTERM, signal.SIGHUP)
+    # What nohup has switched off stays so.
+    signals = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
     before = [signal.signal(one, end) for one in signals]
     try:
         yield
@@ -157,7 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engine", choices=["vllm", "transformers"], help="default: vllm on cards, transformers on a CPU")
     add("--launcher", choices=["lightning", "torchrun"], default="lightning", help="who starts the ranks")
     add("--budget-seconds", type=float, default=570.0, help="of this call; a call on a lent machine lasts ten minutes")
-    add("--peak-tflops", type=float, help="of a card, for the MFU; default: what its maker states")
+    add("--peak-tflops", type=float, help="of a card, for the MFU of all points; default: what its maker states")
     add("--models", type=Path, help="folder for models of random weights; default: OUT/models")
     add("--more", nargs="+", type=Path, default=[], help="configurations laid over all points; take another --out")
     add("--again", action="store_true", help="run again what has failed")
@@ -175,8 +203,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if (number := getattr(args, name)) is not None and not (math.isfinite(number) and number > 0):
             parser.error(f"--{name.replace('_', '-')} is a number above 0")
     for path in args.more:
-        if not path.is_file():
-            parser.error(f"--more {path}: there is no such file")
+        try:
+            path.read_bytes()
+        except OSError as error:
+            parser.error(f"--more {path}: {error.strerror}")
     if there and max(args.cards) > there and not (args.table or args.list):
         parser.error(f"--cards {max(args.cards)}: there are {there}")
     return args
@@ -196,6 +226,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         "launcher": args.launcher,
         "more": hashlib.sha256(b"".join(path.read_bytes() for path in args.more)).hexdigest()[:12] if args.more else "",
         "software": ", ".join(f"{name} {found}" for name in packages if (found := _version(name))),
+        "code": _commit(),
         "peak_tflops": args.peak_tflops or (card_peak(torch.cuda.get_device_name()) if there else None),
     }
 
@@ -228,7 +259,7 @@ def measure(
     point: Point, here: dict[str, Any], args: argparse.Namespace, budget: float, started: float
 ) -> dict[str, Any]:
     """Run a point and return its record."""
-    place = prepare(point.shape, (args.models or args.out / "models").absolute())
+    place = prepare(point.shape, (args.models or args.out / "models").absolute(), held=[args.lock])
     outcome = runs.run(
         point,
         place,
@@ -238,6 +269,7 @@ def measure(
         engine=args.engine,
         launcher=args.launcher,
         more=[path.absolute() for path in args.more],
+        held=[args.lock],
     )
     if outcome.failure is not None:
         return recorded(point, failure=outcome.failure, seconds=outcome.seconds, cut=outcome.cut)
@@ -274,6 +306,20 @@ def _cards() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _commit() -> str:
+    """Return the last commit of what is measured, and a mark of what was changed since; empty where it is not known."""
+    of = ["--", "lit_grpo", "scripts/scaling_gpu_cases"]
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", "-C", str(ROOT), *words, *of], capture_output=True, check=True).stdout
+
+    try:
+        commit, changes = git("log", "-1", "--format=%h").decode().strip(), git("diff", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return commit + (f"+{hashlib.sha256(changes).hexdigest()[:6]}" if commit and changes else "")
 
 
 def _version(package: str) -> str | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import string
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.errors import UserError
+from scripts.scaling_gpu_cases.keeper import kept
 from scripts.scaling_gpu_cases.points import SHAPES, Point, cache_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,19 +20,39 @@ PROMPTS = 4096
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _END = "<|endoftext|>"
 _LEARNING_RATE = 1e-5
+_GRACE_SECONDS = 5.0
 
 
-def prepare(shape: str, folder: Path) -> Path:
-    """Write model, tokenizer and prompts of a shape, unless they are there, and return their folder."""
+def prepare(shape: str, folder: Path, *, held: Sequence[int] = ()) -> Path:
+    """Write model, tokenizer and prompts of a shape, unless they are there, and return their folder.
+
+    Args:
+        shape: name of the shape.
+        folder: of the models of all shapes.
+        held: descriptors of locks, held until nothing more is written.
+
+    Raises:
+        UserError: they cannot be written.
+    """
     place = folder / shape
-    if not (place / "ready").is_file():
+    if (place / "ready").is_file():
+        return place
+    try:
         place.mkdir(parents=True, exist_ok=True)
         # In a process of its own: what CUDA gave this one for it would be missing on a card in all that is measured.
         writer = [sys.executable, "-m", "scripts.scaling_gpu_cases.files", shape, str(place / "model")]
-        subprocess.run(writer, cwd=ROOT, check=True)
+        with kept(writer, grace=_GRACE_SECONDS, held=held, cwd=ROOT) as process:
+            if code := process.wait():
+                raise OSError(f"its writer has ended with exit code {code}")
         write_tokenizer(SHAPES[shape].vocabulary, place / "model")
         write_prompts(shape, place / "prompts.jsonl")
         (place / "ready").touch()
+    except OSError as error:
+        raise UserError(
+            f"the model of {shape} cannot be written to {place}: {error}",
+            where="--models",
+            remedy="name a folder that can be written to",
+        ) from error
     return place
 
 

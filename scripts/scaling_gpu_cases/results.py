@@ -21,10 +21,16 @@ SETTINGS = {
     "engine": "the engine",
     "launcher": "the launcher",
     "software": "the software",
-    "peak_tflops": "the peak",
+    "code": "lit-grpo of commit",
     "more": "further configurations (hash)",
 }
-"""What must be the same for all figures of a file, in words."""
+"""What must be the same for all figures of a file, in words; the code only where both are known."""
+_MACHINE = {"on_cards": bool, "cards": int, "card": str, "engine": str, "software": str}
+_FIGURES = (
+    *("cards", "ranks", "prompts", "steps", "warmup", "seconds", "step", "tokens_per_second"),
+    *("sync_share", "rewards", "elapsed"),
+)
+"""What a page is made of: figures that it can do without are left out."""
 
 
 class Results:
@@ -42,17 +48,13 @@ class Results:
     def __init__(self, path: Path, machine: dict[str, Any], *, goes_on: bool = True) -> None:
         self.path = path
         try:
-            known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            self.machine: dict[str, Any] = known.get("machine", machine)
-            self.records: dict[str, Record] = known.get("points", {})
-            # As the rest of the script takes it: whatever else is there was not written by it.
-            if "on_cards" not in self.machine or any("shape" not in record for record in self.records.values()):
-                raise ValueError("it is no file of results")
-        except (ValueError, AttributeError, TypeError) as error:
+            known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"machine": machine}
+            self.machine, self.records = _checked(known)
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{path} cannot be read: {error}", where="--out", remedy="name another folder, or remove the file"
             ) from error
-        other = [name for name in SETTINGS if name in self.machine and self.machine[name] != machine.get(name)]
+        other = [name for name in SETTINGS if self._differs(name, machine)]
         if goes_on and other:
             raise UserError(
                 f"{path} has figures of "
@@ -62,6 +64,20 @@ class Results:
                 where="--out",
                 remedy="name another folder",
             )
+        if goes_on:
+            # A host may be another, with more of the same cards.
+            self.machine["cards"] = max(self.machine["cards"], machine["cards"])
+
+    def _differs(self, name: str, machine: dict[str, Any]) -> bool:
+        known, now = self.machine.get(name), machine.get(name)
+        return name in self.machine and known != now and not (name == "code" and "" in (known or "", now or ""))
+
+    def take_peak(self, tflops: float) -> None:
+        """Compute every MFU anew by another peak of a card; nothing else depends on it."""
+        self.machine["peak_tflops"] = tflops
+        for record in self.records.values():
+            if "tflops" in record:
+                record["mfu"] = record["tflops"] / tflops
 
     def has(self, point: Point) -> bool:
         """Tell whether a point is done with: measured, or tried in vain."""
@@ -97,6 +113,25 @@ class Results:
         """Write the file."""
         content = {"machine": self.machine, "points": self.records}
         write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+
+
+def _checked(known: Any) -> tuple[dict[str, Any], dict[str, Record]]:
+    """Return machine and records of what a file holds.
+
+    Raises:
+        ValueError: the script has not written it.
+    """
+    machine, records = (known.get("machine"), known.get("points", {})) if isinstance(known, dict) else (None, None)
+    if not isinstance(machine, dict) or not isinstance(records, dict):
+        raise ValueError("it is no file of results")
+    for name, kind in _MACHINE.items():
+        if not isinstance(machine.get(name), kind):
+            raise ValueError(f"it does not say {name} of the machine")
+    for point, record in records.items():
+        needed = ("shape",) if isinstance(record, dict) and "failure" in record else ("shape", *_FIGURES)
+        if not isinstance(record, dict) or (missing := [name for name in needed if name not in record]):
+            raise ValueError(f"{point} has no {', '.join(missing) if isinstance(record, dict) else 'record'}")
+    return dict(machine), records
 
 
 def _shown(value: Any) -> str:

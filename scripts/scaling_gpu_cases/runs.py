@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scripts.scaling_gpu_cases.files import ROOT, configuration
+from scripts.scaling_gpu_cases.keeper import kept
 from scripts.scaling_gpu_cases.points import Point
 
 Launcher = Literal["lightning", "torchrun"]
@@ -55,6 +54,7 @@ def run(
     engine: str,
     launcher: Launcher,
     more: Sequence[Path] = (),
+    held: Sequence[int] = (),
 ) -> Outcome:
     """Run a point, for ``seconds`` at most.
 
@@ -67,6 +67,7 @@ def run(
         engine: ``vllm`` or ``transformers``.
         launcher: who starts the ranks.
         more: configurations that are laid over the point's own.
+        held: descriptors of locks, held until nothing of the run is left.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -75,23 +76,19 @@ def run(
     (folder / "config.yaml").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     start, log = time.monotonic(), folder / "log.txt"
     with log.open("w", encoding="utf-8") as out, _card_memory(on_cards) as most:
-        process = subprocess.Popen(
+        ranks = kept(
             command(point, [folder / "config.yaml", *more], launcher),
-            stdin=subprocess.DEVNULL,
+            grace=_GRACE_SECONDS,
+            held=held,
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env=_environment(folder.parent),
-            # Ranks are in its group, and end with it.
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
-        try:
+        with ranks as process:
             while process.poll() is None and time.monotonic() - start < seconds:
                 time.sleep(_POLL_SECONDS)
             cut = process.poll() is None
-        finally:
-            _end(process)
     rows = read_metrics(folder / "run" / "metrics.jsonl")
     text = log.read_text(encoding="utf-8", errors="replace")
     failure = None
@@ -139,30 +136,6 @@ def _environment(folder: Path) -> dict[str, str]:
         # Kept from point to point: what one has compiled the next finds.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled")),
     }
-
-
-_PR_SET_PDEATHSIG = 1
-# Loaded before a fork, in whose child nothing may be.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-
-def _end_with_parent() -> None:
-    """Let this process be told to end where the script is killed, which then cannot tell it."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run and all of its ranks; engines end with the ranks that hold them."""
-    if process.poll() is None:
-        # The run saves nothing, and so ends soon; its ranks hear of it too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 @contextlib.contextmanager

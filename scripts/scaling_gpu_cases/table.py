@@ -31,11 +31,13 @@ def page(results: Results, planned: Planned) -> str:
     """Return all tables, and what is aimed at, in Markdown."""
     machine = results.machine
     counted = "" if machine["on_cards"] else "ranks on one "
+    code = f", lit-grpo of commit {machine['code']}" if machine.get("code") else ""
+    peak = f", of {machine['peak_tflops']:g} TFLOP/s a card" if machine.get("peak_tflops") else ""
     parts = [
         f"# {machine['cards']} {counted or 'x '}{machine['card']}",
-        f"{machine['software']}; engine: {machine['engine']}. Seconds are medians of rank 0; tokens/s and step go by "
-        "the clock from one rollout to the next; MFU is that of the whole training step. Efficiency: tokens a second "
-        "and card over those of the fewest cards.",
+        f"{machine['software']}{code}; engine: {machine['engine']}. Seconds are medians of rank 0; tokens/s and step "
+        f"go by the clock from one rollout to the next; MFU is that of the whole training step{peak}. Efficiency: "
+        "tokens a second and card over those of the fewest cards.",
     ]
     for series in SERIES:
         points = [point for name, point in planned if name == series]
