@@ -18,6 +18,7 @@ from lit_grpo.engines import EngineContext, check_engine
 from lit_grpo.engines.base import EnginePolicy, StartSeconds
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.engines.given import as_engine_config
+from lit_grpo.engines.vllm_processes.settings import check_ranks
 from lit_grpo.evaluation.given import as_evaluation_sets
 from lit_grpo.evaluation.grading import grade
 from lit_grpo.evaluation.sets import EvaluationPart, EvaluationSet, ResolvedSet, resolve_sets
@@ -191,6 +192,9 @@ class RolloutDataModule(pl.LightningDataModule):
         if stage != "fit" or not self._supervised or self.val or self.val_prompts:
             check_rewards(self.rewards)
             check_engine(self.engine_config, self._needs_experts, self.learner.policy_config.lora)
+            strategy = self._current_trainer.strategy
+            devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
+            check_ranks(self.engine_config, devices, self._current_trainer.world_size)
             # Started this early, workers of the rewards load their libraries while the model and the engine load.
             for reward in self.rewards:
                 reward.start()

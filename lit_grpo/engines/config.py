@@ -21,7 +21,9 @@ class ServerConfig:
     Attributes:
         url: of a server that is running (docs/rollouts.md says how to start it); None: start one on this machine.
         port: of the server that is started, the next ones for further processes; 0: any free one.
-        env: environment variables of the server that is started, say ``CUDA_VISIBLE_DEVICES``.
+        cards: on GPUs: cards of the server that each rank of this machine starts, a list for each rank in their
+            order (``[[4, 5], [6, 7]]``); numbers as these processes count them. None: what ``env`` says, or all.
+        env: environment variables of the server that is started, say ``VLLM_LOGGING_LEVEL``.
         start_seconds: longest start.
         weights_folder: where weights are handed over; a server on another machine must see the same folder. None:
             shared memory if there is room, else the folder for temporary files.
@@ -35,6 +37,7 @@ class ServerConfig:
 
     url: str | None = None
     port: Annotated[int, Bound(least=0, most=65535)] = 0
+    cards: Annotated[list[list[int]] | None, Bound(least=0)] = None
     env: dict[str, str] = field(default_factory=dict)
     start_seconds: Annotated[float, Bound(above=0)] = 600.0
     weights_folder: str | None = None

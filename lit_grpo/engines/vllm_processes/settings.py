@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lit_grpo.engines.config import VLLMEngineConfig
+from lit_grpo.engines.config import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
 from lit_grpo.engines.vllm_processes.cards import environment_on_card, name_of_card
+from lit_grpo.engines.vllm_server.cards import check_apart, place_on_machine
+from lit_grpo.engines.vllm_server.process import check_servers_of_ranks
 from lit_grpo.errors import UserError
 
 _CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -35,7 +36,7 @@ def check_arguments(args: Mapping[str, Any]) -> None:
                 "spreads one engine over several",
                 where=f"{KEY}.args.{name}",
                 remedy=f"leave it out; a model that fits no single card is sampled by {KEY}.name: vllm_server, which "
-                f"takes args.{name}, with its cards in {KEY}.server.env.CUDA_VISIBLE_DEVICES",
+                f"takes args.{name}, with its cards in {KEY}.server.cards",
             )
 
 
@@ -103,6 +104,35 @@ def check_cards(config: VLLMEngineConfig) -> None:
         )
 
 
+def check_ranks(config: EngineConfig, devices: Sequence[torch.device], processes: int) -> None:
+    """Check the engines of a run against its ranks, as soon as these are known and before a model is loaded.
+
+    Args:
+        config: which engine, and its settings.
+        devices: of the ranks on this machine, in their order.
+        processes: number of ranks on all machines.
+
+    Raises:
+        UserError: the ranks' engines or servers cannot each have cards, an address or a port of their own.
+    """
+    if config.custom_engine is not None:
+        return
+    if config.name == "vllm" and config.cards is not None:
+        _check_one_for_each(config.cards, len(devices))
+        check_apart(config.cards, devices, f"{KEY}.cards")
+    if config.name == "vllm_server":
+        check_servers_of_ranks(VLLMServerEngineConfig(args=config.args, server=config.server), devices, processes)
+
+
+def _check_one_for_each(cards: Sequence[int], ranks: int) -> None:
+    if ranks != len(cards):
+        raise UserError(
+            f"{ranks} ranks train on this machine, and {len(cards)} cards are named for their engines",
+            where=f"{KEY}.cards",
+            remedy="name one for each rank: trainer.devices: 4 with cards: [4, 5, 6, 7]",
+        )
+
+
 def card_of_rank(cards: Sequence[int] | None) -> int | None:
     """Return the card that this rank's engines run on, None for its own. All ranks must call it.
 
@@ -111,20 +141,9 @@ def card_of_rank(cards: Sequence[int] | None) -> int | None:
     """
     if cards is None:
         return None
-    rank, names = 0, [socket.gethostname()]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # No launcher tells how many ranks a machine has in a way that all others share.
-        rank, own = torch.distributed.get_rank(), names[0]
-        names = [""] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(names, own)
-    here = [number for number, name in enumerate(names) if name == names[rank]]
-    if len(here) != len(cards):
-        raise UserError(
-            f"{len(here)} ranks train on this machine, and {len(cards)} cards are named for their engines",
-            where=f"{KEY}.cards",
-            remedy="name one for each rank: trainer.devices: 4 with cards: [4, 5, 6, 7]",
-        )
-    return cards[here.index(rank)]
+    place, here = place_on_machine()
+    _check_one_for_each(cards, here)
+    return cards[place]
 
 
 def environment(processes: int, number: int | None = None, card: int | None = None) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lit_grpo.engines.vllm.installed import KEY
+from lit_grpo.engines.vllm.start import OTHER_ENGINE
 from lit_grpo.engines.vllm_server.client import GENERATE, Client, ServerRefusal, ServerTrouble
 from lit_grpo.engines.vllm_server.worker import EXTENSION, SHAPE
 from lit_grpo.errors import UserError
@@ -19,7 +20,11 @@ FACTS = ("logprobs_mode", "device", "chunked_prefill", "shape", "max_model_len",
 
 
 def check_server(
-    client: Client, call_workers: Callable[[str], list[dict[str, Any]]], model_config: Any, max_model_len: int
+    client: Client,
+    call_workers: Callable[[str], list[dict[str, Any]]],
+    model_config: Any,
+    max_model_len: int,
+    own_log: Callable[[], str] | None = None,
 ) -> dict[str, Any]:
     """Check that the server has what a run needs.
 
@@ -28,13 +33,31 @@ def check_server(
         call_workers: calls a method of :class:`lit_grpo.engines.vllm_server.worker.WeightLoader` in every worker.
         model_config: transformers configuration of the policy.
         max_model_len: longest prompt plus completion, in tokens, that the run will ask for.
+        own_log: tells the end of the log of a server that the run has started; None: somebody else has.
 
     Returns:
         What the server's first worker says of itself.
 
     Raises:
-        UserError: the server lacks something, or serves another model.
+        UserError: the server fails, lacks something, or serves another model.
     """
+    try:
+        return _checked_facts(client, call_workers, model_config, max_model_len)
+    except UserError as error:
+        if own_log is None:
+            raise
+        # What a server that is started by hand may lack is not why one fails that was started with all of it.
+        cause = error.__cause__ if isinstance(error.__cause__, (ServerRefusal, ServerTrouble)) else error.what
+        raise UserError(
+            f"the vLLM server that was started for this run cannot be used: {str(cause).rstrip('.')}. {own_log()}",
+            where=KEY,
+            remedy=f"mend what the log names ({KEY}.args, {KEY}.server, or the model); {OTHER_ENGINE}",
+        ) from error
+
+
+def _checked_facts(
+    client: Client, call_workers: Callable[[str], list[dict[str, Any]]], model_config: Any, max_model_len: int
+) -> dict[str, Any]:
     where, remedy = f"{KEY}.server.url", f"start it like this: {HAND_COMMAND}"
     try:
         facts = call_workers("lit_grpo_facts")[0]

@@ -28,6 +28,7 @@ from lit_grpo.engines.vllm.settings import (
     stop_settings,
 )
 from lit_grpo.engines.vllm.start import OTHER_ENGINE
+from lit_grpo.engines.vllm_server.cards import check_number_of_ranks, place_on_machine
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, field, metric
 from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_config, default_engine_args, server_of_rank
@@ -139,7 +140,8 @@ class VLLMServer:
             # A few more than the server works on, so that its queue never runs empty.
             self._client = Client(settings.url or self._process.url, max_num_seqs + 32)  # type: ignore[union-attr]
             self._first_contact()
-            facts = check_server(self._http, self._call_workers, model_config, max_model_len)
+            own_log = None if self._process is None else self._process.log_tail
+            facts = check_server(self._http, self._call_workers, model_config, max_model_len, own_log)
         except BaseException:
             self.close()
             raise
@@ -158,9 +160,13 @@ class VLLMServer:
         rank, processes = 0, 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        place = 0
+        if config.server.cards is not None:
+            place, here = place_on_machine()
+            check_number_of_ranks(len(config.server.cards), here)
         return cls(
             model_config_of(context),
-            server_of_rank(config.server, rank, processes),
+            server_of_rank(config.server, rank, processes, place),
             end_token_ids=context.end_token_ids,
             max_model_len=config.max_model_len or context.max_model_len,
             dtype=engine_dtype(config.dtype, context.policy_config.dtype),

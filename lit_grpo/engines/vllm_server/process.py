@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS
 from lit_grpo.engines.vllm.installed import KEY, check_installed
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
+from lit_grpo.engines.vllm_server.cards import check_cards_of_servers, check_server_cards, environment_of_cards
 from lit_grpo.engines.vllm_server.launch import ROOT, SUPERVISOR, without_launcher
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 STOP_SECONDS = 20.0
 _LOG_TAIL_LINES = 15
+_LAST_PORT = 65535
+_ERROR = re.compile(r"^(?:\([^)]*\) )?ERROR [^\]]*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE)
+"""The line of vLLM's log that ends a traceback."""
 
 
 class ServerProcess:
@@ -63,6 +68,8 @@ class ServerProcess:
         self.log = Path(tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")[1])
         """File with the server's output. Removed at the end, unless a message has named it."""
         self._keep_log = False
+        self._log_start = 0
+        """Where the log of the last start begins, in bytes."""
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
         self._env = {**without_launcher(os.environ), **_environment(), **env}
@@ -82,6 +89,7 @@ class ServerProcess:
             EngineError: the server ended, or was not ready in time.
         """
         self.stop()
+        self._log_start = self.log.stat().st_size
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(SUPERVISOR), str(self.scratch), *self._command],
@@ -101,10 +109,16 @@ class ServerProcess:
             time.sleep(0.2)
 
     def log_tail(self) -> str:
-        """Return the end of the server's log, and keep the file from now on."""
+        """Return the server's first error and the end of its log, and keep the file from now on."""
         self._keep_log = True
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
-        return f"The end of its log ({self.log}):\n  " + "\n  ".join(lines)
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode("utf-8", errors="replace")
+        lines = text.strip().splitlines()[-_LOG_TAIL_LINES:]
+        # The engine dies first, in another process than that which answers: the end tells only that it is gone.
+        error = _ERROR.search(text)
+        first = "" if error is None else f"Its first error: {error[1].strip()}\n"
+        return f"{first}The end of its log ({self.log}):\n  " + "\n  ".join(lines)
 
     def stop(self) -> None:
         """End the server and everything it started."""
@@ -145,12 +159,15 @@ def check_server_config(config: VLLMServerEngineConfig) -> None:
         raise UserError(f"retries is {server.retries}, must be at least 0", where=f"{KEY}.server.retries")
     if server.url is None:
         _check_installed()
+        check_server_cards(config)
         return
     if not server.url.startswith(("http://", "https://")):
         raise UserError(
             f"{server.url!r} is no address of a server", where=f"{KEY}.server.url", remedy="http://HOST:PORT"
         )
-    for name, given in (("args", config.args), ("server.env", server.env), ("server.port", server.port)):
+    named: dict[str, Any] = {"args": config.args}
+    named |= {f"server.{name}": getattr(server, name) for name in ("env", "port", "cards")}
+    for name, given in named.items():
         if given:
             raise UserError(
                 f"{name} is for a server that is started here, and url names one that is running",
@@ -159,14 +176,24 @@ def check_server_config(config: VLLMServerEngineConfig) -> None:
             )
 
 
-def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerConfig:
-    """Return the settings for one of several training processes, each of which has a server of its own.
+def check_servers_of_ranks(config: VLLMServerEngineConfig, devices: Sequence[torch.device], processes: int) -> None:
+    """Check that each rank of a run can have a server of its own, before anything is loaded or started.
 
-    ``{rank}`` in the address and in values of ``env`` becomes the number of the process; a fixed port counts up.
+    Args:
+        config: settings of the servers.
+        devices: of the ranks on this machine, in their order.
+        processes: number of ranks on all machines.
 
     Raises:
-        UserError: the address is the same for all processes.
+        UserError: an address or the cards are the same for several ranks, there are not enough ports, or the cards do
+            not fit the ranks.
     """
+    _check_addresses(config.server, processes)
+    if config.server.url is None:
+        check_cards_of_servers(config, devices)
+
+
+def _check_addresses(server: ServerConfig, processes: int) -> None:
     if server.url is not None and processes > 1 and "{rank}" not in server.url:
         raise UserError(
             f"{processes} processes train, and each needs a vLLM server of its own, but {server.url} is one address",
@@ -174,12 +201,38 @@ def server_of_rank(server: ServerConfig, rank: int, processes: int) -> ServerCon
             remedy="put {rank} where the addresses differ (http://127.0.0.1:800{rank} for 8000, 8001, ...), or leave "
             "url out to have the servers started",
         )
+    if server.port and server.port + processes - 1 > _LAST_PORT:
+        raise UserError(
+            f"{processes} processes train, each starts a vLLM server on a port of its own from {server.port} on, and "
+            f"there is none above {_LAST_PORT}",
+            where=f"{KEY}.server.port",
+            remedy=f"{_LAST_PORT + 1 - processes} at most, or 0 for any free ones",
+        )
+
+
+def server_of_rank(server: ServerConfig, rank: int, processes: int, place: int = 0) -> ServerConfig:
+    """Return the settings for one of several training processes, each of which has a server of its own.
+
+    ``{rank}`` in the address and in values of ``env`` becomes the number of the process; a fixed port counts up; of
+    ``cards`` it gets its own.
+
+    Args:
+        server: settings for all of them.
+        rank: number of the process.
+        processes: number of processes.
+        place: of the process among those of its machine.
+
+    Raises:
+        UserError: the address is the same for all processes, or there are not enough ports.
+    """
+    _check_addresses(server, processes)
     number = str(rank)
+    env = {name: value.replace("{rank}", number) for name, value in server.env.items()}
     return replace(
         server,
         url=None if server.url is None else server.url.replace("{rank}", number),
         port=server.port + rank if server.port else 0,
-        env={name: value.replace("{rank}", number) for name, value in server.env.items()},
+        env=env if server.cards is None else env | environment_of_cards(server.cards[place]),
     )
 
 

@@ -22,7 +22,7 @@ from lit_grpo.engines.vllm_processes.choose import (
     read_measured,
     write_measured,
 )
-from lit_grpo.engines.vllm_processes.settings import card_of_rank, environment, per_process
+from lit_grpo.engines.vllm_processes.settings import card_of_rank, check_ranks, environment, per_process
 from lit_grpo.errors import UserError
 from lit_grpo.policy import PolicyConfig
 from tests.paths import ROOT
@@ -117,6 +117,24 @@ def test_each_rank_of_a_machine_has_the_card_of_its_place(monkeypatch: pytest.Mo
         card_of_rank([2, 3, 4])
 
 
+def test_cards_are_held_to_the_ranks_before_a_model_is_loaded() -> None:
+    def ranks(*numbers: int) -> list[torch.device]:
+        return [torch.device("cuda", number) for number in numbers]
+
+    def told(words: str, cards: list[int], devices: list[torch.device]) -> None:
+        with pytest.raises(UserError, match=words) as error:
+            check_ranks(EngineConfig(name="vllm", cards=cards), devices, len(devices))
+        assert error.value.where == "data.engine.cards"
+
+    told("card 1 is named for an engine, and rank 1 of this machine learns there", [2, 1], ranks(0, 1))
+    told("card 0 is named for an engine, and rank 1 of this machine learns there", [1, 0], ranks(2, 0))
+    told("2 ranks train on this machine, and 1 cards", [2], ranks(0, 1))
+    check_ranks(EngineConfig(name="vllm", cards=[2, 3]), ranks(0, 1), 4)
+    check_ranks(EngineConfig(name="vllm", cards=[0, 1]), ranks(2, 3), 2)
+    check_ranks(EngineConfig(name="vllm"), ranks(0, 1), 2)
+    check_ranks(EngineConfig(name="transformers", cards=[0, 1]), ranks(0, 1), 2)
+
+
 def test_engines_with_a_card_have_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(VLLMEngineConfig(cards=[1]), context())[:2] == (1, True)
     assert choose(VLLMEngineConfig(cards=[1], processes=3), context())[:2] == (3, True)
@@ -130,7 +148,7 @@ def test_an_engine_of_a_rank_is_not_spread_over_cards(monkeypatch: pytest.Monkey
     monkeypatch.setattr(installed, "find_spec", lambda name: object())
     for processes in (1, 2, "auto"):
         config = EngineConfig(name="vllm", processes=processes, args={name: 2})
-        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*vllm_server") as found:
+        with pytest.raises(UserError, match=rf"args.{name}: 2(.|\n)*vllm_server(.|\n)*server.cards") as found:
             check_engine(config)
         assert found.value.where == f"data.engine.args.{name}"
         check_engine(EngineConfig(name="vllm", processes=processes, args={name: 1}))

@@ -434,11 +434,54 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
         told("no vLLM server answers at", url=f"http://127.0.0.1:{free.getsockname()[1]}")
 
 
+class Own:
+    """The stand-in as a server that the engine has started."""
+
+    running = True
+
+    def __init__(self, url: str) -> None:
+        self.url, self.ended = url, False
+
+    def start(self, seconds: float, ready: Any) -> None:
+        assert ready()
+
+    def log_tail(self) -> str:
+        return "The end of its log: head_dim=8"
+
+    def close(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("fault", ["extension", "scale_out", "max_model_len"])
+def test_a_server_of_ones_own_that_fails_its_check_shows_its_log(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """And nothing about how a server is started by hand."""
+    own, model = Own(server.url), ModelConfig()
+    monkeypatch.setattr(ModelConfig, "save_pretrained", lambda self, path: None, raising=False)
+    monkeypatch.setattr(vllm_server, "ServerProcess", lambda *args, **settings: own)
+    if fault != "max_model_len":
+        setattr(server, fault, False)
+    with pytest.raises(UserError) as told:
+        VLLMServer(model, ServerConfig(), end_token_ids=(1,), max_model_len=193 if fault == "max_model_len" else 9)
+    words = {
+        "extension": "status 500: no attribute",
+        "scale_out": "status 403",
+        "max_model_len": "is 192, the run needs",
+    }
+    assert words[fault] in told.value.what
+    assert "head_dim=8" in told.value.what
+    assert told.value.where == "data.engine"
+    assert "vllm serve" not in str(told.value)
+    assert own.ended
+
+
 @pytest.mark.parametrize(
     ("settings", "args", "words"),
     [
         ({"url": "localhost:8000"}, {}, "no address of a server"),
-        ({"url": "http://localhost:8000", "port": 8000}, {}, "port is for a server that is started here"),
+        ({"url": "http://localhost:8000", "port": 8000}, {}, "server.port is for a server that is started here"),
+        ({"url": "http://localhost:8000", "cards": [[1]]}, {}, "server.cards is for a server that is started here"),
         ({"url": "http://localhost:8000"}, {"seed": 1}, "args is for a server that is started here"),
         ({"retries": -1}, {}, "retries is -1"),
         ({"progress_seconds": 0.0}, {}, "progress_seconds is 0"),

@@ -161,6 +161,17 @@ def test_a_server_that_does_not_start_says_why(process: ServerProcess) -> None:
     assert not process.running
 
 
+def test_the_error_that_a_server_died_of_is_told_before_the_end_of_its_log(process: ServerProcess) -> None:
+    """As vLLM logs it: the engine's error, then those of the process that answers, which know only that it is gone."""
+    process.log.write_text("(EngineCore pid=1) ERROR 12-01 02:31:33 [core.py:1512] ValueError: of an earlier start\n")
+    lines = ["(Worker pid=7) ERROR 12-01 02:31:33 [multiproc_executor.py:1063] RuntimeError: no heads of 8"]
+    lines += ["(APIServer pid=1) ERROR 12-01 02:31:33 [core.py:54]   File x"] * 30
+    lines += ["(APIServer pid=1) ERROR 12-01 02:31:33 [core.py:54] vllm.EngineDeadError: See above"]
+    process._command = [sys.executable, "-c", f"print({chr(10).join(lines)!r})"]
+    with pytest.raises(EngineError, match=r"Its first error: RuntimeError: no heads of 8\n(.|\n)*EngineDeadError"):
+        process.start(PATIENCE, lambda: False)
+
+
 def test_each_training_process_has_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = ServerConfig(port=8000, env={"CUDA_VISIBLE_DEVICES": "{rank}"})
     second = server_of_rank(own, 1, 2)
