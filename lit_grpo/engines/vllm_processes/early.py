@@ -16,7 +16,6 @@ the learner too. On the command line processes are spawned earlier still
 from __future__ import annotations
 
 import logging
-import shutil
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from lit_grpo.engines.vllm_processes import measured, reserve
 from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.settings import card_of_rank, environment, per_process
-from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder, remove_scratch_folder
 from lit_grpo.types import WeightForm
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class EarlyProcesses:
             )
             self._group.prepare_ahead()
         except BaseException:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove_scratch_folder(self._scratch)
             raise
 
     def build(self, context: EngineContext) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import sys
 import time
 import weakref
@@ -23,6 +22,7 @@ from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone, Hung, c
 from lit_grpo.engines.vllm_processes.reserve import Reserve
 from lit_grpo.engines.vllm_processes.settings import environment
 from lit_grpo.engines.vllm_processes.weight_files import WeightFiles
+from lit_grpo.engines.vllm_server.scratch import remove_scratch_folder
 from lit_grpo.errors import UserError
 from lit_grpo.types import WeightForm
 from lit_grpo.utils.threads import DaemonThreads
@@ -544,4 +544,4 @@ def _code_of_models() -> str | None:
 def _clean_up(processes: Sequence[EngineProcess], scratch: Path, ahead: DaemonThreads) -> None:
     ahead.shutdown()
     close_all(processes)
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove_scratch_folder(scratch)

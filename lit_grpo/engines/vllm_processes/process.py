@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_grpo.engines.vllm_server.launch import ROOT, SUPERVISOR, without_launcher
-from lit_grpo.engines.vllm_server.supervisor import PASSED
+from lit_grpo.engines.vllm_server.supervisor import LOG_NOTE, PASSED
 
 WORKER = "lit_grpo.engines.vllm_processes.worker"
 _STOP_SECONDS = 10.0
@@ -29,23 +29,38 @@ _LOG_TAIL_LINES = 15
 
 
 class EngineLog:
-    """One file for what all engine processes of a rank write; removed at the end, unless a message has named it."""
+    """One file for what all engine processes of a rank write; removed at the end, unless a message has named it.
 
-    def __init__(self) -> None:
+    Args:
+        scratch: folder whose removal takes the file with it where this process was killed; None: it stays then.
+    """
+
+    def __init__(self, scratch: Path | None = None) -> None:
         descriptor, name = tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")
         os.close(descriptor)
         self.path = Path(name)
-        self._remove = weakref.finalize(self, self.path.unlink, missing_ok=True)
+        self._note = None if scratch is None else scratch / LOG_NOTE
+        if self._note is not None:
+            self._note.write_text(name, encoding="utf-8")
+        self._remove = weakref.finalize(self, _remove_log, self.path, os.getpid())
 
     def tail(self) -> str:
         """Return the end of the file, and keep it from now on."""
         self._remove.detach()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
         lines = self.path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
         return f"The end of the log of the engine processes ({self.path}):\n  " + "\n  ".join(lines)
 
     def close(self) -> None:
         """Remove the file, unless a message has named it."""
         self._remove()
+
+
+def _remove_log(path: Path, owner: int) -> None:
+    # A process that this one has forked ends by itself, and leaves the file.
+    if os.getpid() == owner:
+        path.unlink(missing_ok=True)
 
 
 class Gone(Exception):  # noqa: N818 - what happened to the process, and not yet a failure
@@ -82,6 +97,7 @@ class EngineProcess:
     It is started by the supervisor of :mod:`lit_grpo.engines.vllm_server`, which ends with the pipe that this process
     holds, however that comes to its end, and takes everything with it. A signal at the death of the parent alone
     (``PR_SET_PDEATHSIG``) would be sent when the thread ends that started the process, and a rollout thread does.
+    Processes that this one forks do not have the pipe, and for them this one was never started.
 
     Args:
         env: variables added to this process's environment; None leaves one out.
@@ -101,6 +117,8 @@ class EngineProcess:
         # A run may be given up while a thread is still starting its processes.
         self._lock = threading.RLock()
         self._closed = False
+        with _launching:
+            _all.add(self)
 
     def start(self) -> None:
         """Start the process; one that runs is ended first.
@@ -112,7 +130,8 @@ class EngineProcess:
             if self._closed:
                 raise Gone
             self.stop()
-            self._launch()
+            with _launching:
+                self._launch()
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
@@ -129,6 +148,23 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
+
+    def forget(self) -> None:
+        """Let go of the process, in one that was forked from the process that started it."""
+        # Another thread may have held it, and is not here.
+        self._lock = threading.RLock()
+        connection, self._connection = self._connection, None
+        process, self._process = self._process, None
+        nothing = os.open(os.devnull, os.O_RDWR)
+        # The numbers stay taken until the objects give them up.
+        if connection is not None:
+            os.dup2(nothing, connection.fileno(), inheritable=False)
+        if process is not None:
+            assert process.stdin is not None
+            os.dup2(nothing, process.stdin.fileno(), inheritable=False)
+            # It is not this process's child, and is not waited for.
+            process.returncode = 0
+        os.close(nothing)
 
     @property
     def running(self) -> bool:
@@ -238,6 +274,21 @@ class EngineProcess:
                 return False
             time.sleep(0.02)
         return True
+
+
+_all: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
+_launching = threading.RLock()
+"""Held while a process has descriptors that :meth:`EngineProcess.forget` does not know of: nothing is forked then."""
+
+
+def _forget_all() -> None:
+    for process in list(_all):
+        process.forget()
+    _launching.release()
+
+
+# A reward's pool of processes would keep engines and weights for as long as it lives itself.
+os.register_at_fork(before=_launching.acquire, after_in_parent=_launching.release, after_in_child=_forget_all)
 
 
 def close_all(processes: Sequence[EngineProcess]) -> None:

@@ -19,7 +19,7 @@ from lit_grpo.engines.vllm.installed import vllm_is_installed
 from lit_grpo.engines.vllm_processes.cards import cards_of_driver, environment_on_card, name_of_card
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
 from lit_grpo.engines.vllm_server.launch import LAUNCHER_VARIABLES
-from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder, remove_scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Reserve:
 
     def __init__(self, count: int, env: Mapping[str, str | None], scratch: Path, patience: float = 300.0) -> None:
         self.scratch = scratch
-        self._log = EngineLog()
+        self._log = EngineLog(scratch)
         self._processes = [EngineProcess(env, scratch, self._log, patience) for _ in range(count)]
         self._clean_up = weakref.finalize(self, _clean_up, self._processes, scratch)
 
@@ -131,4 +131,4 @@ def take(count: int, env: Mapping[str, str | None], weight_bytes: int) -> Reserv
 def _clean_up(processes: Sequence[EngineProcess], scratch: Path) -> None:
     for process in processes:
         process.close()
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove_scratch_folder(scratch)

@@ -21,6 +21,7 @@ from lit_grpo.engines.vllm_processes import choose, early, measured, reserve
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
+from lit_grpo.engines.vllm_server.scratch import remove_scratch_folder
 from lit_grpo.errors import UserError
 from lit_grpo.policy import LoraConfig, PolicyConfig, TinyModel
 from lit_grpo.policy.forward.policy import Policy
@@ -360,8 +361,8 @@ def test_a_policy_that_is_another_after_all_gets_processes_of_its_own(monkeypatc
     class Group:
         facts: dict[str, Any] = {"max_model_len": 9, "vocab_size": 9}  # noqa: RUF012
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.closed = False
+        def __init__(self, count: int, build: Any, scratch: Path, **kwargs: Any) -> None:
+            self.closed, self.scratch = False, scratch
             begun.append(self)
 
         def prepare_ahead(self) -> None: ...
@@ -376,6 +377,7 @@ def test_a_policy_that_is_another_after_all_gets_processes_of_its_own(monkeypatc
 
         def close(self) -> None:
             self.closed = True
+            remove_scratch_folder(self.scratch)
 
     monkeypatch.setattr(early, "EngineGroup", Group)
     monkeypatch.setattr(early, "check_in_process", lambda: None)
@@ -398,6 +400,7 @@ def test_a_policy_that_is_another_after_all_gets_processes_of_its_own(monkeypatc
     same.build(context(said))
     same.finish(context(Policy(load_model(PolicyConfig(tiny=tiny.TINY))))).close()
     assert len(begun) == 3
+    assert not any(group.scratch.exists() for group in begun)
 
 
 @pytest.mark.parametrize("own", [True, False])

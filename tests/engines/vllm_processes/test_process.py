@@ -26,8 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
 scratch = pathlib.Path(sys.argv[1])
 scratch.mkdir()
-log = EngineLog()
-log._remove.detach()
+log = EngineLog(scratch)
+if sys.argv[3] == "named":
+    log.tail()
 processes = [EngineProcess({}, scratch, log) for _ in range(2)]
 for process in processes:
     process.start()
@@ -36,6 +37,16 @@ for process in processes:
     process.receive()
 print(log.path, flush=True)
 exec(sys.argv[2])
+"""
+
+
+# Its two children are there before their parent's processes are known to have ended.
+POOL = """
+from concurrent.futures import ProcessPoolExecutor
+import multiprocessing
+pool = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
+print(*{pool.submit(os.getpid).result() for _ in range(8)}, flush=True)
+time.sleep(600)
 """
 
 
@@ -74,6 +85,13 @@ def wait_until_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(map(alive, pids)), f"the end of {pids}")
 
 
+def start_owner(scratch: Path, then: str, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(scratch), then, *(options or ("",))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def log() -> Iterator[EngineLog]:
     log = EngineLog()
@@ -103,11 +121,7 @@ def process(tmp_path: Path, log: EngineLog) -> Iterator[EngineProcess]:
 )
 def test_no_process_outlives_its_owner(tmp_path: Path, way: str, then: str) -> None:
     scratch = tmp_path / "scratch"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(scratch), "sys.stdin.readline()\n" + then if way.islower() else then],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True,
-    )  # fmt: skip
-    assert owner.stdin is not None
+    owner = start_owner(scratch, "sys.stdin.readline()\n" + then if way.islower() else then)
     assert owner.stdout is not None
     written = Path(owner.stdout.readline().strip())
     pids = below(owner.pid)
@@ -117,9 +131,79 @@ def test_no_process_outlives_its_owner(tmp_path: Path, way: str, then: str) -> N
     _, shown = owner.communicate("\n", timeout=PATIENCE)
     wait_until_gone(pids)
     wait_until(lambda: not scratch.exists(), "weights in shared memory are removed")
+    wait_until(lambda: not written.exists(), "the log is removed")
+    assert "worker" not in shown, "a person sees nothing of the processes"
+
+
+def test_a_log_that_a_message_has_named_outlives_whoever_is_killed(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    owner = start_owner(scratch, "time.sleep(600)", "named")
+    assert owner.stdout is not None
+    written = Path(owner.stdout.readline().strip())
+    owner.kill()
+    owner.communicate()
+    wait_until(lambda: not scratch.exists(), "weights in shared memory are removed")
     assert written.is_file()
     written.unlink()
-    assert "worker" not in shown, "a person sees nothing of the processes"
+
+
+def test_nothing_stays_of_an_owner_that_is_killed_after_its_processes(tmp_path: Path) -> None:
+    """As the system kills them one after the other where memory runs out."""
+    scratch = tmp_path / "scratch"
+    owner = start_owner(scratch, "time.sleep(600)")
+    assert owner.stdout is not None
+    written = Path(owner.stdout.readline().strip())
+    supervisors = children(owner.pid)
+    engines = [one for supervisor in supervisors for one in children(supervisor)]
+    assert len(engines) == 2
+    for engine in engines:
+        os.kill(engine, signal.SIGKILL)
+    wait_until_gone(supervisors)
+    assert scratch.is_dir(), "others could be started again with what is in it"
+    owner.kill()
+    owner.communicate()
+    wait_until(lambda: not scratch.exists(), "weights in shared memory are removed")
+    assert not written.exists()
+
+
+def test_what_an_owner_has_forked_keeps_no_process_alive(tmp_path: Path) -> None:
+    """A reward may have a pool of processes, which end later than the run, or never."""
+    scratch = tmp_path / "scratch"
+    owner = start_owner(scratch, POOL)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    pool = {int(pid) for pid in owner.stdout.readline().split()}
+    assert pool
+    started = [pid for pid in below(owner.pid) if b"vllm_processes.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(started) == 4
+    for pid in pool:
+        # So that they do not end with their parent, however fast.
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        owner.kill()
+        owner.wait()
+        wait_until_gone(started)
+        wait_until(lambda: not scratch.exists(), "weights in shared memory are removed")
+        assert all(map(alive, pool))
+    finally:
+        for pid in pool:
+            os.kill(pid, signal.SIGKILL)
+        owner.communicate()
+
+
+def test_a_forked_process_ends_nothing_of_its_parents(process: EngineProcess, log: EngineLog) -> None:
+    start(process)
+    child = os.fork()
+    if child == 0:
+        try:
+            started = process.running
+            process.close()
+            log.close()
+        finally:
+            os._exit(1 if started else 0)
+    assert os.waitpid(child, 0)[1] == 0, "it is none of the child's"
+    check_answers(process)
+    assert log.path.exists()
 
 
 @pytest.mark.parametrize("victim", ["engine", "supervisor"])
