@@ -157,7 +157,7 @@ class LoadNotes(TorchDispatchMode):
 
     def repeatable(self, model: nn.Module) -> bool:
         """Return whether all that was done were copies that fill each parameter of ``model`` once and whole."""
-        if not self._exact:
+        if not self._exact or self._kept(model):
             return False
         filled = [(_span(target), None) for target, _ in self.fills]
         copied = [(_span(target), weight) for weight in self.weights.values() for target, _ in weight.copies]
@@ -174,6 +174,15 @@ class LoadNotes(TorchDispatchMode):
                 if weight is not None:
                     weight.parameters.add(name)
         return True
+
+    def _kept(self, model: nn.Module) -> bool:
+        """Return whether the load may have kept a weight instead of copying it."""
+        # What was copied nowhere may be held where nobody finds it.
+        if any(not weight.copies for weight in self.weights.values() if weight.shape.numel()):
+            return True
+        held = (vars(module).values() for module in model.modules())
+        tensors = itertools.chain(model.parameters(), model.buffers(), itertools.chain.from_iterable(held))
+        return any(isinstance(tensor, Tensor) and self._spans(tensor) for tensor in tensors)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -198,6 +207,9 @@ class LoadNotes(TorchDispatchMode):
         start, end = _span(source)
         within = [(name, first) for name, (first, behind) in self._spans(source) if first <= start and end <= behind]
         if len(within) != 1 or not target.is_contiguous():
+            return False
+        # Such a view reads the memory with another sign.
+        if source.is_neg() or source.is_conj():
             return False
         ((name, first),) = within
         weight = self.weights[name]

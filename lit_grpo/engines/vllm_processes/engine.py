@@ -231,14 +231,18 @@ class VLLMProcesses:
                 f"{self._version} are running: exhaust or close them first"
             )
         self._version, self._unusable = -1, f"a sync of version {version} did not finish"
+        broke_off: list[Exception] = []
         try:
-            self._group.load(weights, version)
+            self._group.load(_watched(weights, broke_off), version)
         except Exception as error:
             self._unusable = f"the sync of version {version} failed: {error}"
             if isinstance(error, EngineError | UserError):
                 raise
             weights_named = f"the weights of version {version}" if version >= 0 else "the policy's weights"
-            raise EngineError(f"{weights_named} cannot be loaded into vLLM: {error}") from error
+            # What vLLM does not take has come from a process, as an EngineError.
+            if error in broke_off:
+                raise EngineError(f"the learner could not give {weights_named}: {error}") from error
+            raise EngineError(f"{weights_named} cannot be {self._group.way_of_weights}: {error}") from error
         self._version, self._unusable = version, None
 
     # ---------------------------------------------------------------------------------------------- memory
@@ -267,3 +271,12 @@ class VLLMProcesses:
     def _require_open(self) -> None:
         if self._group.closed:
             raise EngineError("the engine is closed")
+
+
+def _watched(weights: NamedWeights, broke_off: list[Exception]) -> NamedWeights:
+    """Yield the weights; an error of their stream is noted in ``broke_off`` too."""
+    try:
+        yield from weights
+    except Exception as error:
+        broke_off.append(error)
+        raise

@@ -381,6 +381,11 @@ class EngineGroup:
             return "merged"
         return "adapters" if self._holds_base else "apart"
 
+    @property
+    def way_of_weights(self) -> str:
+        """What is done with weights to hand them over, in words."""
+        return f"written to {self._scratch}" if self._weight_files else "put where the processes of vLLM find them"
+
     def _named(self, weights: NamedWeights) -> NamedWeights:
         return weights if self._policy_model is None else as_in_checkpoint(self._policy_model, weights)
 

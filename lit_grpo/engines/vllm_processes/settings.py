@@ -44,11 +44,19 @@ def per_process(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """Return the options of one engine: its part of the memory, and of the samples that are drawn at once.
 
     Raises:
-        UserError: the options spread an engine over several cards, or VLLM_CPU_KVCACHE_SPACE is no whole number.
+        UserError: the options spread an engine over several cards, VLLM_CPU_KVCACHE_SPACE is no whole number, or there
+            are more processes than samples that may be drawn at once.
     """
     check_arguments(options)
     part = dict(options)
-    part["max_num_seqs"] = -(-part.get("max_num_seqs", 256) // processes)
+    at_once = part.get("max_num_seqs", 256)
+    if at_once < processes:
+        raise UserError(
+            f"{processes} processes are to sample {at_once} completions at once, all of them together",
+            where=f"{KEY}.max_num_seqs",
+            remedy=f"{KEY}.max_num_seqs: {processes} or more, or {KEY}.processes: {at_once} or fewer",
+        )
+    part["max_num_seqs"] = -(-at_once // processes)
     part["gpu_memory_utilization"] = part.get("gpu_memory_utilization", 0.4) / processes
     if part.get("kv_cache_memory_bytes") is not None:
         part["kv_cache_memory_bytes"] //= processes

@@ -352,6 +352,38 @@ def test_a_plan_holds_no_longer_than_every_tensor_of_its_model_stays() -> None:
         assert not plan.holds()
 
 
+def kept_as_buffer(model: Any, tensor: Tensor) -> None:
+    model.bias = tensor
+
+
+def kept_besides(model: Any, tensor: Tensor) -> None:
+    model.bias.data.copy_(tensor)
+    model.scale = tensor
+
+
+def kept_in_a_list(model: Any, tensor: Tensor) -> None:
+    model.kept = [tensor]
+
+
+def turned_by_a_view(model: Any, tensor: Tensor) -> None:
+    model.bias.data.copy_(torch._neg_view(tensor))
+
+
+@pytest.mark.parametrize("special", [kept_as_buffer, kept_besides, kept_in_a_list, turned_by_a_view])
+def test_a_load_that_keeps_a_weight_or_turns_its_sign_is_not_repeated(special: Callable[[Any, Tensor], None]) -> None:
+    def loader(model: nn.Module, stream: Stream) -> None:
+        for name, tensor in stream:
+            if name == "bias":
+                special(model, tensor)
+            else:
+                load(model, iter([(name, tensor)]))
+
+    came = weights(0)
+    plan = noted(Model(), loader, iter(came.items()))
+    assert not plan.holds()
+    assert plan.useless
+
+
 def test_an_empty_plan_holds_nothing() -> None:
     assert not LoadPlan().holds()
 
@@ -395,7 +427,8 @@ def test_what_is_copied_once_to_everywhere_is_copied_again_and_nothing_else(step
 
     plan = noted(model, loader, two(0))
     covered = sorted((name, row) for name, _, start, _, count in steps for row in range(start, start + count))
-    assert plan.holds() == (covered == [(name, row) for name in "ab" for row in range(6)])
+    all_used = {"x", "y"} <= {source for _, source, *_ in steps}
+    assert plan.holds() == (all_used and covered == [(name, row) for name in "ab" for row in range(6)])
     if plan.holds():
         plan.repeat(two(1), set())
         loader(other, two(1))

@@ -75,6 +75,16 @@ def test_a_tied_name_is_left_out_if_it_is_the_same_tensor() -> None:
         list(_without_ties(stream, ties, {}))
 
 
+def test_a_tied_head_of_a_run_that_has_broken_down_is_still_tied() -> None:
+    """Else the screen would speak of ties where the weights are no numbers any more."""
+    broken = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
+    ties, seen = {"head.weight": "embed.weight"}, dict[str, int]()
+    assert len(list(_without_ties([("embed.weight", broken), ("head.weight", broken.clone())], ties, seen))) == 1
+    for other in (torch.zeros(2, 2), torch.full((2, 2), torch.nan), broken.T, torch.ones(4)):
+        with pytest.raises(ValueError, match="differs"):
+            list(_without_ties([("embed.weight", broken), ("head.weight", other)], ties, {}))
+
+
 def test_parts_of_fused_projections_are_missed() -> None:
     model = nn.Module()
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # type: ignore[assignment]

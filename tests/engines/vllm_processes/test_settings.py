@@ -51,6 +51,14 @@ def test_memory_and_samples_are_divided(monkeypatch: pytest.MonkeyPatch) -> None
     }  # fmt: skip
 
 
+def test_more_processes_than_samples_at_once_are_refused() -> None:
+    """Each would sample one, and all of them more than was allowed."""
+    assert per_process({"max_num_seqs": 5}, 5)["max_num_seqs"] == 1
+    with pytest.raises(UserError, match="5 processes are to sample 2 completions at once") as caught:
+        per_process({"max_num_seqs": 2}, 5)
+    assert caught.value.where == "data.engine.max_num_seqs"
+
+
 def test_the_cache_on_a_cpu_is_divided_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert per_process({}, 2)["kv_cache_memory_bytes"] == GIB // 2
