@@ -43,12 +43,13 @@ def launcher_in(environment: Mapping[str, str]) -> Launcher | None:
         text = environment.get(name, "").partition("(")[0]
         return int(text) if text.isdecimal() else 0
 
-    # Those of a step that srun began: a batch script, in which one process may run, has the tasks of the whole job.
-    found = [Launcher("srun", number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_TASKS_PER_NODE"))]
+    # torchrun first, which srun may have started, once on each machine.
     if "TORCHELASTIC_RUN_ID" in environment:
-        # First: srun may have started torchrun, once on each machine.
-        found.insert(0, Launcher("torchrun", number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE")))
-    return next((launcher for launcher in found[:1] if launcher.processes > 1), None)
+        launcher = Launcher("torchrun", number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE"))
+    else:
+        # Of a step that srun began: a batch script, in which one process may run, has the tasks of the whole job.
+        launcher = Launcher("srun", number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_TASKS_PER_NODE"))
+    return launcher if launcher.processes > 1 else None
 
 
 def check_launcher(trainer: pl.Trainer, environment: Mapping[str, str] = os.environ) -> None:

@@ -540,10 +540,10 @@ def _code_of_models() -> str | None:
     """Return the folder of the code that came with models, from which their tokenizers are unpickled; None: of none."""
     # transformers puts it behind those that Python looks in. Not imported: where nothing has, there is no such code.
     loader: Any = sys.modules.get("transformers.dynamic_module_utils")
-    loaded = (
-        any(name.startswith(f"{loader.TRANSFORMERS_DYNAMIC_MODULE_NAME}.") for name in sys.modules) if loader else 0
-    )
-    return str(loader.HF_MODULES_CACHE) if loaded else None
+    if loader is None:
+        return None
+    known = f"{loader.TRANSFORMERS_DYNAMIC_MODULE_NAME}."
+    return str(loader.HF_MODULES_CACHE) if any(name.startswith(known) for name in sys.modules) else None
 
 
 def _clean_up(processes: Sequence[EngineProcess], scratch: Path, ahead: DaemonThreads) -> None:

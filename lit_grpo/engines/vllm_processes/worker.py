@@ -83,7 +83,7 @@ class Worker:
             self._step()
 
     def _read(self) -> None:
-        code = 0
+        exit_code = 0
         try:
             while (message := self._connection.recv())[0] != "close":
                 # Here and not in its turn: the next message may be unpickled by it before that comes.
@@ -97,9 +97,9 @@ class Worker:
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-            code = 1
+            exit_code = 1
         # Not sys.exit, which would wait for a step; whatever this process holds is given back by its end.
-        os._exit(code)
+        os._exit(exit_code)
 
     def _send(self, *message: Any) -> None:
         self._last_sent = time.monotonic()
