@@ -18,12 +18,6 @@ def cards_of_driver() -> int:
     return present if visible is None else min(present, len([name for name in visible.split(",") if _names(name)]))
 
 
-def name_of_card(number: int) -> str:
-    """Return what the machine calls a card that has this number in this process."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return visible[number].strip() if visible else str(number)
-
-
 def environment_on_card(own: str, named: str | None = None) -> dict[str, str | None]:
     """Return what the environment of processes on a card has besides this one's.
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_grpo.engines.vllm.installed import vllm_is_installed
-from lit_grpo.engines.vllm_processes.cards import cards_of_driver, environment_on_card, name_of_card
+from lit_grpo.engines.vllm_processes.cards import cards_of_driver, environment_on_card
 from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
-from lit_grpo.engines.vllm_server.launch import LAUNCHER_VARIABLES
+from lit_grpo.engines.vllm_server.launch import LAUNCHER_VARIABLES, name_of_card
 from lit_grpo.engines.vllm_server.scratch import make_scratch_folder, remove_scratch_folder
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ import torch
 from lit_grpo.engines.config import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
-from lit_grpo.engines.vllm_processes.cards import environment_on_card, name_of_card
+from lit_grpo.engines.vllm_processes.cards import environment_on_card
 from lit_grpo.engines.vllm_server.cards import check_apart, place_on_machine
+from lit_grpo.engines.vllm_server.launch import name_of_card
 from lit_grpo.engines.vllm_server.process import check_servers_of_ranks
 from lit_grpo.errors import UserError
 

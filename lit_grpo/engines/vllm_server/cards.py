@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.engines.vllm.installed import KEY
+from lit_grpo.engines.vllm_server.launch import name_of_card
 from lit_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ _EXAMPLE = "trainer.devices: 2 with server.cards: [[2], [3]], or [[4, 5], [6, 7]
 
 def environment_of_cards(cards: Sequence[int]) -> dict[str, str]:
     """Return what the environment of a server on these cards has; numbers are those that this process counts."""
-    visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
-    return {VISIBLE: ",".join(visible[number] if visible else str(number) for number in cards)}
+    return {VISIBLE: ",".join(map(name_of_card, cards))}
 
 
 def place_on_machine() -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""What every process of vLLM is started with: a supervisor, this package on its path, and nothing of a rank."""
+"""What every process of vLLM is started with: a supervisor, this package on its path, a card, and nothing of a rank."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,3 +26,9 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
+
+
+def name_of_card(number: int) -> str:
+    """Return what the machine calls a card that has this number in this process."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return visible[number].strip() if visible else str(number)
