@@ -87,6 +87,7 @@ def _choose(config: VLLMEngineConfig, context: EngineContext) -> Choice:
     # where they work at once. With a rank on each of several cards nothing but the latter has been tried.
     own = context.beside_learner or not _several_ranks()
     if measured is not None:
+        # More than there are samples at once are refused.
         measured = min(measured, config.max_num_seqs)
         return Choice(measured, measured > 1 or own, "measured by lit-grpo check on this card")
     # 512 sequences of 256 tokens with log-probabilities, tokens/s with 1, 2 and 3 processes on an H200: 93,300, 87,600

@@ -233,6 +233,8 @@ def test_what_was_measured_on_a_card_goes_before_the_rule(monkeypatch: pytest.Mo
     write_measured(key, 4, {1: 100.0, 2: 210.0, 4: 300.0})
     assert choose(auto, made)[:2] == (4, True)
     assert "measured" in choose(auto, made).reason
+    few = VLLMEngineConfig(processes="auto", max_num_seqs=3)
+    assert choose(few, made).processes == 3, "no more than sample at once, all of them together"
     write_measured("another", 1, {1: 5.0})
     assert read_measured(key) == 4, "measurements of other models and cards stay"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 2")
