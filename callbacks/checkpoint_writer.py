@@ -95,10 +95,10 @@ class CheckpointWriter:
                 writer._memory.close()
 
     @classmethod
-    def poll_of(cls, trainer: Trainer) -> None:
+    def poll_of(cls, trainer: Trainer, moment: int) -> None:
         """Call :meth:`poll` of the trainer's writer, if there is one."""
         if trainer in cls._of:
-            cls._of[trainer].poll()
+            cls._of[trainer].poll(moment)
 
     def make_way(self, moment: int) -> None:
         """Wait for a write under way, unless it is of the same moment, whose copy the next one can share.
@@ -124,12 +124,14 @@ class CheckpointWriter:
             self._memory.reserve(plain_tensors([trainer.strategy.lightning_module_state_dict(), states]))
         return True
 
-    def poll(self) -> None:
+    def poll(self, moment: int) -> None:
         """Tell of a write that has ended in an error, without waiting for one that is under way.
 
-        Does nothing on several ranks: all of them must know of it at the same time.
+        Does nothing on several ranks: all of them must know of it at the same time. Nor does it where the write was of
+        this very moment, whose copy the next one can share however soon the first had ended.
         """
-        if self._ranks.world_size == 1 and self._thread is not None and not self._thread.is_alive():
+        ended = self._thread is not None and not self._thread.is_alive()
+        if self._ranks.world_size == 1 and ended and self._moment != moment:
             self.finish()
 
     def finish(self) -> None:

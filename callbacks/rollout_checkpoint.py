@@ -267,7 +267,7 @@ class RolloutCheckpoint(Checkpoint):
             return
         if self.in_background and not self._reserved:
             self._reserved = CheckpointWriter.of(trainer).reserve(trainer)
-        CheckpointWriter.poll_of(trainer)
+        CheckpointWriter.poll_of(trainer, trained_rollouts(trainer))
         due = trainer.should_stop or trained_rollouts(trainer) % self.every_n_rollouts == 0
         if due or self._is_best(trainer):
             self.save(trainer, wait=trainer.should_stop or not self.in_background)

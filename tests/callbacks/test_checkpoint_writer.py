@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 
 from lit_grpo.callbacks import HealthMonitor, RolloutCheckpoint, request_stop
+from lit_grpo.callbacks.checkpoint_writer import CheckpointWriter
 from lit_grpo.callbacks.host_copy import HostCopy
 from lit_grpo.callbacks.host_memory import HostMemory
 from lit_grpo.errors import StopRun
@@ -140,25 +141,34 @@ def test_room_for_a_copy_is_made_once_ahead_of_the_first_checkpoint(tmp_path, mo
     assert len(asked) == 1
 
 
-def test_what_a_rollback_returns_to_shares_the_copy_of_the_same_moment(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ended", [False, True], ids=["under way", "ended"])
+def test_what_a_rollback_returns_to_shares_the_copy_of_the_same_moment(tmp_path, monkeypatch, ended):
     copied = 0
-    original = HostCopy._copy_of_plain
+    copy, start = HostCopy._copy_of_plain, CheckpointWriter._start
 
     def count(self: HostCopy, tensor: torch.Tensor) -> torch.Tensor:
         nonlocal copied
         copied += tensor.numel() == 2
-        return original(self, tensor)
+        return copy(self, tensor)
+
+    def then(self: CheckpointWriter, *job: Any) -> None:
+        start(self, *job)
+        # The first of the ring is of the untouched run; the next is of the moment that the run's own is to share.
+        if ended or not disk.written:
+            until(lambda: not self._thread.is_alive())
+            if not ended:
+                disk.go.clear()
 
     monkeypatch.setattr(HostCopy, "_copy_of_plain", count)
+    monkeypatch.setattr(CheckpointWriter, "_start", then)
     disk = Slow(monkeypatch, blocked=2)
-    monitor = HealthMonitor(monitors=[], actions={"critical": "rollback"}, checkpoint_every=2, checkpoints=8)
-    seen = Seen(tmp_path / "own", {3: lambda _: disk.go.set()})
-    trainer_folder = tmp_path / "run"
-    saver = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path / "own"))
-    trainer = make_trainer(False, [monitor, seen, saver], default_root_dir=str(trainer_folder))
-    # The first of the ring is of the untouched run.
     disk.go.set()
+    monitor = HealthMonitor(monitors=[], actions={"critical": "rollback"}, checkpoint_every=2, checkpoints=8)
+    seen = Seen(tmp_path / "own", {2: lambda _: disk.go.set()})
+    saver = RolloutCheckpoint(every_n_rollouts=2, dirpath=str(tmp_path / "own"))
+    trainer = make_trainer(False, [monitor, seen, saver], default_root_dir=str(tmp_path / "run"))
     trainer.fit(StandIn(), datamodule=StandInData(3))
+    assert len(disk.written) == 4, "0 and 2 to go back to, and 2 and 3 of the run itself"
     # The weight and its two moments once for the ring and the run's own after rollout 2, the weight alone after 0.
     assert copied == 1 + 3
     assert torch.equal(weight_in(tmp_path / "own" / "rollout-000002.ckpt"), seen.weights[1])
