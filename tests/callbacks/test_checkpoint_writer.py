@@ -155,7 +155,8 @@ def test_what_a_rollback_returns_to_shares_the_copy_of_the_same_moment(tmp_path,
         start(self, *job)
         # The first of the ring is of the untouched run; the next is of the moment that the run's own is to share.
         if ended or not disk.written:
-            until(lambda: not self._thread.is_alive())
+            thread = self._thread
+            until(lambda: thread is None or not thread.is_alive())
             if not ended:
                 disk.go.clear()
 
